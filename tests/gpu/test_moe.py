@@ -18,7 +18,7 @@ from quire.layers import moe
 from quire.layers.context import Build, StepContext
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.worker.graphs import Graphs

@@ -25,7 +25,7 @@ from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans

@@ -27,7 +27,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.eagle import EagleLayer
 from quire.layers.stack import Model
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans

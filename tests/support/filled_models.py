@@ -18,7 +18,7 @@ from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, moe_plans, resolve_engine
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, moe_plans, resolve_engine
 from quire.weights.units import load_units
 
 
@@ -40,15 +40,12 @@ def planned(
     types = DTypePlan(dtype=dtype, reason="as asked", weights=weights)
     return resolve_engine(
         config,
-        Path("nowhere"),
-        args,
+        ModelFacts(folder=Path("nowhere"), args=args, dtype=types, quantization=quantization or {}),
         machine,
-        types,
         probe,
         parallel=parallel,
         number=number,
         forced=forced,
-        quantization=quantization,
     )
 
 

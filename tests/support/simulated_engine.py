@@ -26,8 +26,8 @@ from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
 from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.meetings import check
 from quire.plan.memory import shared_sizes
-from quire.plan.missing import check_missing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def simulated(
     found = read_files(config)
     plans = plan_ranks(config, found)
     for plan in plans:
-        check_missing(plan.missing)
+        check(plan.meetings)
     loaded = [
         load_rank(plan, one, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
         for plan, one in zip(plans, make_groups(plans), strict=True)

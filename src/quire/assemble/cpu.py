@@ -18,8 +18,8 @@ from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.plan.engine import EnginePlan
+from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
-from quire.plan.missing import check_missing
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy
@@ -40,7 +40,7 @@ def load_without_triton(
 
     free_bytes   returns the free bytes of the device's memory. For the other parameters see `load_rank`
     """
-    check_missing(plan.missing)
+    check(plan.meetings)
     scales = cache_scales(plan)
     model = build_model(plan, groups)
     filled = fill(model, plan, scales, on_loading)

@@ -29,8 +29,8 @@ from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
 from quire.plan.engine import EnginePlan
+from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
-from quire.plan.missing import check_missing
 from quire.plan.tiers import resolve_offload
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
@@ -51,7 +51,7 @@ def load_cuda(
 
     facts   name and memory of the GPU. For the other parameters see `load_rank`
     """
-    check_missing(plan.missing)
+    check(plan.meetings)
     config, weights = plan.config, plan.weight_bytes
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")

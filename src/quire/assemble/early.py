@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config.engine import EngineConfig, check_context
+from quire.config.events import read_events_config
 from quire.contracts.errors import ConfigError
 from quire.kvnet.block_share import listener_at
 from quire.kvnet.event_publisher import EventPublisher
@@ -17,9 +18,9 @@ from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan, host_blocks, resolve_sizing
+from quire.plan.meetings import check
 from quire.plan.memory import GIB
-from quire.plan.missing import check_missing
-from quire.plan.sharing import Place, read_events_config
+from quire.plan.sharing import Place
 
 
 def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
@@ -29,7 +30,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
     free_memory   bytes of this host that are free before the weights are loaded
     """
     plan = plans[0]
-    check_missing(plan.missing)
+    check(plan.meetings)
     check_context(plan.config.model, plan.args.max_position_embeddings)
     if plan.config.hosts.nnodes == 1 and plan.config.hosts.distributed_executor_backend != "ray":
         _check_memory(plans, free_memory)

@@ -25,6 +25,8 @@ from quire.assemble.turned_on import OFF, turned_on
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu
+from quire.config.events import events_notes
+from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.params import Param
@@ -40,22 +42,22 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
-from quire.plan.cuda_memory import gpu_only_options
-from quire.plan.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
+from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, plan_notes, resolve_engine, resolve_sizing
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine, resolve_sizing
 from quire.plan.kept import kept_weights
+from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
 from quire.plan.notes import parallel_notes
-from quire.plan.placement import check_hosts, check_parallel, parallel_sizes
+from quire.plan.placement import parallel_sizes
 from quire.plan.rank_report import rank_lines
 from quire.plan.report import PlanReport
-from quire.plan.sharing import events_notes, read_events_config
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
 from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
+from quire.ranks.headless import check_first_host
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
@@ -148,6 +150,17 @@ class Found(NamedTuple):
     cpu: CpuFacts
     draft: "Found | None" = None
 
+    @property
+    def facts(self) -> ModelFacts:
+        """The model and its drafter as plans need them."""
+        return ModelFacts(
+            folder=self.folder,
+            args=self.args,
+            dtype=self.dtype,
+            quantization=self.quantization.config,
+            draft=self.draft.args if self.draft is not None else None,
+        )
+
 
 def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
@@ -157,7 +170,6 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
-    read_events_config(config)  # an error in it is told before the model is loaded
     phases = _Phases()
     found = read_files(config)
     config = found.config
@@ -209,7 +221,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         *_notes(plan, _params_of(plans), parts.memory),
         *unread,
         *parts.notes,
-        *(gpu_only_options(config) if found.device.device == "cpu" else ()),
+        *idle_notes(plan.meetings),
         *lines,
     )
     for note in notes:
@@ -255,8 +267,9 @@ def read_files(config: EngineConfig, head: str = "") -> Found:
 def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
     """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
     parallel, words = parallel_sizes(config.parallel), str(found.device)
-    check_parallel(found.args, parallel)
-    check_hosts(config.hosts, parallel)
+    check_first_host(config.hosts)
+    facts = found.facts
+    check(met(inputs_of(config, facts.args, found.device.device, draft=facts.draft)), planned=True)
     total, shared = found.cpu.total_memory, False
     if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
         if shared := ranks_share_gpu():
@@ -264,32 +277,14 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         elif config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
             check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
-        if config.parallel.check_collectives and not config.device.enforce_eager:
-            raise ConfigError(
-                "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
-                "that: add enforce_eager (--enforce-eager), or leave check_collectives out."
-            )
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total, shared=shared)
 
     def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
-        made = [
-            resolve_engine(
-                config,
-                found.folder,
-                found.args,
-                machine,
-                found.dtype,
-                here,
-                parallel=parallel,
-                number=number,
-                quantization=found.quantization.config,
-                served=served,
-            )
-            for number in range(parallel.size)
-        ]
+        each = partial(resolve_engine, config, found.facts, machine, here, parallel=parallel, served=served)
+        made = [each(number=number) for number in range(parallel.size)]
         other = draft_config(config, found.dtype.dtype)
         if found.draft is None or other is None or made[0].missing:
             return made

@@ -4,26 +4,48 @@ No torch.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
-from quire.config.engine import EngineConfig, check_context
-from quire.contracts.errors import ModelNotFound, WeightsError
+from quire.config.engine import EngineConfig
+from quire.config.speculators import resolve_speculators
+from quire.contracts.errors import ModelNotFound, UserError, WeightsError
 from quire.plan.cache_dtype import choose_cache
-from quire.plan.drafts import with_draft_layers, with_spelling
+from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
-from quire.plan.experts import check_routing
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.plan.layout import layout
+from quire.plan.meeting_rows.terms import REFUSED
+from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
+from quire.platforms.detect import resolve_device
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import Checkpoint, read_checkpoint, stored_in
-from quire.weights.folder import absent_weights, fetch_weights
+from quire.weights.folder import HEADERS, absent_weights, fetch_weights, resolve_folders
 from quire.weights.match import match_tensors
+
+
+def check_options(config: EngineConfig) -> None:
+    """Raise a `UserError` for options that exclude each other, before a server starts anything.
+
+    Rows about the model are told with them, if its config.json can be read. No file is read where options go together.
+    """
+    found = met(inputs_of(config))
+    if not any(one.status == REFUSED for one in found):
+        return
+    if config.device.device != "mock":
+        with suppress(UserError):  # of the model: told when the options are right
+            config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
+            args = read_args(config, resolve_folders(config, only=HEADERS)[0])
+            other = draft_config(config, config.model.dtype)
+            draft = other and read_args(other, resolve_folders(other, only=HEADERS)[0], head_method(config))
+            found = met(inputs_of(config, args, resolve_device(config.device.device).device, draft=draft))
+    check(found)
 
 
 def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
@@ -51,8 +73,6 @@ def read_model(
     Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
     args = read_args(config, folder, head)
-    check_context(config.model, args.max_position_embeddings)
-    check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
     return args, dtype, settled_quantization(config, folder, args)
 

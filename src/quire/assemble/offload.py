@@ -179,16 +179,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
 
 
 def _faults(plan: EnginePlan) -> Faults | None:
-    """Return the faults to plant, or None. Raises ConfigError if the engine lacks the tier of one."""
-    offload, given = resolve_offload(plan.config), plan.config.share.kv_faults
-    lacks = ("read=", "write=") * (not offload.folder) + ("hello=", "hear=", "tell=", "page=") * (
-        offload.sharing.place is None
-    )
-    if wrong := [one for one in given if one.startswith(lacks)]:
-        raise ConfigError(
-            f"kv_faults: this engine has no place for {', '.join(wrong)}: read and write need "
-            "kv_offload_dir, faults of connections need kv_share."
-        )
+    """Return the faults to plant, or None."""
+    given = plan.config.share.kv_faults
     return Faults(given) if given else None
 
 

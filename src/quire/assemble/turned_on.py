@@ -1,10 +1,11 @@
 """Lines about the features of an engine that options turn on, or leave off: drafts, tiers of KV blocks, sharing."""
 
+from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import GIB
-from quire.plan.sharing import Place, read_events_config
+from quire.plan.sharing import Place
 
 OFF = "off"  # with the option that turns it on
 

@@ -352,15 +352,6 @@ def check_config(config: EngineConfig) -> None:
             f"node_rank={hosts.node_rank}: {hosts.nnodes} hosts have the numbers 0 to "
             f"{hosts.nnodes - 1}: give nnodes, the number of hosts, too."
         )
-    if hosts.nnodes > 1 and hosts.distributed_executor_backend == "ray":
-        raise ConfigError(
-            f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
-            "distributed_executor_backend=mp."
-        )
-    if config.load.routing != "model" and config.load.load_format != "dummy":
-        raise ConfigError(
-            f"routing={config.load.routing} ignores what a model has learned: use it only with load_format=dummy."
-        )
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:

@@ -347,8 +347,11 @@ def server_config(settings: Settings) -> ServerConfig:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the message of an error in one line. In a `ConfigError`, option names are written as flags."""
-    text = " ".join(str(error).split())
+    """Return the message of an error in one line, or in a line for each of several reasons ("- ...").
+
+    In a `ConfigError`, option names are written as flags.
+    """
+    text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
     if not isinstance(error, ConfigError):
         return text
     names = sorted(server_names())

@@ -31,23 +31,10 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
-    cache, share = config.cache, config.share
-    tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
-    if tiers or share.kv_share or share.kv_peers:
-        raise ConfigError(
-            "device=mock has no tiers of KV blocks: leave out kv_offload_gb, kv_offload_dir, "
-            "kv_transfer_config, kv_share and kv_peers."
-        )
     args = read_checkpoint_config(folder)
     speculation = read_speculative_config(config.scheduler.speculative_config)
-    if speculation is not None and speculation.method != "ngram":
-        raise ConfigError(f"speculative_config: device=mock has no layers for method {speculation.method}: use ngram.")
-    if speculation is not None and speculation.synthetic:
-        raise ConfigError(
-            "speculative_config: device=mock takes 0, 1, ... and all drafts for right in turn: leave out "
-            "rejection_sample_method=synthetic."
-        )
-    scheduler, size = config.scheduler, cache.block_size or BLOCK_SIZE
+    scheduler, cache = config.scheduler, config.cache
+    size = cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
     check_context(config.model, args.max_position_embeddings)
     given = cache.num_gpu_blocks_override

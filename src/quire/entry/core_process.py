@@ -20,6 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.engine.warm_up import warm_up
 from quire.kvnet.event_publisher import publish_events
+from quire.plan.meetings import check, inputs_of, met
 from quire.procs.core_server import Send, run_core
 from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
@@ -82,6 +83,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
 def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
     from quire.engine.mock_core import build_mock_core
 
+    check(met(inputs_of(config)))
     core = publish_events(build_mock_core(config, *resolve_folders(config)), config)
     plans = {"model": f"mock, {config.device.mock_step_ms:g} ms per step"}
     notes = ("device=mock: no model is loaded, and the answers are made up.",)

@@ -14,12 +14,13 @@ from itertools import count
 from typing import Self
 
 from quire.config.engine import EngineConfig
-from quire.contracts.chunks import Chunking, read_chunks
+from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.entry.chunks import read_chunks
 from quire.entry.completion import Completion, Generation
 from quire.entry.core_request import (
     FrontLimits,

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.config.engine import EngineConfig
+from quire.config.speculators import resolve_speculators
 from quire.entry.installed import check_torch
-from quire.plan.drafts import resolve_speculators
+from quire.plan.meetings import check, inputs_of, met
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import resolve_device
 from quire.text.load import load_text
@@ -22,6 +23,7 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
     if absent_weights(config, folder) is not None:
         device, cpu = resolve_device(config.device.device).device, read_cpu_facts()
         args, dtype, quantization = read_model(config, folder, device, cpu)
+        check(met(inputs_of(config, args, device)))
         load_text(config, folder, tokenizer_folder=tokenizer_folder)
         obtain_weights(
             config, folder, args, dtype, cpu.free_memory if device == "cpu" else None, quantization=quantization.config

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quire.config.connectors import CONNECTOR
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.request import Transfer
-from quire.plan.sharing import CONNECTOR, SharePlan
+from quire.plan.sharing import SharePlan
 
 PARAM = "kv_transfer_params"
 

@@ -13,15 +13,17 @@ import msgspec
 from quire.args.checkpoint import ModelArgs, read_raw_config
 from quire.assemble.obtain import read_args, settled_quantization
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
+from quire.config.speculators import resolve_speculators
+from quire.contracts.errors import ConfigError, ModelError, ModelNotFound, WeightsError
 from quire.contracts.parallel import Rank
 from quire.kernels.select import probe_of
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.drafts import draft_config, head_method, resolve_speculators, with_draft_model
+from quire.plan.drafts import draft_config, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
-from quire.plan.engine import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine, resolve_sizing
+from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
-from quire.plan.placement import check_parallel, parallel_sizes
+from quire.plan.placement import parallel_sizes
 from quire.plan.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
@@ -63,18 +65,19 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
     machine = Machine(device=device, words=words, total_memory=memory)
     args = read_args(config, folder, head)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    plan = resolve_engine(
-        config,
-        folder,
-        args,
-        machine,
-        dtype,
-        probe_of(gpu.capability if gpu else None),
-        parallel=parallel,
+    other = draft_config(config, dtype.dtype)
+    model = ModelFacts(
+        folder=folder,
+        args=args,
+        dtype=dtype,
         quantization=_quantization(config, folder, args),
+        draft=None if other is None else _draft_args(other, head_method(config)),
     )
+    plan = resolve_engine(config, model, machine, probe_of(gpu.capability if gpu else None), parallel=parallel)
+    if gpu is not None and not described:
+        check_gpus(parallel, hosts=config.hosts.nnodes)
     draft = None
-    if (other := draft_config(config, dtype.dtype)) is not None and not plan.missing:
+    if other is not None and not plan.missing:
         draft = plan_engine(other, described, head_method(config))
         plan = with_draft_model(plan, draft.plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
@@ -84,6 +87,14 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
     if isinstance(memory, str) and gpu is not None:
         memory += _larger(report, gpu)
     return replace(report, memory=memory, fullest=fullest)
+
+
+def _draft_args(config: EngineConfig, head: str) -> ModelArgs | None:
+    """Return the arguments of a draft model or EAGLE head; None if it cannot be read, which its own plan tells."""
+    try:
+        return read_args(config, resolve_folders(config, only=HEADERS)[0], head)
+    except ModelError:
+        return None
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
@@ -134,7 +145,6 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
         ) from None
     if found.device == "cpu":
         return None, str(found)
-    check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
 
@@ -166,7 +176,7 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
     for sizes in sorted(doubled, key=lambda sizes: sizes.size):
         other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
         try:
-            check_parallel(plan.args, sizes)
+            check(met(inputs_of(plan.config, plan.args, "cuda", parallel=sizes)), planned=True)
             memory, _ = _tightest(PlanReport(plan=other, memory=""), gpu, 0)
         except ConfigError:  # a size does not divide the model, or a slice would cut a group of a quantized matrix
             continue
@@ -178,7 +188,7 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
 def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """Size the memory of a rank; `free`: bytes of a CPU's memory, which all ranks share, before weights are loaded."""
     weights = report.held[rank.number][1]
-    plan = msgspec.structs.replace(report.plan.of_rank(rank), geometry=report.page(rank))
+    plan = msgspec.structs.replace(of_rank(report.plan, rank), geometry=report.page(rank))
     if gpu is None:
         every = sum(held for _, held in report.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)

@@ -11,23 +11,21 @@ from rich.tree import Tree
 
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
-from quire.explain.render_ranks import Plan, add, add_ranks, folded
+from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts.plan import DISPATCHERS, kind_words
 from quire.plan.facts import fact_lines
-from quire.plan.missing import not_runnable
 from quire.plan.report import NEVER
 
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 
 
 def render(plan: Plan, full: bool = False) -> Group:
-    """Return the plan as a terminal tree. A line about missing features stands above it, a load error below it.
+    """Return the plan as a terminal tree. Lines about missing features stand above it, a load error below it.
 
     full   `plan` is cut to one layer (`one_layer`): draw only that layer, with every checkpoint name and file
     """
-    first = not_runnable([one["feature"] for one in plan["missing"]])
     last = plan["load_error"] and f"would not load: {plan['load_error']}"
-    return Group(*[Text(first)] * bool(first), _tree(plan, full), *[Text(last)] * bool(last))
+    return Group(*not_runnable(plan["missing"]), _tree(plan, full), *[Text(last)] * bool(last))
 
 
 def _tree(plan: Plan, full: bool) -> Tree:

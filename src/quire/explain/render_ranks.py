@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
-from quire.plan.missing import not_runnable
 from quire.plan.notes import listed
 
 Plan = Mapping[str, Any]
@@ -85,8 +85,20 @@ def render_rank(rank: Plan) -> Group:
         node = add(branch, title)
         for name, cut in slices.items():
             add(node, f"{name}: {cut}")
-    missing = not_runnable([one["feature"] for one in rank["missing"]])
-    return Group(*[Text(missing)] * bool(missing), tree)
+    return Group(*not_runnable(rank["missing"]), tree)
+
+
+def not_runnable(missing: Sequence[Plan]) -> Iterator[RenderableType]:
+    """Yield the sentence that an engine cannot run yet, which names these features, and each with its remedy."""
+    if not missing:
+        return
+    *most, last = [one["feature"] for one in missing]
+    words = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+    yield Text(f"Not runnable yet: {words} not implemented; the plan below is what it would be.")
+    for one in missing:
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row("-", Text(one["reason"] + f": {one['remedy']}" * bool(one["remedy"]) + "."))
+        yield line
 
 
 def add(tree: Tree, line: str) -> Tree:

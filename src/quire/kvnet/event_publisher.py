@@ -15,10 +15,10 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
+from quire.config.events import EventSettings, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.engine.core import EngineCore
 from quire.kv.events import EventBatch, EventLog
-from quire.plan.sharing import EventSettings, read_events_config
 
 LOG = logging.getLogger("quire").getChild("kv")
 LAST_WORDS_MS = 1000  # that an engine which ends waits for the thread

@@ -165,19 +165,6 @@ def resolve_cuda_memory(
     )
 
 
-def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
-    """Return a message for each option that the user set and that has no effect on a CPU."""
-    default = EngineConfig()
-    set_ones = [
-        name
-        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-        if vars(config.device)[name] != vars(default.device)[name]
-    ]
-    if config.cache.gpu_memory_utilization != default.cache.gpu_memory_utilization:
-        set_ones.append("gpu_memory_utilization")
-    return tuple(f"{name} changes nothing on a CPU." for name in set_ones)
-
-
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:
     """Return the largest number of bytes that weights, working memory and KV cache may take together."""
     return min(int(config.cache.gpu_memory_utilization * memory.total), memory.total - memory.outside - SPARE)

@@ -7,7 +7,7 @@ and read back: no value in it belongs to a process.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,24 +34,22 @@ from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.plan.dtype import DTypePlan
-from quire.plan.experts import check_routing, needs_of_kinds
 from quire.plan.experts import moe_plans as moe_plans
+from quire.plan.experts import needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
-from quire.plan.kinds import mixer
+from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
+from quire.plan.meeting_rows.terms import MISSING
+from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
 from quire.plan.memory import GIB, MemoryPlan, resolve_memory
-from quire.plan.missing import Missing, missing_blend, missing_features, missing_speculation
 from quire.plan.notes import order_notes
-from quire.plan.placement import check_parallel, ranks
+from quire.plan.placement import ranks
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
 from quire.plan.wire import with_wire
-
-if TYPE_CHECKING:
-    pass
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +85,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     moe           phase ("prefill", "decode") -> kernel and dispatcher of experts, or the reason why there is none
     geometry      layout of a page of this rank's KV cache
     graphs        sizes of the steps that are captured as CUDA graphs
-    missing       features that are not implemented: an engine that needs them can be planned, not built
+    meetings      rows of `plan/meetings.py` that apply: features that are not implemented, options without effect
     drafting      drafter, number of drafts and draft model
     quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
@@ -104,9 +102,14 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     moe: dict[str, MoEPlan | str]
     geometry: KVGeometry
     graphs: GraphPlan
-    missing: tuple[Missing, ...] = ()
+    meetings: tuple[Meeting, ...] = ()
     drafting: "Drafting" = msgspec.field(default_factory=lambda: Drafting())
     quantization: dict[str, Any] = {}
+
+    @property
+    def missing(self) -> tuple[Meeting, ...]:
+        """Features that are not implemented: an engine that needs them can be planned, not built."""
+        return tuple(one for one in self.meetings if one.status == MISSING)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -206,9 +209,10 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
 
-    def of_rank(self, rank: Rank) -> "EnginePlan":
-        """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
-        return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
+
+def of_rank(plan: EnginePlan, rank: Rank) -> EnginePlan:
+    """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
+    return msgspec.structs.replace(plan, mesh=Mesh(parallel=plan.mesh.parallel, rank=rank))
 
 
 class Drafting(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,36 +227,51 @@ class Drafting(msgspec.Struct, frozen=True, kw_only=True):
         return self.speculation.num_drafts if self.speculation else 0
 
 
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as its files describe it, for the plan of an engine.
+
+    folder         folder of config.json and weights
+    dtype          dtypes as resolved for this machine
+    quantization   quantization of the checkpoint; {}: unquantized
+    draft          arguments of the draft model or EAGLE head; None: there is none
+    """
+
+    folder: Path
+    args: ModelArgs
+    dtype: DTypePlan
+    quantization: Mapping[str, Any] = {}
+    draft: ModelArgs | None = None
+
+
 def resolve_engine(
     config: EngineConfig,
-    folder: Path,
-    args: ModelArgs,
+    model: ModelFacts,
     machine: Machine,
-    dtype: DTypePlan,
     probe: Probe,
     *,
     parallel: Parallel = ALONE,
     number: int = 0,
-    quantization: Mapping[str, Any] | None = None,
     served: bool = True,
     forced: dict[str, str] | None = None,
 ) -> EnginePlan:
-    """Plan the engine of rank `number`. Raises ConfigError for options that contradict the model or the device.
+    """Plan the engine of rank `number`.
 
-    args, quantization   as read from the files in `folder`
-    dtype    dtypes as resolved for this machine
+    Raises a `UserError` that tells all rows of `plan/meetings.py` by which the options contradict each other or the
+    model; then ConfigError for a number that does not fit the model or the device.
+
     probe    function that returns the reason why the machine does not meet a need of kernels, or ""
     forced   operation -> name of the implementation to use
     served   True: clients read answers token by token, so steps stay short
     """
-    check_context(config.model, args.max_position_embeddings)
-    check_parallel(args, parallel)
-    check_routing(args, config.load.routing)
-    resolve_offload(config)
+    args, dtype, device = model.args, model.dtype, machine.device
     speculation = read_speculative_config(config.scheduler.speculative_config)
+    inputs = inputs_of(config, args, device, draft=model.draft, parallel=parallel)
+    check(met(inputs), planned=True)
+    check_context(config.model, args.max_position_embeddings)
+    resolve_offload(config)
     if speculation is not None and machine.device == "cuda":
         speculation = speculation.captured()
-    quantization, device = dict(quantization or {}), machine.device
+    quantization = dict(model.quantization)
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
@@ -263,7 +282,8 @@ def resolve_engine(
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
-    unblended = missing_blend(config.cache, args, parallel, geometry.windows, device)
+    inputs = replace(inputs, windows=geometry.windows)
+    unblended = any("CacheBlend" in (row.feature, row.other) and row.status == MISSING for row in rows_of(inputs))
     asked = frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
     kernels = choose_kernels(
         device,
@@ -280,18 +300,9 @@ def resolve_engine(
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
-    moe = moe_plans(
-        args,
-        needs_of_kinds(args, rank, needs, quantization),
-        probe,
-        parallel=parallel,
-        forced=experts,
-        backend=config.parallel.all2all_backend,
-        eager=config.device.enforce_eager,
-        hosts=config.hosts.nnodes,
-    )
-    rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
-    moe = {phase: with_wire(one, rows, args.hidden_size, ITEM_BYTES[dtype.dtype]) for phase, one in moe.items()}
+    moe = _experts(config, model, params, rank, needs, probe, parallel=parallel, forced=experts)
+    meetings = met(replace(inputs, moe=moe))
+    check(meetings, planned=True)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -302,7 +313,7 @@ def resolve_engine(
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config,
-        folder=str(folder),
+        folder=str(model.folder),
         args=args,
         machine=machine,
         dtype=dtype,
@@ -313,10 +324,38 @@ def resolve_engine(
         moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
-        missing=(*missing_features(parallel, moe), *missing_speculation(speculation, parallel), *unblended),
+        meetings=meetings,
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _experts(
+    config: EngineConfig,
+    model: ModelFacts,
+    params: Iterable[Param],
+    rank: Rank,
+    needs: KernelNeeds,
+    probe: Probe,
+    *,
+    parallel: Parallel,
+    forced: str,
+) -> dict[str, MoEPlan | str]:
+    """Return phase -> plan of the experts of a rank, with the form of rows on their way to other replicas."""
+    args = model.args
+    plans = moe_plans(
+        args,
+        needs_of_kinds(args, rank, needs, model.quantization),
+        probe,
+        parallel=parallel,
+        forced=forced,
+        backend=config.parallel.all2all_backend,
+        eager=config.device.enforce_eager,
+        hosts=config.hosts.nnodes,
+    )
+    rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
+    item = ITEM_BYTES[model.dtype.dtype]
+    return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
 
 
 def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
@@ -408,18 +447,3 @@ def host_blocks(plan: EnginePlan) -> int:
             f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
         )
     return blocks
-
-
-def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
-    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
-
-    blends   True: its KV is reused at other positions, too
-    """
-    return (
-        "norm",
-        *mixer(args).operations,
-        "activation",
-        "linear",
-        *(("routing",) if args.moe else ()),
-        *("blend",) * blends,
-    )

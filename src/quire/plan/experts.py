@@ -50,7 +50,7 @@ def moe_plans(
     forced   name of the kernel to use for the kinds of weights that it runs; "": the best
     backend  value of --all2all-backend, which counts where replicas share experts
     eager    steps are not captured in CUDA graphs;  hosts  hosts among which the ranks are divided
-    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
+    Returns {} for a model without experts. Raises ConfigError for a forced kernel that cannot run, an unknown backend.
     """
     kinds = (needs,) if isinstance(needs, KernelNeeds) else tuple(needs)
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
@@ -65,7 +65,7 @@ def moe_plans(
                 hardware = _hardware(one, probe, eager, hosts)
                 found.append(resolve_moe(args, one.scheme, parallel, hardware, phase, asked))
             except ConfigError as error:
-                if asked:
+                if kernel:
                     raise
                 found.append(str(error))
         plans[phase] = made = _joined(found)
@@ -107,9 +107,3 @@ def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
     """Return the reason why a kernel of experts cannot run groups of this size, or ""."""
     wide = scheme.block[1] if scheme is not None and kernel == "weight_only" else 0
     return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""
-
-
-def check_routing(args: ModelArgs, routing: str) -> None:
-    """Raise ConfigError for a routing that draws experts, and a model without experts."""
-    if routing != "model" and args.moe is None:
-        raise ConfigError(f"routing={routing} is for models with experts, which this one has not: leave it out.")

@@ -7,7 +7,7 @@ from typing import Any
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, fused, of_expert
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS
@@ -36,7 +36,7 @@ def describe_memory(
     known = {
         "rank": rank.number,
         "weights": weights,
-        "buffers": whole.of_rank(rank).buffer_bytes,
+        "buffers": of_rank(whole, rank).buffer_bytes,
         "kv_bytes_per_token": page / size,
         "block_size": size,
         "block_bytes": page // len(group.layers),

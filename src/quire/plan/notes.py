@@ -57,19 +57,9 @@ def order_notes(params: Iterable[Param], dtype: str) -> tuple[str, ...]:
 
 def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
     parallel, moe = parallel_sizes(config), args.moe
-    if not parallel.round_robin:
+    if not parallel.round_robin or moe is None or parallel.expert_ranks == 1:
         return
     asked = "--expert-placement-strategy round_robin"
-    if moe is None or not parallel.experts or parallel.expert_ranks == 1:
-        why = (
-            "the model has no experts"
-            if moe is None
-            else "every rank has a slice of each expert"
-            if (parallel.tp > 1 and not parallel.experts)
-            else "a single rank has all experts"
-        )
-        yield f"{asked} changes nothing: {why}."
-        return
     stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
     held = "; ".join(f"rank {rank.number}: {listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
     more = "; ..." * (len(stage) > MOST_RANKS)
@@ -80,11 +70,7 @@ def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
 def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
     backend, parallel = config.all2all_backend, parallel_sizes(config)
     asked = f"--all2all-backend {backend}"
-    if backend == "auto":
-        return
-    if args.moe is None or not parallel.lockstep:
-        yield f"{asked} changes nothing: every rank has the tokens of its experts, because no replicas share experts."
-    elif backend.startswith("deepep") and backend in BACKENDS:
+    if args.moe is not None and parallel.lockstep and backend.startswith("deepep") and backend in BACKENDS:
         ((phase, name),) = BACKENDS[backend].items()
         yield (
             f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "

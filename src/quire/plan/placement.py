@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
-from quire.config.engine import HostsConfig, ParallelConfig
-from quire.contracts.errors import ConfigError
-from quire.contracts.parallel import MOST_RANKS, Parallel, Rank, share, tp_members
+from quire.config.engine import ParallelConfig
+from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import mixer
 
 
@@ -28,110 +27,6 @@ def parallel_sizes(config: ParallelConfig) -> Parallel:
     )
 
 
-def check_one_device(config: ParallelConfig, command: str) -> None:
-    """Raise `ConfigError` if there are several ranks: `command` needs the whole model in its own process."""
-    if (parallel := parallel_sizes(config)).size > 1:
-        raise ConfigError(
-            f"{parallel}: `{command}` cannot run with several ranks, because it looks into the model of "
-            "its own process. Leave these options out, or use `quire trace`, which follows a request "
-            "into every rank."
-        )
-
-
-def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
-    """Raise `ConfigError` for sizes of parallelism by which this model cannot be divided."""
-    tp, kv = parallel.tp, args.num_kv_heads
-    if min(tp, parallel.pp, parallel.dp) < 1:
-        raise ConfigError(f"{parallel}: a size must be at least 1.")
-    if parallel.size > MOST_RANKS:
-        raise ConfigError(
-            f"{parallel}: {parallel.size:,} ranks are more than the {MOST_RANKS:,} that can be planned: lower a size."
-        )
-    if args.num_heads % tp:
-        raise ConfigError(f"-tp {tp}: {args.num_heads} attention heads cannot be divided by {tp}: {_sizes(args)}.")
-    if not mixer(args).divides(tp):
-        raise ConfigError(
-            f"-tp {tp}: {kv} KV heads can be neither divided nor copied evenly among {tp} ranks: {_sizes(args)}."
-        )
-    if parallel.pp > args.num_layers:
-        raise ConfigError(
-            f"-pp {parallel.pp}: the model has only {args.num_layers} layers, and every stage needs a "
-            f"layer: use -pp {args.num_layers} at most."
-        )
-    given = parallel.layers
-    if given and (len(given) != parallel.pp or sum(given) != args.num_layers):
-        words, layers = ",".join(map(str, given)), args.num_layers
-        raise ConfigError(
-            f"pipeline_layer_partition={words}: {len(given)} stages with {sum(given)} layers do not fit "
-            f"-pp {parallel.pp} and the model's {layers} layers: give {parallel.pp} numbers that add up "
-            f"to {layers}."
-        )
-    if parallel.experts and args.moe is None:
-        raise ConfigError("--enable-expert-parallel: this model has no experts: leave it out.")
-    if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
-        raise ConfigError(
-            f"{parallel}: {args.moe.routing.num_experts} experts are fewer than the "
-            f"{parallel.expert_ranks} ranks (tp x dp) that share them: lower -tp or -dp."
-        )
-    if parallel.redundant is not None:
-        _check_balancing(args, parallel, parallel.redundant)
-
-
-def _check_balancing(args: ModelArgs, parallel: Parallel, redundant: int) -> None:
-    """Raise `ConfigError` if experts cannot be balanced, or if the ranks cannot hold equally many slots."""
-    ranks, experts = parallel.expert_ranks, args.moe.routing.num_experts if args.moe else 0
-    if not experts:
-        raise ConfigError("--enable-eplb: this model has no experts: leave it out.")
-    if ranks == 1:
-        more = "-tp or -dp" if parallel.experts else "--enable-expert-parallel and -tp or -dp"
-        raise ConfigError(
-            f"--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole "
-            f"experts: add {more}, or leave it out."
-        )
-    if parallel.pp > 1 or parallel.round_robin:
-        other = "-pp" if parallel.pp > 1 else "--expert-placement-strategy"
-        raise ConfigError(f"--enable-eplb cannot be used with {other}: leave one of them out.")
-    if (experts + redundant) % ranks:
-        fitting = -experts % ranks
-        raise ConfigError(
-            f"eplb_config: num_redundant_experts={redundant}: {experts + redundant} slots for {experts} "
-            f"experts do not divide among {ranks} ranks: use {fitting}, {fitting + ranks} or "
-            f"{fitting + 2 * ranks}."
-        )
-    if redundant > experts * (ranks - 1):
-        raise ConfigError(
-            f"eplb_config: num_redundant_experts={redundant}: a rank would have more slots than "
-            f"there are experts ({experts}): use at most {experts * (ranks - 1)}."
-        )
-
-
-def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
-    """Raise `ConfigError` for a number of hosts by which the ranks cannot be divided, and on a host without a core."""
-    if config.node_rank:
-        raise ConfigError(
-            f"node_rank={config.node_rank}: only host 0 has an engine core. Start this host with `quire "
-            "serve MODEL --headless` and the same flags."
-        )
-    if config.distributed_executor_backend == "ray" and parallel.size == 1:
-        raise ConfigError(
-            "distributed_executor_backend=ray: one rank runs on this host, without Ray: leave it out, or "
-            "ask for several ranks (-tp, -pp, -dp)."
-        )
-    local, hosts = config.data_parallel_size_local, config.nnodes
-    if local is not None and local * hosts != parallel.dp and not local == 1 > parallel.dp // hosts:
-        fitting = max(1, parallel.dp // local) if local else hosts
-        raise ConfigError(
-            f"data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the "
-            f"{parallel.dp} replicas (-dp): leave it out, and start each host with --nnodes {fitting}, "
-            "--node-rank and --master-addr."
-        )
-    if parallel.size % config.nnodes:
-        raise ConfigError(
-            f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "
-            "change nnodes, or a size."
-        )
-
-
 def hosts_note(parallel: Parallel, hosts: Sequence[int]) -> str:
     """Return a note about slices of layers that lie on several hosts; "" when there are none.
 
@@ -143,13 +38,6 @@ def hosts_note(parallel: Parallel, hosts: Sequence[int]) -> str:
             "a -tp that fits one host, and -pp or -dp across hosts, exchange less."
         )
     return ""
-
-
-def _sizes(args: ModelArgs) -> str:
-    """Return the sizes of tensor parallelism that fit the model, in words."""
-    heads = args.num_heads
-    fitting = [str(tp) for tp in range(1, heads + 1) if heads % tp == 0 and mixer(args).divides(tp)]
-    return f"use -tp {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:

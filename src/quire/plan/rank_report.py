@@ -7,6 +7,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, Rank
 from quire.contracts.params import Param
 from quire.plan.collectives import algorithm, groups
+from quire.plan.meetings import described
 from quire.plan.memory import as_gib
 from quire.plan.report import PlanReport
 from quire.quantization.formats import raw_tensors
@@ -27,7 +28,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
     parallel = report.plan.mesh.parallel
     own = [one | {"members": members} for one in groups(parallel) for members in one["members"] if number in members]
     return {
-        "missing": [one._asdict() for one in report.plan.missing],
+        **described(report.plan.meetings),
         "parallel": str(parallel),
         "ranks": len(report.held),
         "replicas": parallel.dp,

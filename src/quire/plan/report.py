@@ -23,7 +23,7 @@ from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
 from quire.plan.drafts import joined
-from quire.plan.engine import EnginePlan, keep_stored
+from quire.plan.engine import EnginePlan, keep_stored, of_rank
 from quire.plan.facts import model_facts
 from quire.plan.formats import decided_by, with_formats
 from quire.plan.kept import headers_of, kept_of
@@ -33,6 +33,7 @@ from quire.plan.kinds.parts import Call, LayerStep
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout, stored_names
 from quire.plan.linears import linear_plans
+from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
 from quire.plan.memory_report import describe_loading, describe_memory
 from quire.plan.notes import order_notes, parallel_notes
@@ -83,15 +84,15 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        plan = self.plan
         every = (
-            *quantization_notes(plan.quantization, config.load.quantization),
-            *order_notes(plan.params, plan.dtype.dtype),
-            *parallel_notes(args, config.parallel, plan.params),
+            *quantization_notes(self.plan.quantization, config.load.quantization),
+            *order_notes(self.plan.params, self.plan.dtype.dtype),
+            *parallel_notes(args, config.parallel, self.plan.params),
+            *idle_notes(self.plan.meetings),
         )
         notes = (note.removesuffix(".") for note in every)
         return {
-            "missing": [one._asdict() for one in self.plan.missing],
+            **described(self.plan.meetings),
             "load_error": self.load_error,
             "model": {
                 "name": config.model.model or NAME,
@@ -191,14 +192,13 @@ class PlanReport:
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
-        plan = self.plan
         sent = collectives(
-            plan.args,
-            plan.mesh.parallel,
-            item_bytes=ITEM_BYTES[plan.dtype.dtype],
-            device=plan.machine.device,
-            spread=plan.spread,
-            wire=plan.wire,
+            self.plan.args,
+            self.plan.mesh.parallel,
+            item_bytes=ITEM_BYTES[self.plan.dtype.dtype],
+            device=self.plan.machine.device,
+            spread=self.plan.spread,
+            wire=self.plan.wire,
             rank=rank,
         )
         return [asdict(one) for one in sent]
@@ -221,7 +221,7 @@ class PlanReport:
             "balanced": self.plan.mesh.parallel.redundant is not None,
             "bytes": held,
             "kv_bytes": blocks * self.page(rank).page_bytes,
-            "buffers": self.plan.of_rank(rank).buffer_bytes,
+            "buffers": of_rank(self.plan, rank).buffer_bytes,
         }
 
     def params_of(self, rank: Rank | None = None) -> tuple[Param, ...]:

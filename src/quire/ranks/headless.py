@@ -5,20 +5,28 @@ import importlib.metadata
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from quire import __version__
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import cluster_key
 from quire.contracts.errors import ConfigError
-from quire.plan.placement import check_hosts, parallel_sizes
+from quire.plan.meetings import check, inputs_of, met
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.ranks.agent import JOIN_SECONDS, HostAgent
 from quire.ranks.host_messages import HostHello
 from quire.weights.folder import fetch_weights, resolve_folders
 
 CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # exit codes of a host that a signal has ended
+
+
+def check_first_host(config: HostsConfig) -> None:
+    """Raise `ConfigError` on a host that runs no engine core."""
+    if config.node_rank:
+        raise ConfigError(
+            f"node_rank={config.node_rank}: only host 0 has an engine core. Start this host with `quire "
+            "serve MODEL --headless` and the same flags."
+        )
 
 
 def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> int:
@@ -34,7 +42,7 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
             "leave headless out, or give --nnodes and the --node-rank of this host."
         )
     if hosts.data_parallel_size_local is not None:  # host 0 says how many ranks this host has
-        check_hosts(replace(hosts, node_rank=0), parallel_sizes(config.parallel))
+        check(met(inputs_of(config)))
     key, _ = cluster_key()
     folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0

@@ -1,6 +1,7 @@
 """The GPU's half of the composition root, as far as it can be had without a GPU."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -27,7 +28,7 @@ from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.step.state import Limits
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import Machine, resolve_engine, resolve_sizing
+from quire.plan.engine import Machine, ModelFacts, resolve_engine, resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30
@@ -44,6 +45,10 @@ FACTS = CudaFacts(
 )
 
 
+def facts_of(folder: Path) -> ModelFacts:
+    return ModelFacts(folder=folder, args=read_checkpoint_config(folder), dtype=DTypePlan(dtype="float32", reason=""))
+
+
 def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", **options: object) -> Parts:
     """A plan for this CPU, built as on a GPU."""
     monkeypatch.setattr(cuda, "missing", lambda: why)
@@ -51,9 +56,7 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
     folder = bundled_model()
     config = EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options)
     machine = Machine(device="cpu", words="NVIDIA T", total_memory=facts.total_memory)
-    plan = resolve_engine(
-        config, folder, read_checkpoint_config(folder), machine, DTypePlan(dtype="float32", reason=""), here
-    )
+    plan = resolve_engine(config, facts_of(folder), machine, here)
     loaded = cuda.load_cuda(plan, ALONE, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
     return loaded.finish(resolve_sizing(plan, loaded.measure()), b"")
 
@@ -154,10 +157,8 @@ def test_steps_are_wide_for_experts_when_nobody_waits(model: str, served: bool, 
     machine = Machine(device="cuda", words="", total_memory=gib * GIB)
     plan = resolve_engine(
         config,
-        folder,
-        read_checkpoint_config(folder),
+        facts_of(folder),
         machine,
-        DTypePlan(dtype="float32", reason=""),
         lambda need: "",
         served=served,
     )

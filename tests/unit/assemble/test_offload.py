@@ -80,7 +80,7 @@ def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None
     ("faults", "words"),
     [
         ("read=ok/short", "no place for read=ok/short: read and write need kv_offload_dir"),
-        ("page=killed", "no place for page=killed: .* faults of connections need kv_share"),
+        ("page=killed", "no place for page=killed: faults of connections need kv_share"),
         ("tell=lost", "tell=lost is unknown: give a place and its faults, .*'tell': 'ok slow frozen killed"),
         ("nowhere=slow", "nowhere=slow is unknown"),
         ("tell", "tell= is unknown"),
@@ -88,6 +88,6 @@ def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None
 )
 def test_faults_that_cannot_be_planted_are_refused(faults: str, words: str) -> None:
     assert offload._faults(planned(ARGS)) is None
-    share = {"kv_share": ":5700"} if "unknown" in words else {}
+    share = {"kv_share": ":5700", "kv_offload_dir": "kv"} if "unknown" in words else {}
     with pytest.raises(ConfigError, match=words):
         offload._faults(planned(ARGS, kv_offload_gb=1.0, kv_faults=(faults,), **share))

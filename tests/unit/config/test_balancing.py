@@ -7,9 +7,10 @@ import pytest
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.balancing import EplbConfig, read_eplb_config
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, UserError
 from quire.contracts.parallel import Parallel
-from quire.plan.placement import check_parallel
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
 
 from ...support.tiny_models import Tiny, tiny_config
 
@@ -55,6 +56,10 @@ def test_a_wrong_setting_is_refused(given: dict[str, Any], message: str) -> None
         read_eplb_config(given)
 
 
+def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
+    check(met(Inputs(args=args, parallel=parallel)))
+
+
 def model(experts: int) -> ModelArgs:
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe")))
     assert args.moe is not None
@@ -71,12 +76,16 @@ def model(experts: int) -> ModelArgs:
         (8, Parallel(tp=4, redundant=0), "has nothing to balance, .*: add --enable-expert-parallel"),
         (8, Parallel(experts=True, redundant=0), "has nothing to balance"),
         (8, Parallel(dp=2, redundant=0), "has nothing to balance"),
-        (8, Parallel(dp=2, pp=2, experts=True, redundant=0), "cannot be used with -pp: leave one"),
+        (
+            8,
+            Parallel(dp=2, pp=2, experts=True, redundant=0),
+            "with pipeline parallelism is .* leave one",
+        ),
         (8, Parallel(dp=2, experts=True, round_robin=True, redundant=0), "with --expert-placement-strategy: leave one"),
     ],
 )
 def test_slots_that_ranks_cannot_share_are_refused(experts: int, parallel: Parallel, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         check_parallel(model(experts), parallel)
 
 

@@ -12,8 +12,10 @@ from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
-from quire.plan.placement import check_hosts, hosts_note
-from quire.ranks.headless import serve_host
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
+from quire.plan.placement import hosts_note
+from quire.ranks.headless import check_first_host, serve_host
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +74,6 @@ def test_ranks_talk_through_the_interface_of_the_cluster(monkeypatch: pytest.Mon
     "options, words",
     [
         ({"node_rank": 1}, "node_rank=1: 1 hosts have the numbers 0 to 0"),
-        ({"nnodes": 2, "distributed_executor_backend": "ray"}, "nnodes=2: Ray knows its hosts itself"),
         ({"distributed_executor_backend": "external_launcher"}, "must be one of mp, uni, ray"),
         ({"nnodes": 0}, "nnodes=0: must be at least 1"),
     ],
@@ -82,6 +83,10 @@ def test_options_that_do_not_fit(options: dict[str, object], words: str) -> None
         EngineConfig.from_flat(**options)
 
 
+def check_hosts(hosts: HostsConfig, parallel: Parallel) -> None:
+    check(met(Inputs(config=EngineConfig(hosts=hosts), parallel=parallel)))
+
+
 def test_each_host_gets_the_same_number_of_ranks() -> None:
     check_hosts(HostsConfig(nnodes=2), Parallel(tp=2, dp=2))
     with pytest.raises(ConfigError, match="-tp 2: 2 ranks cannot be divided equally among 3 hosts"):
@@ -89,7 +94,9 @@ def test_each_host_gets_the_same_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match="one rank runs on this host, without Ray"):
         check_hosts(HostsConfig(distributed_executor_backend="ray"), Parallel())
     with pytest.raises(ConfigError, match="only host 0 has an engine core"):
-        check_hosts(HostsConfig(nnodes=2, node_rank=1), Parallel(tp=2))
+        check_first_host(HostsConfig(nnodes=2, node_rank=1))
+    with pytest.raises(ConfigError, match="nnodes=2: Ray knows its hosts itself"):
+        check_hosts(HostsConfig(nnodes=2, distributed_executor_backend="ray"), Parallel(tp=2))
 
 
 def test_a_layer_across_hosts_is_noted() -> None:

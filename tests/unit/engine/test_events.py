@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.events import events_notes, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kv.events import EventBatch, EventLog
 from quire.kv.hashing import KeyChain
-from quire.plan.sharing import events_notes, read_events_config
+from quire.plan.meetings import inputs_of, met
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens
 
@@ -152,8 +153,8 @@ def test_settings() -> None:
     config = EngineConfig.from_flat(kv_events_config=given)
     settings = read_events_config(config)
     assert settings is not None and settings.topic == "kv" and settings.endpoint == "tcp://lo:5557"
-    with pytest.raises(ConfigError, match="prefix cache, which is off"):
-        read_events_config(EngineConfig.from_flat(kv_events_config=given, enable_prefix_caching=False))
+    (row,) = met(inputs_of(EngineConfig.from_flat(kv_events_config=given, enable_prefix_caching=False)))
+    assert "prefix cache, which is off: leave out enable_prefix_caching=False, or kv_events_config." in row.said
 
 
 @pytest.mark.parametrize(

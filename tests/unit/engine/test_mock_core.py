@@ -15,11 +15,13 @@ from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
 from quire.engine.mock_executor import MockExecutor
+from quire.plan.meetings import check, inputs_of, met
 
 from ...support.mock_tokens import mock_tokens
 
 
 def core(**options: Any) -> EngineCore:
+    check(met(inputs_of(EngineConfig.from_flat(device="mock", **options))))
     return build_mock_core(EngineConfig.from_flat(device="mock", **options), bundled_model())
 
 
@@ -72,7 +74,7 @@ def test_what_does_not_fit_is_refused() -> None:
         core(kv_offload_gb=1.0)
     with pytest.raises(ConfigError, match="leave out kv_offload_gb, kv_offload_dir"):
         core(kv_offload_dir="/kv")
-    with pytest.raises(ConfigError, match="no layers for method mtp: use ngram"):
+    with pytest.raises(ConfigError, match='no layers for method mtp: use "method": "ngram"'):
         core(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
 
 

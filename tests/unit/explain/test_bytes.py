@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.describe import plan_engine
-from quire.plan.engine import EnginePlan, resolve_engine
+from quire.plan.engine import EnginePlan, ModelFacts, resolve_engine
 from quire.quantization.scheme import scheme_words
 from quire.weights.files import StoredTensor, read_checkpoint
 
@@ -233,14 +233,11 @@ def test_weights_are_told_in_the_schemes_that_their_slices_have() -> None:
     for number in range(parallel.size):
         own = resolve_engine(
             plan.config,
-            Path(plan.folder),
-            plan.args,
+            ModelFacts(folder=Path(plan.folder), args=plan.args, dtype=plan.dtype, quantization=plan.quantization),
             plan.machine,
-            plan.dtype,
             lambda need: "",
             parallel=parallel,
             number=number,
-            quantization=plan.quantization,
         )
         packed = {param.name: scheme_words(param.scheme) for param in own.params if param.scheme}
         assert {name: told[name] for name in packed} == packed

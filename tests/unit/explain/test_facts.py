@@ -83,7 +83,7 @@ def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
     feature = "a dispatcher for decode (-tp 2 -dp 8 --enable-expert-parallel)"
     assert text.startswith(f"Not runnable yet: {feature} is not implemented; the plan")
     (missing,) = plan["missing"]
-    assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["reason"]
+    assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["remedy"]
     for model, sizes in (
         ("Qwen3-0.6B", ALONE),
         ("Qwen3-0.6B", Parallel(dp=2)),

@@ -22,7 +22,7 @@ from quire.assemble.engine import plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.bundled import bundled_model
-from quire.config.engine import EngineConfig, ParallelConfig
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
 from quire.contracts.request import NewRequest
@@ -35,6 +35,7 @@ from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
 from quire.layers.moe import Experts
 from quire.plan.collectives import algorithm, collectives, groups
+from quire.plan.meetings import idle_notes, inputs_of, met
 from quire.plan.notes import parallel_notes
 from quire.plan.placement import ranks
 from quire.plan.rank_report import describe_one, rank_lines, rank_name
@@ -541,8 +542,9 @@ def test_experts_in_turn_are_told(folders: Folders, capsys: pytest.CaptureFixtur
 )
 def test_an_order_of_experts_that_changes_nothing_is_noted(folders: Folders, flags: Any, why: str) -> None:
     asked = EngineConfig.from_flat(model=str(folders("qwen3_moe")), expert_placement_strategy="round_robin", **flags)
-    args = plan_engine(asked).plan.args
-    assert parallel_notes(args, asked.parallel) == (f"--expert-placement-strategy round_robin changes nothing: {why}.",)
-    (note,) = parallel_notes(replace(args, moe=None), asked.parallel)
-    assert note.endswith("the model has no experts.")
-    assert parallel_notes(args, ParallelConfig(**flags)) == ()
+    report = plan_engine(asked)
+    args, said = report.plan.args, f"--expert-placement-strategy round_robin changes nothing: {why}"
+    assert idle_notes(report.plan.meetings) == (f"{said}.",) and said in report.describe()["model"]["notes"]
+    (note,) = idle_notes(met(inputs_of(asked, replace(args, moe=None), "cuda")))
+    assert note.endswith("the model has no experts.") and parallel_notes(args, asked.parallel) == ()
+    assert met(inputs_of(EngineConfig.from_flat(**flags), args)) == ()

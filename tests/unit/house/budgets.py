@@ -24,9 +24,10 @@ MAX_FUNCTION, MAX_KERNEL_FUNCTION = 60, 150
 MAX_FIELDS = 15
 MAX_PARAMETERS = 8
 SPLIT_ROOMS = ("kernels", "entry")  # rooms that are counted by their sub-rooms
+OWN_ROOMS = ("plan/kinds",)  # sub-rooms that count by themselves
 KERNEL_MARKS = ("jit", "gluon_jit", "unspecialized")  # decorators of device functions, whose parameters are free
 OVER = Path(__file__).with_name("over.txt")
-MAX_OVER = 40  # lines of over.txt: lower it when a line leaves the list
+MAX_OVER = 39  # lines of over.txt: lower it when a line leaves the list
 RECORD_BASES = frozenset(("Struct", "NamedTuple", "TypedDict"))
 C_FUNCTION = re.compile(r"^(?!typedef|#|/|extern)\w[^;={]*?\b(?!__attribute__)(\w+)\([^;]*\)\s*\{$", re.MULTILINE)
 
@@ -112,9 +113,11 @@ def num_lines(source: Source) -> int:
 
 def sub_room(source: Source) -> str:
     """Return the room or sub-room whose budget a file belongs to, such as "kv", "kernels/linear" or "entry/http"."""
+    folders = source.path.split("/")[:-1]
+    if "/".join(folders) in OWN_ROOMS:
+        return "/".join(folders)
     if source.room not in SPLIT_ROOMS:
         return source.room
-    folders = source.path.split("/")[:-1]
     return "/".join(folders[:2] if source.room == "kernels" else folders)
 
 

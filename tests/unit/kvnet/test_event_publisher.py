@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import zmq
 
+from quire.config.events import EventSettings
 from quire.contracts.errors import ConfigError
 from quire.kv.events import AllBlocksCleared, EventBatch
 from quire.kvnet.event_publisher import EventPublisher, _address
-from quire.plan.sharing import EventSettings
 
 WAIT_MS = 5_000
 

@@ -14,7 +14,9 @@ from quire.contracts.parallel import Parallel
 from quire.kernels.native import memory
 from quire.kvstore.shards import PageFiles, Range, Shard, cut, place_layers
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.placement import check_parallel, ranks
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
+from quire.plan.placement import ranks
 
 from ...support.tiny_models import Tiny, tiny_config
 
@@ -50,7 +52,7 @@ def engine(model: str, layout: str, *, dtype: str = "float32") -> tuple[list[Sha
     """Return the shards of an engine, and the memory of its ranks with the content of all blocks."""
     args, (tp, pp) = parse_checkpoint_config(MODELS[model]), LAYOUTS[layout]
     parallel, shards, kept = Parallel(tp=tp, pp=pp), [], []
-    check_parallel(args, parallel)
+    check(met(Inputs(args=args, parallel=parallel)))
     for rank in ranks(args, parallel):
         geometry = rank_geometry(args, rank, dtype=dtype, device="cpu", block_size=4)
         pages, file = memory.shared((BLOCKS, geometry.page_bytes), torch.uint8)

@@ -25,7 +25,7 @@ from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.plan import dispatchers as plans
 from quire.plan.dispatchers import Hardware, resolve_moe
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.weights.units import load_units

@@ -15,7 +15,7 @@ from quire.kernels.rope.rotary import Rotary
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.plan.placement import ranks

@@ -14,7 +14,6 @@ from quire.plan.cuda_memory import (
     DeviceMemory,
     check_sequences,
     check_weights,
-    gpu_only_options,
     resolve_batch,
     resolve_cuda_memory,
 )
@@ -136,15 +135,6 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded() -> None:
 
 def test_the_model_s_context_is_the_bound() -> None:
     assert "--max-model-len 40960" in refusal(H200, max_model_len=50000)
-
-
-def test_options_without_meaning_on_a_cpu_are_named() -> None:
-    assert gpu_only_options(EngineConfig()) == ()
-    given = EngineConfig.from_flat(max_cudagraph_capture_size=8, gpu_memory_utilization=0.5, enforce_eager=True)
-    assert [line.split()[0] for line in gpu_only_options(given)] == [
-        "max_cudagraph_capture_size",
-        "gpu_memory_utilization",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
+from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError, UnsupportedModel
-from quire.plan.drafts import resolve_speculators, with_spelling
+from quire.plan.drafts import with_spelling
 from quire.plan.layout import layout
 
 LLAMA: dict[str, Any] = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B

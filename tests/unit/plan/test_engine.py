@@ -18,7 +18,8 @@ from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.plan.engine import EnginePlan
-from quire.plan.missing import Missing, check_missing
+from quire.plan.meeting_rows.terms import IDLE, MISSING
+from quire.plan.meetings import Meeting, check
 from quire.plan.report import PlanReport
 from quire.weights.dummy import load_dummy
 
@@ -77,10 +78,12 @@ def test_a_plan_that_was_read_back_builds_the_same_model(family: str) -> None:
 
 def test_what_cannot_run_is_planned_all_the_same_and_refused_by_its_value() -> None:
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
-    check_missing(planned(args).missing)
-    other = msgspec.structs.replace(planned(args), missing=(Missing("wings", "wings are not implemented yet."),))
-    with pytest.raises(UnsupportedModel, match="wings are not implemented yet"):
-        check_missing(other.missing)
+    check(planned(args).meetings)
+    rows = (Meeting("wings", "wings are not implemented yet", "walk", MISSING), Meeting("", "a hat is idle", "", IDLE))
+    other = msgspec.structs.replace(planned(args), meetings=rows)
+    assert other.missing == rows[:1]
+    with pytest.raises(UnsupportedModel, match="^wings are not implemented yet: walk.$"):
+        check(other.meetings)
 
 
 @torch.inference_mode()

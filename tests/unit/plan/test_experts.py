@@ -20,7 +20,7 @@ from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.select import KernelNeeds, probe_of
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, resolve_engine
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.experts import moe_plans
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
@@ -59,14 +59,16 @@ def on_gpu(family: str, form: Form, parallel: Parallel = ALONE, number: int = 0)
     machine = Machine(device="cuda", words="a GPU", total_memory=1 << 37)
     return resolve_engine(
         EngineConfig(),
-        Path("nowhere"),
-        parse_checkpoint_config(raw),
+        ModelFacts(
+            folder=Path("nowhere"),
+            args=parse_checkpoint_config(raw),
+            dtype=DTypePlan(dtype="bfloat16", reason="as asked"),
+            quantization=quantization,
+        ),
         machine,
-        DTypePlan(dtype="bfloat16", reason="as asked"),
         HOPPER,
         parallel=parallel,
         number=number,
-        quantization=quantization,
     )
 
 

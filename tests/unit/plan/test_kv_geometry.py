@@ -16,7 +16,7 @@ from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.context import StepContext
 from quire.layers.linear import Linear
-from quire.plan.engine import operations
+from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import kv_components
 from quire.plan.layout import checkpoint_names, layout
 from quire.plan.linears import linear_plans

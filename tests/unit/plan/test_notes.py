@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
-from quire.config.engine import ParallelConfig
+from quire.config.engine import EngineConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.select import KernelNeeds
 from quire.plan.engine import moe_plans
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, inputs_of, met
 from quire.plan.notes import parallel_notes
 
 SPREAD = Parallel(tp=2, dp=4, experts=True)
@@ -26,6 +28,8 @@ def model(shared: Path) -> ModelArgs:
 def plans(model: ModelArgs, backend: str, parallel: Parallel = SPREAD, device: str = "cuda") -> list[MoEPlan]:
     needs = KernelNeeds(device=device, dtype="bfloat16")
     found = moe_plans(model, needs, lambda need: "", parallel=parallel, backend=backend)
+    config = EngineConfig(parallel=ParallelConfig(all2all_backend=backend))
+    check([one for one in met(Inputs(config=config, parallel=parallel, moe=found)) if "all2all" in one.reason])
     return [found[phase] for phase in ("prefill", "decode") if isinstance(found[phase], MoEPlan)]
 
 
@@ -103,7 +107,8 @@ def test_what_cannot_be_is_refused_with_the_candidates(model: ModelArgs) -> None
     ],
 )
 def test_notes(model: ModelArgs, backend: str, options: dict[str, int], words: str) -> None:
-    notes = parallel_notes(model, ParallelConfig(all2all_backend=backend, **options))
+    config = EngineConfig(parallel=ParallelConfig(all2all_backend=backend, **options))
+    notes = (*parallel_notes(model, config.parallel), *(one.said for one in met(inputs_of(config, model))))
     assert len(notes) == bool(words) and all(words in note for note in notes)
 
 

@@ -7,7 +7,9 @@ import pytest
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
-from quire.plan.placement import check_parallel, ranks, stages
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
+from quire.plan.placement import ranks, stages
 
 RAW = {
     "model_type": "qwen3_moe",
@@ -28,6 +30,10 @@ RAW = {
 
 def args(**changes: int) -> ModelArgs:
     return parse_checkpoint_config(RAW | changes)
+
+
+def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
+    check(met(Inputs(args=args, parallel=parallel)))
 
 
 def test_stages_as_every_number_of_layers_falls() -> None:

@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import UserError
+from quire.plan.meetings import check, inputs_of, met
 from quire.plan.sharing import SharePlan
 from quire.plan.tiers import GIB, OffloadPlan, resolve_offload
 
 
 def plan(**options: Any) -> OffloadPlan:
-    return resolve_offload(EngineConfig.from_flat(**options))
+    config = EngineConfig.from_flat(**options)
+    check(met(inputs_of(config, device="cpu")))
+    return resolve_offload(config)
 
 
 def test_ranks_on_several_hosts_read_the_blocks_of_peers() -> None:
@@ -102,7 +105,7 @@ def test_connectors() -> None:
         ({"kv_offload_gb": float("inf")}, "sizes have an end"),
         (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
         ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
-        ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
+        ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out --kv-offload-dir"),
         (
             connector("NixlConnector"),
             'NixlConnector.* is not implemented: .* "QuireConnector", "kv_role": "kv_producer"',
@@ -112,7 +115,8 @@ def test_connectors() -> None:
         (node("kv_producer", kv_share=":1"), "kv_share: engines read .* kv_offload_gb is 0"),
         (node("kv_sender"), "kv_role='kv_sender': must be one of"),
         (
-            {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both", "kv_port": 5}},
+            {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_consumer", "kv_port": 5}}
+            | {"kv_peers": ("a:1",), "kv_offload_gb": 1.0},
             "has no kv_port",
         ),
         ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
@@ -125,11 +129,11 @@ def test_connectors() -> None:
         ({"kv_share": ":5700-5701", "kv_offload_gb": 1.0, "data_parallel_size": 2}, "give a host and a port"),
         (
             {"kv_share": ":1", "kv_offload_gb": 1.0, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
-            r"kv_share is not implemented for ranks on several hosts, .* \(kv_peers works with nnodes\): use one host",
+            r"--kv-share: sharing by ranks on several hosts is .* \(--kv-peers works with --nnodes\): use one host",
         ),
         (
             {"kv_peers": ("a:1",), "kv_offload_gb": 1.0, "distributed_executor_backend": "ray"},
-            "kv_peers is not implemented for ranks on several hosts",
+            "blocks of peers for ranks of Ray is not implemented yet",
         ),
         ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
         ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
@@ -162,5 +166,5 @@ def test_connectors() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_name_the_fix(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         plan(**options)

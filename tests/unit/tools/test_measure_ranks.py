@@ -10,7 +10,8 @@ import pytest
 from measure_ranks import EPLB, LINES, Results, folder_of, peer_options, read_cells, run
 from quire.args.checkpoint import parse_checkpoint_config, read_raw_config
 from quire.contracts.parallel import Parallel
-from quire.plan.placement import check_parallel
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
 
 from ...support.many_ranks import is_stopped, until
 
@@ -22,7 +23,7 @@ def test_every_line_divides_its_model(ranks: int, tmp_path: Path) -> None:
         size = {"tp": ranks} if words[0] == "-tp" else {"dp": ranks}
         for dry in (False, True):
             args = parse_checkpoint_config(read_raw_config(folder_of(line.model, dry, tmp_path)))
-            check_parallel(args, Parallel(**size, experts="-ep" in words))
+            check(met(Inputs(args=args, parallel=Parallel(**size, experts="-ep" in words))))
             assert (args.moe is not None) == line.experts
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_kernels, bench_serve
+from quire.entry.cli.one_device import check_one_device
 from quire.entry.cli.table import format_table, print_result, write_json
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.installed import check_torch
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.observe.progress import Progress
-from quire.plan.placement import check_one_device
 from quire.platforms.detect import resolve_device
 
 if TYPE_CHECKING:

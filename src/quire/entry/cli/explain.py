@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import shutil
 import sys
-import textwrap
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
 from quire.config.sources import CONFIG_FILE
+from quire.entry.wrapped import wrapped
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
 WIDTH = 200  # characters per line where the output is not a terminal
@@ -34,6 +33,8 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
+    from quire.plan.meeting_rows.terms import REFUSED
+    from quire.plan.meetings import Meeting
     from quire.plan.rank_report import describe_one
 
     settings = flags.settings_of(args, server=True, planned=True)
@@ -41,17 +42,17 @@ def run(args: argparse.Namespace) -> int:
     if args.device is not None and not described:
         settings.put("device", args.device, "flag --device")
     for note in settings.notes:
-        _say(f"quire: note: {note}")
-    refused = [{"feature": one.split()[0].rstrip(":"), "reason": f"{one}."} for one in settings.refusals]
+        print(wrapped(f"quire: note: {note}", WIDTH), file=sys.stderr)
+    refused = [Meeting(one.split()[0].rstrip(":"), one, "", REFUSED) for one in settings.refusals]
     for one in refused:
-        _say(f"quire: refused by quire serve: {one['reason']}")
+        print(wrapped(f"quire: refused by quire serve: {one.reason}.", WIDTH), file=sys.stderr)
     config = flags.server_config(settings).engine
     report = plan_engine(config, described)
     if args.rank is not None:
         plan = describe_one(report, args.rank)
     else:
         plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
-    plan["missing"] += refused
+    plan["missing"] += [one._asdict() for one in refused]
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0
@@ -63,9 +64,3 @@ def run(args: argparse.Namespace) -> int:
     shown = render(plan, args.layer is not None) if args.rank is None else render_rank(plan)
     Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
     return 0
-
-
-def _say(line: str) -> None:
-    """Print a line to standard error, wrapped as the plan is."""
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else WIDTH
-    print(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False), file=sys.stderr)

@@ -29,6 +29,7 @@ from quire.entry.cli import (
 )
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 from quire.entry.installed import not_installed
+from quire.entry.wrapped import wrapped
 
 COMMANDS: dict[str, Any] = {
     "serve": serve,
@@ -136,7 +137,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             traceback.print_exc()
         error = not_installed(failure) if isinstance(failure, ModuleNotFoundError) else failure
         message = error_text(error) or "out of memory: use a smaller model or context."
-        print(f"quire: error: {message}", file=sys.stderr)
+        print(wrapped(f"quire: error: {message}"), file=sys.stderr)
         return exit_code(error)
     finally:
         LOG.removeHandler(handler)

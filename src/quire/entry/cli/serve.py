@@ -13,7 +13,6 @@ from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.keyboard_interrupt import raise_on_interrupt
-from quire.plan.placement import check_hosts, parallel_sizes
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 DESCRIPTION = """\
@@ -59,8 +58,12 @@ def run(args: argparse.Namespace) -> int:
             "quire.assemble.rank_child",
             lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True),
         )
+    from quire.assemble.obtain import check_options
+    from quire.ranks.headless import check_first_host
+
     check_peer_key(config)
-    check_hosts(config.engine.hosts, parallel_sizes(config.engine.parallel))
+    check_first_host(config.engine.hosts)
+    check_options(config.engine)
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
     from quire.entry.http.console import Console

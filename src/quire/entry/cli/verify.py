@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
 from quire.contracts.errors import ConfigError
-from quire.plan.placement import check_one_device
+from quire.entry.cli.one_device import check_one_device
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
 

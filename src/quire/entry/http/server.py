@@ -33,6 +33,7 @@ from quire.entry.http.console import Console
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
+from quire.entry.wrapped import wrapped
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
@@ -52,7 +53,7 @@ GC_THRESHOLDS = (50_000, 50, 100)
 
 
 def run(config: ServerConfig, console: Console) -> int:
-    """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
+    """Listen, serve until the end, and return the exit code. An error is printed to stderr.
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
     logging.basicConfig(format="%(message)s")
@@ -65,7 +66,7 @@ def run(config: ServerConfig, console: Console) -> int:
             release(listener, config.http)
     except QuireError as error:
         console.close()
-        print(f"quire: error: {error_text(error)}", file=sys.stderr)
+        print(wrapped(f"quire: error: {error_text(error)}"), file=sys.stderr)
         code = exit_code(error)
     if _threads_left():
         console.close()

@@ -59,3 +59,12 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
         yield write.param("head.weight", {"": vocab}, hidden, shard="rows")
     if reads and args.vocab_size != eagle.vocab_size:
         yield write.param("ids.offsets", {"": StoredRows(args.vocab_size)}, dtype="float32")
+
+
+def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
+
+    blends   True: its KV is reused at other positions, too
+    """
+    more = ("routing",) * (args.moe is not None) + ("blend",) * blends
+    return ("norm", *mixer(args).operations, "activation", "linear", *more)

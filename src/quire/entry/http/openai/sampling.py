@@ -9,6 +9,8 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai.schema import MAX_CHOICES, MAX_PROMPTS, SamplingFields
+from quire.plan.meeting_rows.terms import AskedFields
+from quire.plan.meetings import check_fields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
@@ -42,16 +44,14 @@ def sampling_params(
             raise InvalidParameter(f"seed={shown(request.seed)}: must be an integer in [-2^63, 2^64).", param="seed")
         # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
         given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
-    if request.stream and (request.kv_transfer_params or {}).get("do_remote_decode"):
-        raise InvalidParameter(
-            "kv_transfer_params: a prefill node answers as a whole: leave out stream, and send max_tokens 1.",
-            param="kv_transfer_params",
+    check_fields(
+        AskedFields(
+            chunks="kv_chunks" if request.kv_chunks else "",
+            truncated=request.truncate_prompt_tokens is not None,
+            transfer=bool((request.kv_transfer_params or {}).get("do_remote_decode")),
+            stream=bool(request.stream),
         )
-    if request.kv_chunks and request.truncate_prompt_tokens is not None:
-        raise InvalidParameter(
-            "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt: leave one of them out.",
-            param="kv_chunks",
-        )
+    )
     if request.stream:
         interval = max(stream_interval, request.stream_interval or 1)
         given["stream_interval"] = interval if interval > 1 else None

@@ -1,0 +1,103 @@
+"""Numbers and names that stand in the texts of rows: a name in braces -> a function of the inputs."""
+
+from collections.abc import Callable, Mapping
+from string import Formatter
+
+from quire.contracts.parallel import MOST_RANKS
+from quire.contracts.step import CHECK_LAYER
+from quire.plan.kinds import mixer
+from quire.plan.meeting_rows import features
+from quire.plan.meeting_rows.terms import Inputs
+
+
+def filled(text: str, inputs: Inputs) -> str:
+    """Return the text with the facts that it names."""
+    names = {name for _, name, _, _ in Formatter().parse(text) if name}
+    return text.format_map({name: FACTS[name](inputs) for name in names})
+
+
+def listed_or(words: list[str]) -> str:
+    """Return words as "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _fitting_tp(i: Inputs) -> str:
+    heads, kind = i.model.num_heads, mixer(i.model)
+    fits = [heads % tp == 0 and kind.divides(tp) for tp in range(1, heads + 1)]
+    return listed_or([str(tp) for tp, good in enumerate(fits, 1) if good])
+
+
+def _fitting_slots(i: Inputs) -> str:
+    return listed_or([str(-i.num_experts % i.parallel.expert_ranks + n * i.parallel.expert_ranks) for n in range(3)])
+
+
+def _fitting_hosts(i: Inputs) -> int:
+    local, hosts = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes
+    return max(1, i.parallel.dp // local) if local else hosts
+
+
+def _lacking_dispatcher(i: Inputs) -> str:
+    names: dict[str, list[str]] = {}
+    for phase in features.no_dispatcher(i):
+        plan = i.moe[phase]
+        name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
+        names.setdefault(name, []).append(phase)
+    return " and ".join(f"{name} for {' and '.join(phases)}" for name, phases in names.items())
+
+
+def _faults(i: Inputs, kinds: tuple[str, ...]) -> str:
+    return ", ".join(one for one in i.config.share.kv_faults if one.startswith(kinds))
+
+
+FACTS: Mapping[str, Callable[[Inputs], object]] = {
+    "parallel": lambda i: i.parallel,
+    "tp": lambda i: i.parallel.tp,
+    "pp": lambda i: i.parallel.pp,
+    "dp": lambda i: i.parallel.dp,
+    "ranks": lambda i: f"{i.parallel.size:,}",
+    "most_ranks": lambda i: f"{MOST_RANKS:,}",
+    "hosts": lambda i: i.config.hosts.nnodes,
+    "local": lambda i: i.config.hosts.data_parallel_size_local,
+    "fitting_hosts": _fitting_hosts,
+    "heads": lambda i: i.model.num_heads,
+    "kv_heads": lambda i: i.model.num_kv_heads,
+    "fitting_tp": _fitting_tp,
+    "layers": lambda i: i.model.num_layers,
+    "last_layer": lambda i: i.model.num_layers - 1,
+    "partition": lambda i: ",".join(map(str, i.parallel.layers)),
+    "partition_stages": lambda i: len(i.parallel.layers),
+    "partition_layers": lambda i: sum(i.parallel.layers),
+    "experts": lambda i: i.num_experts,
+    "expert_ranks": lambda i: i.parallel.expert_ranks,
+    "redundant": lambda i: i.parallel.redundant,
+    "slots": lambda i: i.num_experts + (i.parallel.redundant or 0),
+    "fitting_slots": _fitting_slots,
+    "most_redundant": lambda i: i.num_experts * (i.parallel.expert_ranks - 1),
+    "more_ranks": lambda i: "--enable-expert-parallel and " * (not i.parallel.experts) + "-tp or -dp",
+    "dispatcher": _lacking_dispatcher,
+    "exchange": lambda i: i.config.parallel.all2all_backend,
+    "candidates": features.backend_refused,
+    "idle_placement": features.idle_placement,
+    "routing": lambda i: i.config.load.routing,
+    "method": lambda i: i.method,
+    "mtp_layers": features.mtp_layers,
+    "draft": lambda i: i.speculation and i.speculation.model,
+    "draft_vocabulary": lambda i: i.draft and features.draft_vocabulary(i.draft),
+    "vocabulary": lambda i: i.model.vocab_size,
+    "draft_width": lambda i: i.draft and i.draft.hidden_size,
+    "draft_context": lambda i: i.draft and i.draft.max_position_embeddings,
+    "width": lambda i: i.model.hidden_size,
+    "length": lambda i: i.length,
+    "odd_layer": lambda i: features.odd_layers(i)[0],
+    "draft_length": lambda i: i.speculation and i.speculation.max_model_len,
+    "draft_ranks": lambda i: i.speculation and i.speculation.draft_tensor_parallel_size,
+    "offload": lambda i: f"{i.tiers.kv_offload_gb:g}",
+    "folder": lambda i: repr(i.tiers.kv_offload_dir),
+    "folder_size": lambda i: f"{i.tiers.kv_offload_dir_gb:g}",
+    "policy": lambda i: i.tiers.kv_offload_policy,
+    "role": lambda i: i.role,
+    "file_faults": lambda i: _faults(i, features.FILES),
+    "connection_faults": lambda i: _faults(i, features.CONNECTIONS),
+    "check_layers": lambda i: CHECK_LAYER + 1,
+    "chunks": lambda i: '"kv_chunk": true in messages' if i.request.chunks == "messages" else i.request.chunks,
+}

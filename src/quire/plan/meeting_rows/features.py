@@ -1,0 +1,270 @@
+"""Named features and conditions of the table of what works with what: predicates of a plan's inputs."""
+
+from collections.abc import Callable, Mapping
+
+from quire.args.checkpoint import ModelArgs
+from quire.config.connectors import ROLES
+from quire.config.engine import EngineConfig, flat_names
+from quire.config.events import read_events_config
+from quire.contracts.parallel import MOST_RANKS
+from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
+from quire.contracts.step import CHECK_LAYER
+from quire.plan.kinds import mixer
+from quire.plan.meeting_rows.terms import Feature, Inputs
+from quire.plan.notes import BACKENDS
+
+FILES, CONNECTIONS = ("read=", "write="), ("hello=", "hear=", "tell=", "page=")  # kv_faults by the tier they need
+SPEC = "--speculative-config"
+Test = Callable[[Inputs], bool]
+
+
+def no_dispatcher(i: Inputs) -> tuple[str, ...]:
+    """Return the phases in which no dispatcher that is implemented brings tokens to the experts of other replicas.
+
+    A phase whose dispatcher was asked for and cannot run is not among them: see `backend_refused`.
+    """
+    refused = {phase for phase in _asked(i) if isinstance(i.moe.get(phase), str)}
+    shared = i.moe.items() if i.parallel.lockstep else ()
+    lacking = (phase for phase, plan in shared if isinstance(plan, str) or not plan.implemented)
+    return tuple(phase for phase in lacking if phase not in refused)
+
+
+def backend_refused(i: Inputs) -> str:
+    """Return the reason why the dispatcher of --all2all-backend cannot run, with the candidates; "": it can."""
+    return next((why for phase in _asked(i) if isinstance(why := i.moe.get(phase), str)), "")
+
+
+def _asked(i: Inputs) -> Mapping[str, str]:
+    """Return phase -> dispatcher that --all2all-backend asks for."""
+    return BACKENDS.get(i.config.parallel.all2all_backend, {}) if i.parallel.lockstep else {}
+
+
+def idle_placement(i: Inputs) -> str:
+    """Return the reason why --expert-placement-strategy changes nothing; "": it does."""
+    if i.args is None or (i.args.moe is not None and i.parallel.expert_ranks > 1):
+        return ""
+    if i.args.moe is None:
+        return "the model has no experts"
+    sliced = i.parallel.tp > 1 and not i.parallel.experts
+    return "every rank has a slice of each expert" if sliced else "a single rank has all experts"
+
+
+def mtp_layers(i: Inputs) -> str:
+    """Return the prediction layers of the model in words, unless it has one, which can draft; then ""."""
+    if i.args is None or i.args.extra_layers == 1:
+        return ""
+    if not i.args.extra_layers:
+        return f"has none (no num_nextn_predict_layers in the config.json of a {i.args.model_type} model)"
+    return f"has {i.args.extra_layers} of them (num_nextn_predict_layers), and only 1 is implemented"
+
+
+def wrong_local(i: Inputs) -> bool:
+    """True for a number of replicas of each host that is not -dp divided by the hosts."""
+    local, hosts, dp = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes, i.parallel.dp
+    return local is not None and local * hosts != dp and not local == 1 > dp // hosts
+
+
+def odd_layers(i: Inputs) -> list[int]:
+    """Return the numbers of the layers whose states an EAGLE head reads and the model does not have."""
+    reads = i.draft.eagle.reads(i.model.num_layers) if i.draft is not None and i.draft.eagle is not None else ()
+    return [one for one in reads if not 0 <= one < i.model.num_layers]
+
+
+def draft_vocabulary(draft: ModelArgs) -> int:
+    """Return the number of token ids that a draft model or EAGLE head reads."""
+    return draft.eagle.vocab_size if draft.eagle is not None else draft.vocab_size
+
+
+def given(name: str) -> Test:
+    """Return the predicate that an option differs from its default."""
+    part = flat_names()[name]
+    default = vars(getattr(EngineConfig(), part))[name]
+    return lambda i: bool(vars(getattr(i.config, part))[name] != default)
+
+
+def of_model(test: Callable[[Inputs, ModelArgs], bool]) -> Test:
+    """Return the predicate that the model is known and passes a test."""
+    return lambda i: i.args is not None and test(i, i.args)
+
+
+def of_draft(test: Callable[[Inputs, ModelArgs], bool]) -> Test:
+    """Return the predicate that the draft model or EAGLE head is known and passes a test."""
+    return lambda i: i.draft is not None and test(i, i.draft)
+
+
+def of_drafts(test: Callable[[Inputs, Speculation], bool]) -> Test:
+    """Return the predicate that an engine has speculative decoding, which passes a test."""
+    return lambda i: i.speculation is not None and test(i, i.speculation)
+
+
+def _ray(i: Inputs) -> bool:
+    return i.config.hosts.distributed_executor_backend == "ray"
+
+
+def _odd_stages(i: Inputs, model: ModelArgs) -> bool:
+    return len(i.parallel.layers) != i.parallel.pp or sum(i.parallel.layers) != model.num_layers
+
+
+def _odd_kv_heads(i: Inputs, model: ModelArgs) -> bool:
+    return model.num_heads % i.parallel.tp == 0 and not mixer(model).divides(i.parallel.tp)
+
+
+def _odd_slots(i: Inputs) -> bool:
+    return i.num_experts > 0 and (i.num_experts + (i.parallel.redundant or 0)) % i.parallel.expert_ranks > 0
+
+
+def _many_slots(i: Inputs) -> bool:
+    ranks = i.parallel.expert_ranks
+    return i.num_experts > 0 and ranks > 1 and (i.parallel.redundant or 0) > i.num_experts * (ranks - 1)
+
+
+def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
+    asked = i.parallel.experts or i.config.load.routing != "model"
+    return asked and draft.moe is None and i.num_experts > 0
+
+
+def _faults(kinds: tuple[str, ...]) -> Test:
+    return lambda i: i.tiers.kv_offload_gb > 0 and any(one.startswith(kinds) for one in i.config.share.kv_faults)
+
+
+def _any_tier(i: Inputs) -> bool:
+    cache, share = i.config.cache, i.config.share
+    tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
+    return bool(tiers or share.kv_share or share.kv_peers)
+
+
+RANKS: Mapping[str, Feature] = {
+    "-tp": Feature(lambda i: i.parallel.tp > 1, "-tp {tp}", "-tp"),
+    "-pp": Feature(lambda i: i.parallel.pp > 1, "pipeline parallelism", "-pp"),
+    "-dp": Feature(lambda i: i.parallel.dp > 1, "-dp {dp}", "-dp"),
+    "-ep": Feature(lambda i: i.parallel.experts, "whole experts on ranks", "--enable-expert-parallel"),
+    "EPLB": Feature(lambda i: i.parallel.redundant is not None, "experts that move", "--enable-eplb"),
+    "round robin": Feature(lambda i: i.parallel.round_robin, "experts in turn", "--expert-placement-strategy"),
+    "hosts": Feature(lambda i: i.config.hosts.nnodes > 1, "several hosts", "--nnodes"),
+    "Ray": Feature(_ray, "Ray", "--distributed-executor-backend ray"),
+    "several ranks": Feature(lambda i: i.parallel.size > 1, "{parallel}"),
+    "one rank": Feature(lambda i: i.parallel.size == 1, "one rank"),
+    "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
+    "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
+    "moving or shared experts": Feature(
+        lambda i: i.parallel.lockstep or i.parallel.redundant is not None, "experts that replicas share or that move"
+    ),
+    "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
+    "uneven hosts": Feature(
+        lambda i: i.parallel.size % i.config.hosts.nnodes > 0, "ranks that hosts cannot share equally"
+    ),
+    "local replicas": Feature(
+        given("data_parallel_size_local"), "a number of replicas of each host", "--data-parallel-size-local"
+    ),
+    "other replicas": Feature(wrong_local, "hosts with other numbers of replicas"),
+    "layer partition": Feature(lambda i: bool(i.parallel.layers), "layers of each stage", "--pipeline-layer-partition"),
+    "other layers": Feature(of_model(_odd_stages), "stages or layers of another number"),
+    "fewer layers": Feature(of_model(lambda i, m: i.parallel.pp > m.num_layers), "fewer layers than stages"),
+    "uneven heads": Feature(
+        of_model(lambda i, m: m.num_heads % i.parallel.tp > 0), "attention heads that ranks cannot share equally"
+    ),
+    "uneven KV heads": Feature(of_model(_odd_kv_heads), "KV heads that ranks can neither share nor copy equally"),
+    "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
+    "captured exchanges": Feature(
+        lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
+        "ranks whose exchanges are in CUDA graphs",
+    ),
+    "no experts": Feature(of_model(lambda i, m: m.moe is None), "a model without experts"),
+    "fewer experts": Feature(lambda i: 0 < i.num_experts < i.parallel.expert_ranks, "fewer experts than ranks"),
+    "one expert rank": Feature(
+        lambda i: i.parallel.expert_ranks == 1 and (i.args is None or i.num_experts > 0),
+        "no ranks that share whole experts",
+    ),
+    "uneven slots": Feature(_odd_slots, "slots of experts that ranks cannot share equally"),
+    "too many slots": Feature(_many_slots, "more slots of a rank than experts"),
+    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that is implemented"),
+    "exchange": Feature(given("all2all_backend"), "an exchange that was asked for", "--all2all-backend"),
+    "exchange cannot run": Feature(lambda i: bool(backend_refused(i)), "ranks or kernels that it cannot join"),
+    "no exchange": Feature(
+        of_model(lambda i, m: m.moe is None or not i.parallel.lockstep), "replicas that share no experts"
+    ),
+    "idle placement": Feature(lambda i: bool(idle_placement(i)), "experts that ranks do not share"),
+    "routing": Feature(given("routing"), "experts that are drawn", "--routing"),
+    "real weights": Feature(lambda i: i.config.load.load_format != "dummy", "weights of a checkpoint"),
+}
+DRAFTS: Mapping[str, Feature] = {
+    "drafts": Feature(of_drafts(lambda i, s: True), "speculative decoding", SPEC),
+    "n-grams": Feature(lambda i: i.method == "ngram", "drafts by n-grams", SPEC),
+    "MTP": Feature(lambda i: i.method == "mtp", "method mtp", SPEC),
+    "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
+    "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
+    "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
+    "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
+    "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),
+    "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
+    "draft ranks": Feature(of_drafts(lambda i, s: s.draft_tensor_parallel_size > 0), "ranks for drafts", SPEC),
+    "other ranks": Feature(
+        of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
+    ),
+    "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer, or with several"),
+    "dynamic rope": Feature(of_draft(lambda i, d: d.rope.kind == "dynamic"), "rope type dynamic"),
+    "other width": Feature(of_draft(lambda i, d: d.hidden_size != i.model.hidden_size), "states of another width"),
+    "lacking layers": Feature(lambda i: bool(odd_layers(i)), "layers that the model does not have"),
+    "other vocabulary": Feature(
+        of_draft(lambda i, d: draft_vocabulary(d) != i.model.vocab_size), "another vocabulary than the model's"
+    ),
+    "shorter context": Feature(
+        of_draft(lambda i, d: d.max_position_embeddings < i.length), "a context shorter than the engine's"
+    ),
+    "shorter draft length": Feature(
+        of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
+        'a "max_model_len" below the engine\'s',
+    ),
+    "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
+}
+CACHE: Mapping[str, Feature] = {
+    "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
+    "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
+    "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a sliding window"),
+    "latent attention on a GPU": Feature(
+        of_model(lambda i, m: i.device == "cuda" and m.latent is not None), "latent attention on a GPU"
+    ),
+    "no prefix cache": Feature(
+        given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"
+    ),
+    "host memory": Feature(lambda i: i.tiers.kv_offload_gb > 0, "KV blocks in host memory", "--kv-offload-gb"),
+    "disk": Feature(lambda i: bool(i.tiers.kv_offload_dir), "KV blocks on a disk", "--kv-offload-dir"),
+    "sharing": Feature(given("kv_share"), "KV blocks that other engines read", "--kv-share"),
+    "peers": Feature(given("kv_peers"), "KV blocks of other engines", "--kv-peers"),
+    "KV events": Feature(lambda i: read_events_config(i.config) is not None, "KV events", "--kv-events-config"),
+    "no host memory": Feature(lambda i: i.tiers.kv_offload_gb == 0, "no host memory for KV blocks"),
+    "no folder": Feature(lambda i: i.tiers.kv_offload_dir is None, "no folder for KV blocks"),
+    "not Linux": Feature(lambda i: i.platform != "linux", "a system other than Linux"),
+    "tier policy": Feature(given("kv_offload_policy"), "a policy of KV tiers", "--kv-offload-policy"),
+    "folder size": Feature(given("kv_offload_dir_gb"), "a size of files", "--kv-offload-dir-gb"),
+    "shared folder": Feature(given("kv_offload_dir_shared"), "a folder of several users", "--kv-offload-dir-shared"),
+    "connector": Feature(
+        lambda i: bool(i.config.cache.kv_transfer_config) and not i.role, "a connector of vLLM", "--kv-transfer-config"
+    ),
+    "given host memory": Feature(given("kv_offload_gb"), "--kv-offload-gb"),
+    "prefill node": Feature(lambda i: i.role in ROLES[:2], "a prefill node", "--kv-transfer-config"),
+    "decode node": Feature(lambda i: i.role in ROLES[::2], "a decode node", "--kv-transfer-config"),
+    "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
+    "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
+    "faults": Feature(given("kv_faults"), "planted faults", "--kv-faults"),
+    "faults of files": Feature(_faults(FILES), "faults of files", "--kv-faults"),
+    "faults of connections": Feature(_faults(CONNECTIONS), "faults of connections", "--kv-faults"),
+}
+OTHERS: Mapping[str, Feature] = {
+    "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
+    "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
+    "largest graph": Feature(
+        given("max_cudagraph_capture_size"), "a largest CUDA graph", "--max-cudagraph-capture-size"
+    ),
+    "mock": Feature(lambda i: i.device == "mock", "the mock device", "--device mock"),
+    "KV tiers": Feature(_any_tier, "tiers of KV blocks"),
+    "chunks": Feature(lambda i: bool(i.request.chunks), "parts that reuse KV", "kv_chunks"),
+    "numbered chunks": Feature(lambda i: i.request.chunks == "kv_chunks", "parts named by token numbers", "kv_chunks"),
+    "transfer": Feature(lambda i: i.request.transfer, "KV of another engine", "kv_transfer_params"),
+    "prompt logprobs": Feature(lambda i: i.request.prompt_logprobs, "prompt logprobs", "prompt_logprobs"),
+    "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),
+    "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
+    "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
+}
+FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **OTHERS}

@@ -1,0 +1,176 @@
+"""Rows of the table of what works with what, by theme."""
+
+from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, Row
+
+OFF = "leave out --enable-cache-blend"
+NGRAM = 'use "method": "ngram", or leave out --speculative-config'
+MEMORY = "set kv_offload_gb, too, such as 8"
+ONE = "leave one of them out"
+RANKS: tuple[Row, ...] = (
+    Row("-tp", "uneven heads", REFUSED, "-tp {tp}: {heads} attention heads cannot be divided by {tp}",
+        "use -tp {fitting_tp}"),
+    Row("-tp", "uneven KV heads", REFUSED,
+        "-tp {tp}: {kv_heads} KV heads can be neither divided nor copied evenly among {tp} ranks",
+        "use -tp {fitting_tp}"),
+    Row("-pp", "fewer layers", REFUSED, "-pp {pp}: the model has only {layers} layers, and every stage needs a layer",
+        "use -pp {layers} at most"),
+    Row("layer partition", "other layers", REFUSED, "pipeline_layer_partition={partition}: {partition_stages} stages "
+        "with {partition_layers} layers do not fit -pp {pp} and the model's {layers} layers",
+        "give {pp} numbers that add up to {layers}"),
+    Row("several ranks", "too many ranks", REFUSED,
+        "{parallel}: {ranks} ranks are more than the {most_ranks} that can be planned", "lower a size"),
+    Row("hosts", "uneven hosts", REFUSED, "{parallel}: {ranks} ranks cannot be divided equally among {hosts} hosts",
+        "change nnodes, or a size"),
+    Row("hosts", "Ray", REFUSED, "nnodes={hosts}: Ray knows its hosts itself",
+        "leave out nnodes, or use distributed_executor_backend=mp"),
+    Row("Ray", "one rank", REFUSED, "distributed_executor_backend=ray: one rank runs on this host, without Ray",
+        "leave it out, or ask for several ranks (-tp, -pp, -dp)"),
+    Row("local replicas", "other replicas", REFUSED,
+        "data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the {dp} replicas (-dp)",
+        "leave it out, and start each host with --nnodes {fitting_hosts}, --node-rank and --master-addr"),
+    Row("collective checks", "captured exchanges", REFUSED,
+        "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture that",
+        "add enforce_eager (--enforce-eager), or leave check_collectives out"),
+)  # fmt: skip
+EXPERTS: tuple[Row, ...] = (
+    Row("-ep", "no experts", REFUSED, "--enable-expert-parallel: this model has no experts", "leave it out"),
+    Row("-ep", "fewer experts", REFUSED,
+        "{parallel}: {experts} experts are fewer than the {expert_ranks} ranks (tp x dp) that share them",
+        "lower -tp or -dp"),
+    Row("EPLB", "no experts", REFUSED, "--enable-eplb: this model has no experts", "leave it out"),
+    Row("EPLB", "one expert rank", REFUSED,
+        "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
+        "add {more_ranks}, or leave it out"),
+    Row("EPLB", "-pp", MISSING, "it moves experts among the ranks of one stage", ONE,
+        what="balancing of experts with pipeline parallelism"),
+    Row("EPLB", "round robin", REFUSED, "--enable-eplb cannot be used with --expert-placement-strategy", ONE),
+    Row("EPLB", "uneven slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: {slots} slots for "
+        "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
+    Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
+        "slots than there are experts ({experts})", "use at most {most_redundant}"),
+    Row("lock-step", "no dispatcher", MISSING,
+        "no dispatcher that runs here takes tokens to the experts of other replicas",
+        "use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
+        "--enable-expert-parallel", what="{dispatcher}"),
+    Row("exchange", "exchange cannot run", REFUSED, "--all2all-backend {exchange}: {candidates}",
+        "leave out --all2all-backend, or change what a candidate lacks"),
+    Row("exchange", "no exchange", IDLE, "--all2all-backend {exchange} changes nothing: every rank has the tokens of "
+        "its experts, because no replicas share experts"),
+    Row("round robin", "idle placement", IDLE,
+        "--expert-placement-strategy round_robin changes nothing: {idle_placement}"),
+    Row("routing", "no experts", REFUSED, "routing={routing} is for models with experts, which this one has not",
+        "leave it out"),
+    Row("routing", "real weights", REFUSED, "routing={routing} ignores what a model has learned",
+        "use it only with load_format=dummy"),
+)  # fmt: skip
+DRAFTS: tuple[Row, ...] = (
+    Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
+        'use "method": "ngram"'),
+    Row("drafts", "-pp", MISSING, "the stages do not tell each other which drafts were accepted",
+        "leave out --speculative-config, or -pp"),
+    Row("drafts of layers", "moving or shared experts", MISSING,
+        "a replica without tokens takes no part in the exchanges of the draft layer", 'use "method": "ngram"'),
+    Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
+        "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
+    Row("draft model", "several ranks", MISSING,
+        "method draft_model runs on one device, and the engine has {ranks} ranks", NGRAM),
+    Row("EAGLE", "hosts", MISSING, "the EAGLE head drafts on one host, and the engine has {hosts}", NGRAM),
+    Row("drafts of another model", "options of experts", MISSING, "the drafter {draft} has no experts",
+        'use "method": "ngram" or "mtp", or leave out --enable-expert-parallel and --routing'),
+    Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
+        "use another head"),
+    Row("EAGLE", "other width", REFUSED,
+        "speculative_config: the EAGLE head {draft} reads states of {draft_width} numbers and the model's have {width}",
+        "use the head that was made for this model"),
+    Row("EAGLE", "lacking layers", REFUSED, "speculative_config: the EAGLE head {draft} reads the states before "
+        "layer {odd_layer}, and the model has the layers 0 to {last_layer}",
+        "use the head that was made for this model"),
+    Row("drafts of another model", "other vocabulary", REFUSED,
+        "speculative_config: the draft model {draft} has {draft_vocabulary} token ids and the model has {vocabulary}",
+        "use a draft model with the model's vocabulary"),
+    Row("drafts of another model", "shorter context", REFUSED, "speculative_config: the draft model {draft} has a "
+        "context of {draft_context} tokens and the engine of {length}",
+        "lower max_model_len to {draft_context}, or use another draft model"),
+    Row("drafts of another model", "shorter draft length", REFUSED, 'speculative_config: "max_model_len": '
+        '{draft_length} is below the {length} tokens of the engine, whose requests have drafts in all of their '
+        'context', "raise it, or leave it out"),
+    Row("draft ranks", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
+        "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
+)  # fmt: skip
+BLEND: tuple[Row, ...] = (
+    Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
+    Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
+    Row("CacheBlend", "windows", MISSING, "they have given up the KV of most tokens of a text", OFF),
+    Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
+    Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
+    Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
+    Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
+)  # fmt: skip
+TIERS: tuple[Row, ...] = (
+    Row("sharing", "no host memory", REFUSED,
+        "kv_share: engines read each other's blocks through host memory, and kv_offload_gb is 0", MEMORY),
+    Row("peers", "no host memory", REFUSED,
+        "kv_peers: engines read each other's blocks through host memory, and kv_offload_gb is 0", MEMORY),
+    Row("disk", "no host memory", REFUSED,
+        "kv_offload_dir={folder}: blocks go to a disk through host memory, and kv_offload_gb is 0", MEMORY),
+    Row("tier policy", "no host memory", REFUSED,
+        "kv_offload_policy={policy}: no block goes to host memory, because kv_offload_gb is 0", MEMORY),
+    Row("faults", "no host memory", REFUSED, "kv_faults: there is no tier to plant faults in", MEMORY),
+    Row("faults of files", "no folder", REFUSED, "kv_faults: this engine has no place for {file_faults}",
+        "read and write need kv_offload_dir"),
+    Row("faults of connections", "no sharing", REFUSED, "kv_faults: this engine has no place for {connection_faults}",
+        "faults of connections need kv_share"),
+    Row("folder size", "no folder", REFUSED,
+        "kv_offload_dir_gb={folder_size}: there are no files, because no folder is named", "give kv_offload_dir, too"),
+    Row("shared folder", "no folder", REFUSED, "kv_offload_dir_shared: no folder is named", "give kv_offload_dir, too"),
+    Row("host memory", "no prefix cache", REFUSED,
+        "kv_offload_gb={offload}: blocks are found again by the prefix cache, which is off",
+        "leave out enable_prefix_caching=False, or kv_offload_gb"),
+    Row("KV events", "no prefix cache", REFUSED, "kv_events_config tells the content of the prefix cache, which is off",
+        "leave out enable_prefix_caching=False, or kv_events_config"),
+    Row("connector", "given host memory", REFUSED, "kv_transfer_config and kv_offload_gb both size the host memory",
+        "leave one out"),
+    Row("prefill node", "no sharing", REFUSED, "kv_transfer_config: kv_role={role} without kv_share",
+        "a prefill node shares its blocks (--kv-share HOST:PORT)"),
+    Row("decode node", "no peers", REFUSED, "kv_transfer_config: kv_role={role} without kv_peers",
+        "a decode node reads blocks of prefill nodes (--kv-peers)"),
+    Row("sharing", "hosts or Ray", MISSING,
+        "the engine core cannot read their memory (--kv-peers works with --nnodes)",
+        "use one host and --distributed-executor-backend mp, or leave out --kv-share",
+        what="sharing by ranks on several hosts"),
+    Row("peers", "Ray", MISSING, "the engine core cannot read their memory (--kv-peers works with --nnodes)",
+        "use --distributed-executor-backend mp, or leave out --kv-peers", what="blocks of peers for ranks of Ray"),
+    Row("disk", "hosts or Ray", MISSING, "the engine core must see the files of all ranks",
+        "leave out --kv-offload-dir, or use one host and --distributed-executor-backend mp",
+        what="a disk tier of ranks on several hosts"),
+    Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
+        "leave it out", what="sharing on this system"),
+)  # fmt: skip
+DEVICES: tuple[Row, ...] = (
+    Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
+    Row("graph sizes", "a CPU", IDLE, "cudagraph_capture_sizes changes nothing on a CPU"),
+    Row("largest graph", "a CPU", IDLE, "max_cudagraph_capture_size changes nothing on a CPU"),
+    Row("mock", "KV tiers", REFUSED, "device=mock has no tiers of KV blocks",
+        "leave out kv_offload_gb, kv_offload_dir, kv_transfer_config, kv_share and kv_peers"),
+    Row("mock", "drafts of layers", REFUSED, "speculative_config: device=mock has no layers for method {method}",
+        'use "method": "ngram"'),
+    Row("mock", "made-up acceptance", REFUSED,
+        "speculative_config: device=mock takes 0, 1, ... and all drafts for right in turn",
+        "leave out rejection_sample_method=synthetic"),
+)  # fmt: skip
+REQUESTS: tuple[Row, ...] = (
+    Row("chunks", "transfer", REFUSED,
+        "{chunks} excludes kv_transfer_params: another engine finds KV by the whole prompt before it", ONE,
+        scope=REQUEST),
+    Row("chunks", "prompt logprobs", REFUSED,
+        "{chunks} excludes prompt_logprobs and echo with logprobs, which need every row of the prompt", ONE,
+        scope=REQUEST),
+    Row("numbered chunks", "truncated prompt", REFUSED,
+        "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt", ONE, scope=REQUEST),
+    Row("numbered chunks", "text prompt", REFUSED, "kv_chunks counts tokens, and the prompt is a text",
+        "send token ids, put the engine's --blend-separator between the parts of the text, or mark content parts of "
+        'messages with "kv_chunk": true', scope=REQUEST),
+    Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
+        "leave out stream, and send max_tokens 1", scope=REQUEST),
+)  # fmt: skip
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)

@@ -1,0 +1,341 @@
+"""The table of what works with what: each row applies, pairs without a row resolve, all conflicts are told together."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
+from quire.entry.cli.main import main
+from quire.explain.describe import plan_engine
+from quire.explain.render_ranks import not_runnable
+from quire.kernels.experts import plan as kernel_plan
+from quire.kernels.experts.plan import DISPATCHERS
+from quire.kernels.select import probe_of
+from quire.plan import dispatchers
+from quire.plan.dtype import DTypePlan
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
+from quire.plan.meeting_rows.features import FEATURES
+from quire.plan.meeting_rows.rows import ROWS
+from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, AskedFields, Inputs, Row
+from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
+from quire.plan.placement import parallel_sizes
+
+MOVES = EXAMPLES["EPLB"]
+SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
+MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
+ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
+# Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
+SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
+    ({"tensor_parallel_size": 3}, {}, {("-tp", "uneven heads")}),
+    ({"tensor_parallel_size": 2}, {"heads": (6, 3)}, {("-tp", "uneven KV heads")}),
+    ({"pipeline_parallel_size": 7}, {}, {("-pp", "fewer layers")}),
+    ({"pipeline_parallel_size": 2, "pipeline_layer_partition": (3, 4)}, {}, {("layer partition", "other layers")}),
+    ({"data_parallel_size": 5000}, {}, {("several ranks", "too many ranks")}),
+    ({"nnodes": 3, "tensor_parallel_size": 2}, {}, {("hosts", "uneven hosts")}),
+    ({"nnodes": 2, "distributed_executor_backend": "ray"}, {}, {("hosts", "Ray"), ("Ray", "one rank")}),
+    ({"data_parallel_size": 4, "data_parallel_size_local": 3}, {}, {("local replicas", "other replicas")}),
+    (EXAMPLES["collective checks"] | {"enforce_eager": False}, {}, {("collective checks", "captured exchanges")}),
+    (MOVES, {"dense": True}, {("-ep", "no experts"), ("EPLB", "no experts")}),
+    (SHARED | {"data_parallel_size": 16}, {}, {("-ep", "fewer experts")}),
+    ({"enable_eplb": True}, {}, {("EPLB", "one expert rank")}),
+    (MOVES | {"pipeline_parallel_size": 2}, {}, {("EPLB", "-pp")}),
+    (MOVES | {"expert_placement_strategy": "round_robin"}, {}, {("EPLB", "round robin")}),
+    (MOVES | {"eplb_config": {"num_redundant_experts": 1}}, {}, {("EPLB", "uneven slots")}),
+    (MOVES | {"eplb_config": {"num_redundant_experts": 10}}, {}, {("EPLB", "too many slots")}),
+    (SHARED, {"moe": {"decode": "no way to run the experts"}}, {("lock-step", "no dispatcher")}),
+    (
+        SHARED | {"all2all_backend": "deepep_low_latency"},
+        {"moe": {"decode": "no way to run the experts:\n  pull + any: pull runs on cuda, not on cpu"}},
+        {("exchange", "exchange cannot run")},
+    ),
+    ({"all2all_backend": "deepep_low_latency"}, {}, {("exchange", "no exchange")}),
+    ({"expert_placement_strategy": "round_robin"}, {}, {("round robin", "idle placement")}),
+    ({"routing": "uniform"}, {"dense": True}, {("routing", "no experts"), ("routing", "real weights")}),
+    ({"speculative_config": {"method": "medusa", "model": "x"}}, {}, {("drafts", "planned method")}),
+    ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, {}, {("drafts", "-pp")}),
+    (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
+    (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
+    (EXAMPLES["draft model"] | {"tensor_parallel_size": 2}, {}, {("draft model", "several ranks")}),
+    (EAGLE | EXAMPLES["hosts"], {}, {("EAGLE", "hosts")}),
+    (EAGLE | EXAMPLES["-ep"], {}, {("drafts of another model", "options of experts")}),
+    (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
+    (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
+    (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, {("EAGLE", "lacking layers")}),
+    (EAGLE, {"head": {"vocab_size": 200}}, {("drafts of another model", "other vocabulary")}),
+    (
+        {"speculative_config": EXAMPLES["draft model"]["speculative_config"] | {"max_model_len": 255}},
+        {"length": 90},
+        {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
+    ),
+    ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
+    (
+        MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
+        {"windows": (None, 8)},
+        {("CacheBlend", other) for other in ("no prefix cache", "several ranks", "windows", "MTP")},
+    ),
+    (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
+    ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
+    (
+        {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"}
+        | {"kv_faults": ("read=slow",)},
+        {},
+        {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy", "faults")},
+    ),
+    (
+        {"kv_offload_gb": 1.0, "kv_faults": ("read=slow", "page=killed"), "kv_offload_dir_gb": 5.0}
+        | {"kv_offload_dir_shared": True},
+        {},
+        {("faults of files", "no folder"), ("faults of connections", "no sharing")}
+        | {("folder size", "no folder"), ("shared folder", "no folder")},
+    ),
+    (
+        EXAMPLES["KV events"] | {"kv_offload_gb": 1.0, "enable_prefix_caching": False},
+        {},
+        {("host memory", "no prefix cache"), ("KV events", "no prefix cache")},
+    ),
+    (
+        {"kv_offload_gb": 1.0, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}},
+        {},
+        {("connector", "given host memory")},
+    ),
+    (
+        {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both"}},
+        {},
+        {("prefill node", "no sharing"), ("decode node", "no peers")},
+    ),
+    (
+        EXAMPLES["disk"] | EXAMPLES["sharing"] | EXAMPLES["peers"] | EXAMPLES["Ray"],
+        {"platform": "darwin"},
+        {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
+    ),
+    (
+        {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},
+        {"device": "cpu"},
+        {(one, "a CPU") for one in ("GPU memory", "graph sizes", "largest graph")},
+    ),
+    (
+        {"kv_offload_gb": 1.0, "speculative_config": MTP["speculative_config"]},
+        {"device": "mock"},
+        {("mock", "KV tiers"), ("mock", "drafts of layers")},
+    ),
+    (
+        {"speculative_config": NGRAM | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}},
+        {"device": "mock"},
+        {("mock", "made-up acceptance")},
+    ),
+    (
+        {},
+        {"request": AskedFields(**ALL, stream=True)},
+        {("chunks", "transfer"), ("chunks", "prompt logprobs"), ("numbered chunks", "truncated prompt")}
+        | {("numbered chunks", "text prompt"), ("transfer", "stream")},
+    ),
+]
+
+
+def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
+    """Return the inputs of a sample."""
+    given, more = changes, dict(changes)
+    inputs = example(options, more.pop("device", "cuda"))
+    args, draft = inputs.args, inputs.draft
+    assert args is not None
+    if more.pop("dense", False):
+        args = parse_checkpoint_config(DRAFT)
+    if heads := more.pop("heads", ()):
+        args = replace(args, num_heads=heads[0], num_kv_heads=heads[1])
+    if layers := more.pop("layers", 0):
+        args = replace(args, num_layers=layers)
+    if more.pop("latent", False):
+        latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}
+        raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        args = replace(args, latent=parse_checkpoint_config(raw).latent)
+    if head := more.pop("head", {}):
+        draft = parse_checkpoint_config(HEAD | head, head="eagle3")
+    if length := more.pop("length", 0):
+        assert draft is not None, given
+        draft = replace(draft, max_position_embeddings=length)
+    return replace(inputs, args=args, draft=draft, **more)
+
+
+def pairs_of(inputs: Inputs) -> set[tuple[str, str]]:
+    scope = REQUEST if inputs.request != AskedFields() else "engine"
+    return {(row.feature, row.other) for row in rows_of(inputs, scope)}
+
+
+@pytest.mark.parametrize(("options", "changes", "pairs"), SAMPLES, ids=lambda one: "")
+def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any], pairs: set[tuple[str, str]]) -> None:
+    inputs = sample(options, changes)
+    assert pairs <= pairs_of(inputs)
+    for one in met(inputs, REQUEST if "request" in changes else "engine"):
+        assert one.said.endswith(".") and "{" not in one.feature + one.said.replace('{"', ""), one
+
+
+def test_no_row_is_without_a_sample_and_no_feature_without_a_row() -> None:
+    assert {(row.feature, row.other) for row in ROWS} - set().union(*(pairs for _, _, pairs in SAMPLES)) == set()
+    assert len({(row.feature, row.other) for row in ROWS}) == len(ROWS)
+    used = {name for row in ROWS for name in (row.feature, row.other)}
+    assert used | set(EXAMPLES) == set(FEATURES)
+
+
+def resolved(options: dict[str, Any], device: str) -> EnginePlan:
+    args, draft = arguments(options)
+    config = EngineConfig.from_flat(**options)
+    return resolve_engine(
+        config,
+        ModelFacts(folder=Path("nowhere"), args=args, dtype=DTypePlan(dtype="bfloat16", reason=""), draft=draft),
+        Machine(device=device, words="", total_memory=1 << 37),
+        probe_of((9, 0) if device == "cuda" else None),
+        parallel=parallel_sizes(config.parallel),
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("first", EXAMPLES)
+def test_every_pair_is_refused_by_its_rows_or_resolves(first: str, device: str) -> None:
+    """Features meet two by two. The rows of a pair are looked up by the names of the features that are then on."""
+    names = list(EXAMPLES)
+    for second in names[names.index(first) :]:
+        if (options := together((first, second))) is None:
+            continue
+        inputs = example(options, device)
+        on = {name for name, feature in FEATURES.items() if feature.when(inputs)}
+        rows = [row for row in ROWS if {row.feature, row.other} <= on and row.scope != REQUEST]
+        if second == first:
+            assert rows == [], first
+        try:
+            plan = resolved(options, device)
+        except ConfigError as error:
+            assert any(row.status == REFUSED for row in rows), (first, second, error)
+            assert all(said(row, inputs) in str(error) for row in rows if row.status != IDLE), (first, second)
+            continue
+        assert [one.said for one in plan.meetings] == [said(row, inputs) for row in rows], (first, second)
+        assert all(row.status != REFUSED for row in rows), (first, second)
+        if plan.missing:
+            with pytest.raises(UnsupportedModel):
+                check(plan.meetings)
+        else:
+            check(plan.meetings)
+
+
+def said(row: Row, inputs: Inputs) -> str:
+    """Return the sentence of a row."""
+    places = [one for one in rows_of(inputs)]
+    return met(inputs)[places.index(row)].said
+
+
+FOUR = {
+    "tensor_parallel_size": 3,
+    "enable_expert_parallel": True,
+    "kv_offload_dir": "/kv",
+    "speculative_config": {"method": "medusa", "model": "x", "num_speculative_tokens": 2},
+}
+
+
+def test_four_conflicts_are_told_together_each_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of them need the model, and another is only not implemented."""
+    flags = "-tp 3 -ep --kv-offload-dir /kv -sc".split() + [json.dumps(FOUR["speculative_config"])]
+    assert main(["explain", "quire-tiny", "--device", "h200", *flags]) == 3
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "quire: error: This engine cannot run, for 4 reasons:"
+    remedies = (
+        "use -tp 1, 2 or 4.",
+        "has no experts: leave it out.",
+        'use "method": "ngram".',
+        "set --kv-offload-gb, too, such as 8.",
+    )
+    assert len(lines) == 4 and all(line.startswith("- ") for line in lines)
+    assert [remedy for remedy in remedies if not any(line.endswith(remedy) for line in lines)] == []
+
+
+def test_a_single_conflict_is_its_sentence() -> None:
+    with pytest.raises(ConfigError, match="^kv_share: engines read .* set kv_offload_gb, too, such as 8.$"):
+        check(met(inputs_of(EngineConfig.from_flat(kv_share=":5700"))))
+
+
+def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
+    options = EXAMPLES["MTP"] | {"enable_cache_blend": True, "tensor_parallel_size": 2}
+    plan = resolved(options, "cpu")
+    assert [one.status for one in plan.missing] == [MISSING] * 2
+    with pytest.raises(UnsupportedModel) as refused:
+        check(plan.meetings)
+    assert str(refused.value).startswith("This engine cannot run, for 2 reasons:\n- --enable-cache-blend: CacheBlend")
+    out = io.StringIO()
+    described = [one._asdict() for one in plan.missing]
+    console = Console(file=out, width=80, highlight=False)
+    for line in not_runnable(described):
+        console.print(line)
+    text = out.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in text) and [line[:2] for line in text].count("- ") == 2
+    assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 2
+
+
+def test_rows_that_need_plans_of_experts_come_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = replace(DISPATCHERS["pull"], implemented=False)
+    for place in (dispatchers, kernel_plan):
+        monkeypatch.setattr(place, "DISPATCHERS", {**DISPATCHERS, "pull": planned})
+    plan = resolved(SHARED | {"enable_cache_blend": True, "all2all_backend": "deepep_low_latency"}, "cuda")
+    found = [one.feature for one in plan.missing]
+    assert "dispatcher pull for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
+    assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy
+
+
+def test_an_exchange_that_cannot_run_is_a_row_with_the_candidates() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(SHARED | {"all2all_backend": "deepep_low_latency"}, "cpu")
+    assert "  pull + any: pull runs on cuda, not on cpu" in str(refused.value)
+    assert str(refused.value).endswith("\nleave out --all2all-backend, or change what a candidate lacks.")
+
+
+def test_a_phase_without_dispatcher_is_told_beside_an_exchange_that_cannot_run() -> None:
+    asked = EngineConfig.from_flat(**SHARED, all2all_backend="deepep_low_latency")
+    lacking = {phase: f"no way to run the experts in {phase}:\n  none" for phase in ("prefill", "decode")}
+    found = met(replace(inputs_of(asked), moe=lacking))
+    assert [(one.status, one.reason.count("\n")) for one in found] == [(MISSING, 0), (REFUSED, 1)]
+    assert found[0].feature.startswith("a dispatcher for prefill (") and "experts in decode" in found[1].reason
+
+
+def test_a_described_plan_has_the_rows_that_applied() -> None:
+    """As /debug/plan shows it."""
+    asked = {"enable_cache_blend": True, "enable_prefix_caching": False, "gpu_memory_utilization": 0.5}
+    told = plan_engine(EngineConfig.from_flat(device="cpu", **asked)).describe()
+    assert [one["status"] for one in told["meetings"]] == [MISSING, IDLE]
+    assert told["missing"] == told["meetings"][:1] and [*told["missing"][0]] == [*Meeting._fields]
+    assert "gpu_memory_utilization changes nothing on a CPU" in told["model"]["notes"]
+
+
+def test_options_without_effect_are_notes() -> None:
+    given = EngineConfig.from_flat(max_cudagraph_capture_size=8, gpu_memory_utilization=0.5, enforce_eager=True)
+    assert idle_notes(met(inputs_of(given, device="cpu"))) == (
+        "gpu_memory_utilization changes nothing on a CPU.",
+        "max_cudagraph_capture_size changes nothing on a CPU.",
+    )
+    assert met(inputs_of(given, device="cuda")) == met(inputs_of(EngineConfig(), device="cpu")) == ()
+
+
+def test_fields_of_a_request_that_exclude_each_other() -> None:
+    check_fields(AskedFields(chunks="kv_chunks"))
+    with pytest.raises(InvalidParameter, match='^"kv_chunk": true in messages excludes prompt_logprobs') as caught:
+        check_fields(AskedFields(chunks="messages", prompt_logprobs=True))
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 5 reasons:"):
+        check_fields(AskedFields(**ALL, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [(["tensor parallelism (-tp 2)"], "tensor parallelism (-tp 2) is"), (["a", "b", "c"], "a, b and c are"), ([], "")],
+)
+def test_the_sentence_of_what_is_missing(features: list[str], words: str) -> None:
+    lines = list(not_runnable([{"feature": one, "reason": "r", "remedy": "m"} for one in features]))
+    assert len(lines) == len(features) + bool(features)
+    if features:
+        first = f"Not runnable yet: {words} not implemented; the plan below is what it would be."
+        assert str(lines[0]) == first

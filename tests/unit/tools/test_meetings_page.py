@@ -1,0 +1,16 @@
+"""docs/meetings.md and README's matrix are what the table of the package says."""
+
+from pathlib import Path
+
+from meetings_page import BEGIN, END, matrix, page
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = "PYTHONPATH=src python tools/meetings_page.py"
+
+
+def test_the_page_about_meetings_is_current() -> None:
+    assert (ROOT / "docs" / "meetings.md").read_text() == page().rstrip() + "\n", COMMAND
+
+
+def test_the_matrix_of_the_readme_is_current() -> None:
+    assert f"{BEGIN}{matrix()}{END}" in (ROOT / "README.md").read_text(), COMMAND
