@@ -10,7 +10,7 @@ from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper,
 from ..support.full import FULL
 from .compiling import AbsentGpu
 
-DECODE, SHARED, VERIFIED, MIXED, PROMPT = STEPS = (
+_, SHARED, _, MIXED, PROMPT = STEPS = (
     (64, 1, False),
     (64, 1, True),
     (256, 4, False),
@@ -37,7 +37,7 @@ def launch(
         steps = [meta, rows] if tokens == PROMPT[0] or FULL and longest == tokens else [meta]
         on_hopper = dtype != torch.float32 and (tokens == PROMPT[0] or FULL)
         for module in (triton, hopper) if on_hopper else (triton,):
-            for step in steps:
+            for step in steps if FULL or module is hopper or not on_hopper else ():
                 module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
 
 
@@ -48,24 +48,24 @@ def absent_gpu(room: int = AbsentGpu.HOPPER) -> None:
 
 
 def decodes() -> None:
-    """Decode steps on a large GPU."""
+    """Decode steps with a shared prefix on a large GPU; with --full also others."""
     absent_gpu()
-    launch(128, (32, 8), 128, (DECODE, SHARED))
+    launch(128, (32, 8), 128, (SHARED,))
 
 
 def prompts() -> None:
-    """A prompt on a large GPU."""
+    """A prompt on a large GPU: Hopper's kernel, and Triton's for rows whose positions are given."""
     absent_gpu()
     launch(128, (32, 8), 128, (PROMPT,))
 
 
 def small() -> None:
-    """Steps on a GPU with less shared memory; with --full each variant once."""
+    """Prompts beside decodes on a GPU with less shared memory; with --full each variant once."""
     absent_gpu(99 << 10)
-    launch(64, (16, 8), 128, (SHARED, MIXED))
-    launch(96, (16, 2), 128, (VERIFIED,))
+    launch(64, (16, 8), 128, (MIXED,))
     if not FULL:
         return
+    launch(96, (16, 2), 128)
     launch(16, (32, 8), 64)
     launch(64, (32, 8), 128, window=4096, soft_cap=50.0)
     launch(128, (32, 4), 128)

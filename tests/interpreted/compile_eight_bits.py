@@ -11,7 +11,7 @@ from quire.kernels.heads import triton as heads
 from quire.kernels.latent import LatentView, hopper
 from quire.kernels.latent import triton as latent
 
-from ..support.full import FULL
+from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
 
 
@@ -51,7 +51,7 @@ def launch_heads(cache: torch.dtype, tokens: int, *, few: bool = True, many: boo
         kv,
         empty(tokens, dtype=torch.int64),
     )
-    decodes = ((1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), *(((1, None),) if not many or FULL else ()))
+    decodes = ((1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), *full_rows([(1, None)]))
     for longest, shared in (*decodes * few, *((tokens, None),) * many):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
         triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
@@ -70,7 +70,7 @@ def launch_latents(cache: torch.dtype, tokens: int) -> None:
     )
     shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
     prompts = ((0, tokens, 0, 4096),)
-    for longest, given in ((1, None), (1, shared), (tokens, None)):
+    for longest, given in ((tokens, shared), *full_rows(((1, None), (1, shared), (tokens, None)))):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, given, prompts)
         latent.absorbed(empty(tokens, 16, 512), q[..., 128:], kept, meta, 0.1)
     hopper.expanded(q, empty(16, 256, 512), kept, meta, 0.1, empty(tokens, 16, 128))
@@ -84,12 +84,13 @@ def absent_gpu() -> AbsentGpu:
 
 
 def dense() -> None:
-    """Decodes and a prompt on Hopper; with --full in both types."""
+    """Decodes in one type and a prompt in the other on Hopper; with --full both in both types."""
     absent_gpu()
     launch_heads(torch.float8_e4m3fn, 64, many=FULL)
-    launch_heads(torch.float8_e4m3fn, 4096, few=FULL)
+    launch_heads(torch.float8_e5m2, 4096, few=FULL)
     if FULL:
         launch_heads(torch.float8_e5m2, 64)
+        launch_heads(torch.float8_e4m3fn, 4096)
 
 
 def latents() -> None:
@@ -99,9 +100,8 @@ def latents() -> None:
 
 
 def older() -> None:
-    """Dense attention on a GPU of capability 8.9 with less shared memory; with --full in both types."""
+    """Dense attention in both types on a GPU of capability 8.9 with less shared memory."""
     gpu = absent_gpu()
     gpu.capability, gpu.room = 89, 99 << 10
     launch_heads(torch.float8_e5m2, 64)
-    if FULL:
-        launch_heads(torch.float8_e4m3fn, 64)
+    launch_heads(torch.float8_e4m3fn, 64)

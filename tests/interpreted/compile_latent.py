@@ -25,7 +25,7 @@ def launch(
 ) -> None:
     """Launch a layer of a step, in the middle of an arena, on tensors without storage.
 
-    Without --full, projections are those of a mixed step, and no prompt is absorbed.
+    Without --full, projections are those of a mixed step, no prompt is absorbed, and other steps have shared prefixes.
     """
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -44,11 +44,11 @@ def launch(
     q = down[:, :-576].view(tokens, heads, 192)
     triton.prepare(q, down[:, -576:], empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), cache, slots)
     up, latents = empty(heads, 256, 512), empty(tokens, heads, 512)
-    absorbed = () if longest == tokens and not FULL else (meta, replace(meta, shared=shared, plans={}))
-    for given in absorbed:
+    absorbed = () if longest == tokens and not FULL else (replace(meta, shared=shared, plans={}),)
+    for given in (*absorbed, *full_rows([meta])):
         triton.absorbed(latents, q[..., 128:], cache, given, 0.1)
     mixed = 1 < longest < tokens
-    for rows in (min(tokens, most) for most in (1, 3, 16, triton_project.MOST) if mixed or FULL):
+    for rows in (min(tokens, most) for most in (3, 16, *full_rows((1, triton_project.MOST))) if mixed or FULL):
         triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])
         triton.project(latents[:rows], up[:, 128:].transpose(1, 2), empty(rows, heads, 128))
     if prompts is not None:
@@ -83,9 +83,8 @@ def prompts() -> None:
 
 
 def decodes() -> None:
-    """Decodes of 128 heads; of 16 heads on a small GPU."""
+    """Decodes of 128 heads; with --full also of 16 heads on a small GPU."""
     gpu = steps(DECODES, 128, 128, True)
     gpu.room = 99 << 10
-    launch(64, 1, 16, 64)
-    for few in full_rows((4,)):
+    for few in full_rows((1, 4)):
         launch(64, few, 16, 64, few=few)

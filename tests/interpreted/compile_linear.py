@@ -11,7 +11,7 @@ from quire.kernels.linear import weight_only
 from quire.kernels.linear import weight_only_words as words
 from quire.kernels.pack.matrix import empty as empty_matrix
 
-from ..support.full import FULL, full_rows
+from ..support.full import FULL
 from .compiling import AbsentGpu, Made
 
 
@@ -28,7 +28,8 @@ def check(made: Made) -> None:
 
 
 def main() -> None:
-    """The products of Qwen3 8B and 0.6B, and of an MLP of Llama 3 70B in eight parts, by all kernels.
+    """Every kernel, in the forms with most branches; with --full the products of Qwen3 8B and 0.6B, and of an MLP of
+    Llama 3 70B in eight parts.
 
     The kernels for Hopper take bfloat16 alone: float16 goes to those of all GPUs.
     """
@@ -69,28 +70,36 @@ def main() -> None:
                 residual=y if residual else None,
             )
 
+    setattr(pdl, "in_use", lambda: True)  # noqa: B010
+    launch(1, 12288, 4096, gated=True)
+    launch(8, 1000, 1024, 32, zeros=False)
+    launch(16, 4096, 12288, residual=True)
+    launch(128, 3072, 1024, 64, gated=True)
+    launch(128, 8192, 3584, 32, bits=8)
+    launch(300, 8192, 3584, 32, bits=8)
+    for rows, scheme in (
+        (64, Scheme(values="w4", block=(1, 128), zeros=True)),
+        (300, Scheme(values="w8", block=(1, 0), zeros=True)),
+    ):
+        packed = weight_only.pack(empty_matrix(scheme, (6144, 4096), "meta"))
+        weight_only.run(empty(rows, 4096, dtype=torch.float16), packed, None)
+    if not FULL:
+        return
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for rows in (1, 16, 64, 256) if dependent else (1, 16):
-            if rows in (1, 64) or FULL:
-                launch(rows, 6144, 4096)
-            if rows == (64 if dependent else 1) or FULL:
-                launch(rows, 12288, 4096, gated=True)
-            if rows in (16, 256) and dependent or FULL:
-                launch(rows, 4096, 12288, residual=True)
+        for rows in (1, 16, 64, 256):
+            launch(rows, 6144, 4096)
+            launch(rows, 12288, 4096, gated=True)
+            launch(rows, 4096, 12288, residual=True)
     launch(3, 4096, 4096)
-    for rows in (8, 128, 300, *full_rows((32, 64))):
-        if rows != 128 or FULL:
-            launch(rows, 1000, 1024, 32, zeros=False)
-        if rows == 128 or FULL:
-            launch(rows, 3072, 1024, 64, gated=True)
-        if rows == 8 or FULL:
-            launch(rows, 3584, 8192, 8192, bits=8, gated=True, zeros=False)
-        if rows != 8 or FULL:
-            launch(rows, 8192, 3584, 32, bits=8)
-    for values, n, k, group, own in (("w4", 512, 64, 32, 1), ("w4", 6144, 4096, 128, 64), ("w8", 192, 1024, 0, 300)):
+    for rows in (8, 32, 64, 128, 300):
+        launch(rows, 1000, 1024, 32, zeros=False)
+        launch(rows, 3072, 1024, 64, gated=True)
+        launch(rows, 3584, 8192, 8192, bits=8, gated=True, zeros=False)
+        launch(rows, 8192, 3584, 32, bits=8)
+    for values, n, k, group in (("w4", 512, 64, 32), ("w4", 6144, 4096, 128), ("w8", 192, 1024, 0)):
         packed = weight_only.pack(empty_matrix(Scheme(values=values, block=(1, group), zeros=True), (n, k), "meta"))
-        for rows in (own, *full_rows((1, 64, 300))):
+        for rows in (1, 64, 300):
             weight_only.run(empty(rows, k, dtype=torch.float16), packed, None)
     gate_up = weight_only.pack_gated(empty_matrix(Scheme(values="w4", block=(1, 32)), (1024, 64), "meta"))
     weight_only.run_gated(empty(5, 64, dtype=torch.float16), gate_up, None)

@@ -11,16 +11,16 @@ from .compiling import AbsentGpu
 
 
 def main() -> None:
-    """A vocabulary whose rows are aligned and one whose rows are not, on either GPU."""
+    """A vocabulary whose rows are aligned on Hopper; with --full also one whose rows are not, on Ampere."""
     gpu = AbsentGpu(room=163 << 10)  # of sm_80
-    for gpu.capability, vocab, dtype in ((90, 151_936, torch.float32), (80, 50_257, torch.bfloat16)):
+    older = full_rows([(80, 50_257, torch.bfloat16)])
+    for gpu.capability, vocab, dtype in ((90, 151_936, torch.float32), *older):
         slots = torch.zeros(2, dtype=torch.int64)
         sampler = operations(2, vocab, slots.device)
         table, history = (torch.zeros(3, words, dtype=torch.int32) for words in (ROW_WORDS, 64))
         of = Rows(slots, slots, table, history, {})
         logits = torch.zeros(2, vocab, dtype=dtype)
-        few = (Mode.GREEDY, Mode.UNFILTERED, Mode.FULL) if gpu.capability == 90 else (Mode.FILTERED,)
-        for mode in (*few, *full_rows(Mode)):
+        for mode in (Mode.GREEDY, Mode.UNFILTERED, *full_rows([Mode.FILTERED]), Mode.FULL):
             for rows in (1, 2):
                 sampler.sample(logits[:rows], of, mode)
                 if mode < Mode.FILTERED:

@@ -33,7 +33,7 @@ def check(made: Made) -> None:
 
 
 def main() -> None:
-    """The four products of a layer of Qwen3 8B, with and without dependent launches, and shapes that divide badly."""
+    """Products of a layer of Qwen3 8B, and shapes that divide badly; with --full also without dependent launches."""
     AbsentGpu(check)
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
 
@@ -50,16 +50,14 @@ def main() -> None:
         else:
             (scaled.run_gated if gated else scaled.run)(x, packed, added)
 
-    for rows, dependent in (2, True), (32, False), (64, True):
+    for rows, dependent in (64, True), *full_rows(((2, True), (32, False))):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        if rows < 64 or FULL:
-            launch(BLOCKS, rows, 6144, 4096)
-        if rows == 64 or FULL:
-            launch(BLOCKS, rows, 12288, 4096, gated=True)
-            launch(BLOCKS, rows, 4096, 12288, residual=True)
+        launch(BLOCKS, rows, 12288, 4096, gated=True)
+        launch(BLOCKS, rows, 4096, 12288, residual=True)
         if FULL:
+            launch(BLOCKS, rows, 6144, 4096)
             launch(BLOCKS, rows, 4096, 4096, residual=True)
-    for scheme in (BLOCKS, ROWS, CHANNELS, INTEGERS):
+    for scheme in (ROWS, INTEGERS, *full_rows((BLOCKS, CHANNELS))):
         launch(scheme, 40, 576, 384, bias=True)
     for scheme in (CHANNELS, *full_rows((BLOCKS, ROWS, INTEGERS))):
         launch(scheme, 7, 640, 53248, bias=True, gated=True)

@@ -14,14 +14,14 @@ from .compiling import AbsentGpu
 
 
 def compile_production() -> None:
-    """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1, 256 and 1,024 slots."""
+    """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1 and 1,024 slots."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
     packed = zeros(1 << 16, dtype=torch.int32)
     step.apply_runs(packed)
-    for slots, block_size, length in ((1, 128, 4096), (256, 128, 40960), (1024, 16, 1000)):
+    for slots, block_size, length in ((1, 128, 4096), (1024, 16, 1000), *full_rows([(256, 128, 40960)])):
         tables = Tables(
             block_tables=zeros(1, slots + 1, length // block_size + 1, dtype=torch.int32),
             computed=zeros(slots + 1),
@@ -54,21 +54,22 @@ def compile_production() -> None:
 
 
 def compile_moves() -> None:
-    """Keys and values of 8B models, in a cache of each kind, and latents."""
+    """Keys and values of 8B models, and latents in 8 bits; with --full both in a cache of each kind."""
     slots, turn = torch.zeros(300, dtype=torch.int64), torch.zeros(300, 128)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         dense = KVView(*(torch.zeros(4, 3, 8, 128, 128).to(dtype)[:, at] for at in (0, 1)))
         latent = KVView(torch.zeros(4, 1, 128, 64).to(dtype), torch.zeros(4, 1, 128, 512).to(dtype))
-        for kv in (dense, latent):
+        coded = dtype != torch.bfloat16
+        for kv in (latent if coded else dense, *full_rows([dense if coded else latent])):
             half = turn[:, : kv.k.shape[3]].contiguous()
             blend.move(kv, slots, slots, half, half)
             blend.deviation(kv, slots, slots, half, half)
 
 
 def main() -> None:
-    """Both generations of GPUs; the older one has no 8-bit floating-point numbers."""
+    """Hopper; with --full also Ampere, which has no 8-bit floating-point numbers."""
     gpu = AbsentGpu(room=163 << 10)  # of sm_80
-    for gpu.capability in (90, 80):
+    compile_production()
+    compile_moves()
+    for gpu.capability in full_rows([80]):
         compile_production()
-        if gpu.capability == 90:
-            compile_moves()

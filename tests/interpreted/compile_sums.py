@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
-from compiling import AbsentGpu, Made
 
 from quire.kernels.sums import triton
+
+from .compiling import AbsentGpu, Made
 
 
 def check(made: Made) -> None:
@@ -13,12 +14,8 @@ def check(made: Made) -> None:
     assert ("ld.global.b32" in made.ptx) == (made.constants["WIDTH"] == 4), made
 
 
-def compile_production() -> None:
+def main() -> None:
     """Slices of rows and columns, of whole words and not."""
     AbsentGpu(check)
     rows = [np.array([0, 1 << 20, 0, 1, 2], np.int64), np.array([2, 6, 12, 1, 2], np.int64)]
     triton.add([(1 << 20, 1 << 20, rows[0]), (2, 12, rows[1])], torch.empty((2, 2), dtype=torch.int64, device="meta"))
-
-
-if __name__ == "__main__":
-    compile_production()

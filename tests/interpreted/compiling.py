@@ -42,6 +42,8 @@ class Made:
     @property
     def waits(self) -> float:
         """Waits for Hopper's products, of each: 1 where ptxas does not see that they may run beside other work."""
+        if "wgmma" not in self.ptx:
+            return 0.0
         sass = self._dump("-sass")
         return sass.count("WARPGROUP.DEPBAR") / max(1, len(re.findall("[HIQ]GMMA\\.", sass)))
 

@@ -37,7 +37,7 @@ from quire.kernels.latent.inputs import make, steps, weights
 
 from ..support import eight_bit_truth as truth
 from ..support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
-from ..support.full import FULL
+from ..support.full import FULL, full_rows
 from ..support.thinned import thinned
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
@@ -304,7 +304,7 @@ DENSE = {"_heads_kernel", "_plan_kernel", "decode_kernel", "prefill_kernel", "pr
                 "hopper._expanded_kernel",
             },
         ),
-        ("older", DENSE | {"merge_kernel"}),
+        *full_rows([("older", DENSE | {"merge_kernel"})]),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:

@@ -1,5 +1,6 @@
 """Repairs of Triton's interpreter, for this process: NumPy 2.4 refuses a loop's bound, and calls take too long."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -53,3 +54,84 @@ def repair_interpreter() -> None:
     core._type_for_tuple_values = tuple_type
     interpreter._patch_lang_tensor, interpreter._patch_lang = with_scalar_bounds, once
     interpreter._get_np_dtype = lambda kind: known(kind) if type(kind) is interpreter.tl.dtype else numpy_type(kind)
+    _leave_out_what_is_not_asserted(interpreter)
+    _keep_types(core)
+    _compare_at_once(core, interpreter.TritonSemantic)
+    _call_at_once(interpreter)
+
+
+def _leave_out_what_is_not_asserted(interpreter: Any) -> None:
+    """Sums and products of integers are computed again in 64 bits for an assertion, which only debugging makes."""
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_types(core: Any) -> None:
+    """Every tensor makes its type, and the shape of the type twice; here those that are alike are made once."""
+    shapes: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # shape of types, number, and shape of tensors
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes
+    make_block, constexpr, Tuple = core.block_type.__init__, core.constexpr, core.tuple
+    alone = constexpr(1), Tuple([])
+
+    def shape_of(block: Any) -> tuple[Any, Any, Any]:
+        sizes = tuple(block.shape.values)
+        if sizes not in shapes:
+            shapes[sizes] = block.shape, constexpr(block.numel), Tuple([constexpr(size) for size in sizes])
+        return shapes[sizes]
+
+    def make_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        given = shape.value if type(shape) is constexpr else shape
+        sizes = [size.value if type(size) is constexpr else size for size in given]
+        key = element_ty.name, getattr(element_ty, "address_space", None), *sizes
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.shape, *self.of_tensor = shape_of(self)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensor if type.is_block() else alone
+
+    core.block_type.__init__, core.tensor.__init__ = make_block_once, make_tensor
+
+
+def _compare_at_once(core: Any, semantic: Any) -> None:
+    """What has the type and the shape already is neither cast nor spread. Shapes that are alike are one object."""
+    cast, spread, equal = semantic.cast, semantic.broadcast_impl_value, core.dtype.__eq__
+    check, tensor, words = semantic.binary_op_type_checking_impl, core.tensor, (core.int32, core.int64)
+
+    def cast_others(self: Any, given: Any, kind: Any, *more: Any) -> Any:
+        return given if given.type.scalar is kind.scalar else cast(self, given, kind, *more)
+
+    def spread_others(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else spread(self, left, right)
+
+    def check_others(self: Any, left: Any, right: Any, *given: Any, **named: Any) -> Any:
+        """Two numbers of a type have that type but in divisions, and a small integer has the other's."""
+        if type(left) is tensor and len(given) < 4 and "div_or_mod" not in named:
+            if type(right) is int and left.dtype in words and abs(right) < 1 << 31:
+                right = self.scalar_constant(right, left.dtype)
+            if type(right) is tensor and left.dtype is right.dtype and not left.dtype.is_ptr():
+                return spread_others(self, left, right)
+        return check(self, left, right, *given, **named)
+
+    semantic.cast, semantic.broadcast_impl_value = cast_others, spread_others
+    semantic.binary_op_type_checking_impl = check_others
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _call_at_once(interpreter: Any) -> None:
+    """Functions of the language are called with their semantics, without a check that these are given."""
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+        def call(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*given, **named)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch

@@ -27,7 +27,7 @@ from ...support.filled_models import planned
 from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
 NO_TORCH = """
-import json, sys
+import json, os, sys
 sys.modules["torch"] = None  # importing it is an error
 import msgspec
 from quire.config.engine import EngineConfig
@@ -36,8 +36,10 @@ from quire.explain.describe import plan_engine
 from quire.plan.engine import EnginePlan
 
 planned, refused = [], {}
-for folder in sys.argv[1:]:
-    for device, sizes in (("h200", {}), ("cpu", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))):
+full = os.environ.get("QUIRE_FULL") == "1"
+on_gpus = ("h200", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))
+for number, folder in enumerate(sys.argv[1:]):
+    for device, sizes in (("cpu", {}), *(on_gpus if full else on_gpus[number % 2 :][:1])):
         try:
             plan = plan_engine(EngineConfig.from_flat(model=folder, **sizes), device).plan
         except UserError as error:
@@ -53,7 +55,10 @@ print(json.dumps([sorted(set(planned)), refused]))
 
 @pytest.mark.parametrize("part", range(4))
 def test_plans_of_real_models_without_torch(part: int, shared: Path) -> None:
-    """Every configuration whose architecture is known is planned, quantized or not, and read back equal."""
+    """Every configuration whose architecture is known is planned, quantized or not, and read back equal.
+
+    For a CPU, and for a GPU or four in turn; with --full for both.
+    """
     folders = sorted(str(path.parent) for path in (shared / "hf").glob("*/config.json"))[part::4]
     run = subprocess.run([sys.executable, "-c", NO_TORCH, *folders], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -15,7 +15,9 @@ def project(root: Path, python: Path, interpreter: str, *scripts: str) -> None:
     (root / "scripts").mkdir(parents=True)
     for name in scripts:
         shutil.copy(SCRIPTS / name, root / "scripts" / name)
-    program(root / "scripts" / "check", "exit 0\n")
+    if "check" not in scripts:
+        program(root / "scripts" / "check", "exit 0\n")
+    (root / "pyproject.toml").write_text("")
     program(python, interpreter)
 
 
@@ -58,9 +60,50 @@ def test_a_run_without_tests_is_red(
     venv = tmp_path / "venv"
     for folder in ("openai2", "anthropic"):
         (venv / folder).mkdir(parents=True)
-    interpreter = f'case "$*" in *tests/unit*) exit {first} ;; *tests/e2e*) exit {second} ;; esac\nexit 9\n'
+    runs = f"*tests/unit*) exit {first} ;; *tests/e2e*) exit {second} ;;"
+    interpreter = f'case "$*" in {runs} *pip*) exit 0 ;; esac\nexit 9\n'
     project(tmp_path / "p", venv / "bin" / "python", interpreter, "test", "venv.sh")
     assert call(tmp_path / "p", "test", *arguments, QUIRE_VENV=str(venv)).returncode == code
+
+
+@pytest.mark.parametrize(("types", "rules", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)])
+def test_types_and_rules_are_checked_beside_each_other_and_both_are_told(
+    types: int, rules: int, code: int, tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    interpreter = (
+        f'case "$*" in *--strict*) echo types >&2; exit {types} ;; *unit/house*) echo rules; exit {rules} ;; esac\n'
+    )
+    project(tmp_path / "p", venv / "bin" / "python", interpreter, "check", "venv.sh")
+    done = call(tmp_path / "p", "check", QUIRE_VENV=str(venv))
+    assert (done.returncode, done.stdout) == (code, "rules\ntypes\n")
+
+
+def test_rules_of_the_text_come_first(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    project(tmp_path / "p", venv / "bin" / "python", 'case "$*" in *ruff*) exit 3 ;; esac\n', "check", "venv.sh")
+    assert call(tmp_path / "p", "check", QUIRE_VENV=str(venv)).returncode == 3
+
+
+CLIENTS = """
+while [ $# -gt 0 ]; do
+  if [ "$1" = --target ]; then mkdir "$2" && touch "$2/first"; [ -e whole ] && touch "$2/second" || exit 1; fi
+  shift
+done
+"""
+
+
+def test_a_client_lies_in_its_folder_when_it_is_whole(tmp_path: Path) -> None:
+    venv, root = tmp_path / "venv", tmp_path / "p"
+    project(root, venv / "bin" / "python", CLIENTS, "test", "venv.sh")
+    (venv / "anthropic.part").mkdir(parents=True)  # of a run that was killed
+    done = call(root, "test", QUIRE_VENV=str(venv))
+    assert done.returncode == 0 and done.stderr.count("could not be installed: its tests are skipped.") == 2
+    assert not [*venv.glob("openai2*"), *venv.glob("anthropic*")]
+    (root / "whole").touch()
+    assert call(root, "test", QUIRE_VENV=str(venv)).returncode == 0
+    for name in ("openai2", "anthropic"):
+        assert {path.name for path in (venv / name).iterdir()} == {"first", "second"}
 
 
 INSTALLS = """
