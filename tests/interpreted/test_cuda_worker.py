@@ -437,7 +437,7 @@ def test_the_same_vectors_as_the_naive_runner_s(cuda_runner: Callable[..., StepR
         agree(found, expected)
         seen |= {10 * found.step + slot: vector for slot, vector in found.pooled.items()}
     assert sorted(seen) == [31, 32, 33, 41, 52]
-    assert all(not feature._prompts for feature in runner._features)  # type: ignore[attr-defined]
+    assert all(not feature._prompts for feature in runner.features.computed)  # type: ignore[attr-defined]
 
 
 def test_a_vector_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepRunner]) -> None:

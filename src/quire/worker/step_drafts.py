@@ -58,18 +58,19 @@ class StepDrafts(StepFeature):
 
     def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
         """Return the sampled tokens and the numbers of drafts and accepted ones; nothing for a step without drafts."""
-        return {} if counts is None else self.accept(counts, words)._asdict()
+        return {} if counts is None else accept(counts, words)._asdict()
 
-    def accept(self, counts: I32, words: I32) -> Accepted:
-        """Accept the drafts of a step by the rule of `quire.kernels.step`: the device has accepted the same.
 
-        counts   [N] sampled rows of each slot
-        words    [3, >= R] tokens, error codes and drafts of the sampled rows
-        """
-        ends, rows = np.cumsum(counts), np.arange(counts.max())
-        tokens, codes, drafts = words[:, np.minimum((ends - counts)[:, None] + rows, ends[:, None] - 1)]
-        verified = rows < counts[:, None] - 1  # rows with a draft behind them
-        equal = verified & (tokens == drafts)
-        equal[:, :-1] &= codes[:, 1:] == 0
-        accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
-        return Accepted(tokens, accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32))
+def accept(counts: I32, words: I32) -> Accepted:
+    """Accept the drafts of a step by the rule of `quire.kernels.step`: the device has accepted the same.
+
+    counts   [N] sampled rows of each slot
+    words    [3, >= R] tokens, error codes and drafts of the sampled rows
+    """
+    ends, rows = np.cumsum(counts), np.arange(counts.max())
+    tokens, codes, drafts = words[:, np.minimum((ends - counts)[:, None] + rows, ends[:, None] - 1)]
+    verified = rows < counts[:, None] - 1  # rows with a draft behind them
+    equal = verified & (tokens == drafts)
+    equal[:, :-1] &= codes[:, 1:] == 0
+    accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
+    return Accepted(tokens, accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32))
