@@ -1,6 +1,7 @@
 """A program that ends without closing its engine ends well: no thread of ours computes while the interpreter goes."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -50,7 +51,7 @@ for _ in llm.stream("hi", params):
 def test_ending_without_closing(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", START + program],
-        env={"PYTHONPATH": str(SOURCE)},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(SOURCE)},  # the same compiler: its path names the kernels
         capture_output=True,
         text=True,
         timeout=120,
