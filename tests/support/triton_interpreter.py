@@ -61,14 +61,14 @@ def repair_interpreter() -> None:
 
 
 def _leave_out_what_is_not_asserted(interpreter: Any) -> None:
-    """Sums and products of integers are computed again in 64 bits for an assertion, which only debugging makes."""
+    """Do not compute sums and products of integers again in 64 bits for an assertion that only debugging makes."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _keep_types(core: Any) -> None:
-    """Every tensor makes its type, and the shape of the type twice; here those that are alike are made once."""
+    """Make types and shapes that are alike once: every tensor would make its type, and its shape twice."""
     shapes: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # shape of types, number, and shape of tensors
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes
     make_block, constexpr, Tuple = core.block_type.__init__, core.constexpr, core.tuple
@@ -98,7 +98,7 @@ def _keep_types(core: Any) -> None:
 
 
 def _compare_at_once(core: Any, semantic: Any) -> None:
-    """What has the type and the shape already is neither cast nor spread. Shapes that are alike are one object."""
+    """Leave tensors as they are that have the type and the shape already. Shapes that are alike are one object."""
     cast, spread, equal = semantic.cast, semantic.broadcast_impl_value, core.dtype.__eq__
     check, tensor, words = semantic.binary_op_type_checking_impl, core.tensor, (core.int32, core.int64)
 
@@ -123,7 +123,7 @@ def _compare_at_once(core: Any, semantic: Any) -> None:
 
 
 def _call_at_once(interpreter: Any) -> None:
-    """Functions of the language are called with their semantics, without a check that these are given."""
+    """Call functions of the language with their semantics, without a check that these are given."""
 
     def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
