@@ -11,8 +11,8 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.plan.meeting_rows.features import FEATURES
+from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, Inputs, Row
 from quire.plan.meeting_rows.rows import ROWS
-from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, Inputs, Row
 from quire.plan.meetings import inputs_of, rows_of
 
 ROOT = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ STOPS = {
     "engine/core.py:EngineCore.step": "one step of the engine: plan, run, finish",
     "engine/scheduler.py": "chooses requests and tokens: the StepPlan",
     "kv/allocator.py:KVAllocator.match": "KV blocks, prefix cache",
-    "procs/in_process.py": "the executor on a CPU; on a GPU procs/launching.py",
+    "procs/in_process.py": "the executor on a CPU; on a GPU procs/async_executor.py",
     "worker/runner.py": "the model runner: runs one StepPlan",
     "kernels/step/state.py": "block tables, token history, sampling parameters",
     "worker/programs.py": "launches inputs, layers, head and sampling",

@@ -20,8 +20,8 @@ from quire.assemble.quantize import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.engine.drafts import MeasuredGain
+from quire.spec.draft_passes import PredictionPass
 from quire.spec.layers import LayerDrafter
-from quire.spec.passes import PredictionPass
 
 from ..support.features import drafter_of as runner_drafter
 from ..support.full import full_rows

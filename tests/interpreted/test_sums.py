@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.sums import ref, triton
 from quire.plan.layout import layout
+from quire.weights.digest import SliceSums, join_sums
 from quire.weights.load import load_weights
-from quire.weights.sums import SliceSums, join_sums
 
 from ..support.filled_models import Taken, stored_tensors
 from ..support.tiny_models import Tiny, tiny_config

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from quire.assemble.engine import Found, assemble_core, join_replicas, plan_ranks, read_files
-from quire.assemble.parts import Parts
+from quire.assemble.loaded import Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
 from quire.contracts.parallel import ep_members, mover_members, pp_members, tp_members
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.distributed.checked import CheckedGroup
+from quire.distributed.checked_group import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core

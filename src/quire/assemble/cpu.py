@@ -11,8 +11,8 @@ import torch
 
 from quire.assemble.build import build_model
 from quire.assemble.kv_views import model_views
+from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks, make_mover
-from quire.assemble.parts import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
@@ -22,9 +22,9 @@ from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.cache_scales import Scales
+from quire.weights.digest import fact
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.weights.sums import fact
 from quire.worker.construct import make_runner
 
 

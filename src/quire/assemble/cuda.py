@@ -11,8 +11,8 @@ import torch
 from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
 from quire.assemble.kv_views import model_views
+from quire.assemble.loaded import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks, make_mover
-from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
@@ -33,7 +33,7 @@ from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
 from quire.plan.tiers import resolve_offload
 from quire.platforms.cuda import CudaFacts
-from quire.procs.launching import LaunchingExecutor
+from quire.procs.async_executor import LaunchingExecutor
 from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
 from quire.worker.runner import StepRunner

@@ -16,12 +16,12 @@ import torch
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import PoolingPlan
-from quire.assemble.early import check_early
+from quire.assemble.feature_lines import OFF, turned_on
+from quire.assemble.loaded import Loading, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
-from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
-from quire.assemble.turned_on import OFF, turned_on
+from quire.assemble.refusals import check_early
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu
@@ -45,10 +45,10 @@ from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine, resolve_sizing
-from quire.plan.kept import kept_weights
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
-from quire.plan.notes import parallel_notes
+from quire.plan.packed_bytes import kept_weights
+from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
 from quire.plan.rank_report import rank_lines
 from quire.plan.report import PlanReport
@@ -74,7 +74,7 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   bytes of the weights as they are kept, as far as plans know the layout of kernels: `plan/kept.py`
+    weight_bytes   bytes of the weights as they are kept, as far as plans know the kernels' layout: plan/packed_bytes.py
     runner         model runner of an engine on one device; None: each of several ranks has its own, in its process
     phases         name of each start-up phase -> its seconds, in order
     notes          lines that the user should see

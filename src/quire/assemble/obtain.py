@@ -18,7 +18,7 @@ from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.plan.layout import layout
-from quire.plan.meeting_rows.terms import REFUSED
+from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
 from quire.plan.weight_bytes import unpacked_bytes

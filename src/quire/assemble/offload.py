@@ -34,7 +34,7 @@ from quire.plan.placement import ranks
 from quire.plan.tiers import resolve_offload
 from quire.platforms.cpu import read_cpu_facts
 from quire.quantization.slices import mixes_groups
-from quire.weights.sums import join_sums
+from quire.weights.digest import join_sums
 from quire.worker.copies import TierCopies
 from quire.worker.runner import StepRunner
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from quire.assemble.cpu import load_without_triton
-from quire.assemble.parts import Loaded, Loading
+from quire.assemble.loaded import Loaded, Loading
 from quire.distributed.mesh import RankGroups
 from quire.plan.engine import EnginePlan
 from quire.platforms.cpu import read_cpu_facts

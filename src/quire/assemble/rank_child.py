@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import torch
 
-from quire.assemble.parts import Loaded, Loading, Parts
+from quire.assemble.loaded import Loaded, Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
-from quire.distributed.checked import CheckedGroup
+from quire.distributed.checked_group import CheckedGroup
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.kernels.comm.exchange import Layout

@@ -10,8 +10,8 @@ from itertools import chain
 import msgspec
 
 from quire.assemble.launcher import open_launcher, open_meeting
+from quire.assemble.loaded import Loading, Parts
 from quire.assemble.offload import check_host_memory, namespace
-from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
 from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan, resolve_sizing

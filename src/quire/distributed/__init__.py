@@ -2,7 +2,7 @@
 
     process_group.py  ranks as processes, over torch.distributed (gloo, NCCL)
     symmetric.py      GPUs of a host: sums through memory that all of them map
-    checked.py        a group that compares each call with the other ranks' (debug mode)
+    checked_group.py  a group that compares each call with the other ranks' (debug mode)
     vocabulary.py     the slice of the vocabulary that a rank holds
 
 Every rank of a group makes the same calls, in the same order, with the same shapes and types. So no code decides by a

@@ -4,7 +4,7 @@ from quire.contracts.chunks import Chunking, no_blending
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.request import Transfer
 from quire.contracts.sampling import SamplingParams
-from quire.plan.meeting_rows.terms import AskedFields
+from quire.plan.meeting_rows.records import AskedFields
 from quire.plan.meetings import check_fields
 
 

@@ -33,7 +33,7 @@ from quire.entry.core_request import (
 from quire.entry.prompts import Prompt
 from quire.entry.transfer import answer_transfer, read_transfer
 from quire.plan.tiers import resolve_offload
-from quire.procs.fronts import ALONE, FrontPlace
+from quire.procs.front_ends import ALONE, FrontPlace
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
-from quire.text.marked import MarkedParts
+from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]

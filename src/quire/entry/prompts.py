@@ -15,7 +15,7 @@ MAX_SALT = 256
 class Prompt:
     """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
     `cache_salt`: KV blocks are shared only among prompts with the same salt. `chunks`: (first token, end) of marked
-    content parts, see `text/marked.py`."""
+    content parts, see `text/kv_chunk_marks.py`."""
 
     text: str | None = None
     token_ids: list[int] | None = None

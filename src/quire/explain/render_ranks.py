@@ -14,7 +14,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
-from quire.plan.notes import listed
+from quire.plan.parallel_notes import listed
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}

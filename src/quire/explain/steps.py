@@ -16,7 +16,7 @@ from quire.kernels.attention import KVView
 from quire.layers.decoder import Decoder
 from quire.layers.latent import LatentAttention
 from quire.layers.moe import MoE
-from quire.plan.kinds.parts import head_order
+from quire.plan.kinds.interfaces import head_order
 
 ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a layer
 

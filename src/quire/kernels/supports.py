@@ -14,7 +14,7 @@ NEEDS: Mapping[str, str] = {
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
-    "packed bfloat16": "quire.kernels.linear.onednn:missing_bf16",
+    "packed bfloat16": "quire.kernels.linear.onednn_support:missing_bf16",
     "flash attention": "quire.kernels.attention.cpu:missing",
 }
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.contracts.step import I32
+from quire.kv.blend_sources import Loans
 from quire.kv.hashing import KeyChain, group_keys
-from quire.kv.loans import Loans
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from quire.config.engine import EngineConfig, SchedulerConfig, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
-from quire.kernels.limits import MOST_SEQUENCES
+from quire.kernels.attention_limits import MOST_SEQUENCES
 from quire.plan.memory import GIB, DeviceBudget, MemoryPlan
 
 CUDA_TOKENS = 8192  # of a step

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.args.checkpoint import ModelArgs
-from quire.contracts.decided import line_of
+from quire.contracts.decision_line import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme

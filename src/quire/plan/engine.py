@@ -20,8 +20,8 @@ from quire.contracts.params import Param
 from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
+from quire.kernels.attention_limits import SCRATCH, widened_blocks
 from quire.kernels.experts.plan import MoEPlan
-from quire.kernels.limits import SCRATCH, widened_blocks
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import (
     Choice,
@@ -34,6 +34,7 @@ from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.plan.dtype import DTypePlan
+from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans as moe_plans
 from quire.plan.experts import needs_of_kinds
 from quire.plan.formats import with_formats
@@ -42,14 +43,13 @@ from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
-from quire.plan.meeting_rows.terms import MISSING
+from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
 from quire.plan.memory import GIB, MemoryPlan, resolve_memory
-from quire.plan.notes import order_notes
+from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
-from quire.plan.wire import with_wire
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.formats import with_formats
 from quire.plan.layout import layout
-from quire.plan.notes import BACKENDS, check_backend
+from quire.plan.parallel_notes import BACKENDS, check_backend
 
 
 def needs_of_kinds(

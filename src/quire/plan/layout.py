@@ -14,7 +14,7 @@ from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
 from quire.models.names import NameMap
 from quire.plan.kinds.blocks import block_params, head_params, prediction_params
-from quire.plan.kinds.parts import ParamWriter, StoredRows
+from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
 from quire.quantization.formats import raw_tensors, spare_names
 

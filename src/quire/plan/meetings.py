@@ -14,8 +14,8 @@ from quire.contracts.parallel import Parallel
 from quire.contracts.speculation import read_speculative_config
 from quire.plan.meeting_rows.facts import filled
 from quire.plan.meeting_rows.features import FEATURES
+from quire.plan.meeting_rows.records import ENGINE, IDLE, MISSING, REQUEST, AskedFields, Inputs, Row
 from quire.plan.meeting_rows.rows import ROWS
-from quire.plan.meeting_rows.terms import ENGINE, IDLE, MISSING, REQUEST, AskedFields, Inputs, Row
 from quire.plan.placement import parallel_sizes
 
 

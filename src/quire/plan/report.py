@@ -24,19 +24,19 @@ from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
 from quire.plan.drafts import joined
 from quire.plan.engine import EnginePlan, keep_stored, of_rank
-from quire.plan.facts import model_facts
 from quire.plan.formats import decided_by, with_formats
-from quire.plan.kept import headers_of, kept_of
-from quire.plan.kernel_calls import embedding_calls, head_calls, pack_function
 from quire.plan.kinds.blocks import block_calls
-from quire.plan.kinds.parts import Call, LayerStep
+from quire.plan.kinds.interfaces import Call, LayerStep
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
 from quire.plan.memory_report import describe_loading, describe_memory
-from quire.plan.notes import order_notes, parallel_notes
+from quire.plan.model_facts import model_facts
+from quire.plan.outer_calls import embedding_calls, head_calls, pack_function
+from quire.plan.packed_bytes import headers_of, kept_of
+from quire.plan.parallel_notes import order_notes, parallel_notes
 from quire.plan.placement import ranks
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import raw_tensors

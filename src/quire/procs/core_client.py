@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.child_process import ChildProcess
 from quire.procs.failures import failed
-from quire.procs.fronts import ALONE, FrontPlace
+from quire.procs.front_ends import ALONE, FrontPlace
 from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Stop, ToCore
 from quire.procs.wire import FROM_CORE, encode
 

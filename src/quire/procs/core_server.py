@@ -13,7 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead, QuireError, UserError
 from quire.engine.replicas import Core, flush
 from quire.procs.failures import failed, rejected
-from quire.procs.fronts import owner, parts
+from quire.procs.front_ends import owner, parts
 from quire.procs.messages import (
     Abort,
     Add,

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
-from quire.procs.launching import Controls, LaunchingExecutor
+from quire.procs.async_executor import Controls, LaunchingExecutor
 
 GetMasks = Callable[[], I32]  # waits for the grammar masks of a step and returns them
 Run = Callable[[StepPlan, GetMasks], StepResult]

@@ -11,7 +11,7 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
-from quire.procs.fronts import FrontPlace
+from quire.procs.front_ends import FrontPlace
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Messages between the engine core and its ranks, the processes that run each step together; see `wire.py`.
+"""Messages between the engine core and its ranks, the processes that run each step together; see `procs/wire.py`.
 
     to a rank     RankStart, RankSize, then RankStep, RankMasks, RankControl in the order of the calls; Stop
     from a rank   Loading*, RankBuilt, RankReady, then RankResult or RankCopied, RankReply; always RankReceived,

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
+from quire.procs.async_executor import Launches
 from quire.procs.failures import failed
 from quire.procs.frames import Frames
-from quire.procs.launching import Launches
 from quire.procs.messages import Loading, Stop
 from quire.procs.wire import encode
 from quire.ranks.messages import (

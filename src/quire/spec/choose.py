@@ -31,8 +31,8 @@ def make_drafter(
     if speculation is None:
         return None
     if speculation.layered:
+        from quire.spec.draft_passes import HeadPass, ModelPass, Pass, PredictionPass
         from quire.spec.layers import LayerDrafter
-        from quire.spec.passes import HeadPass, ModelPass, Pass, PredictionPass
 
         own, draft = kv[len(model.layers) :], model.draft
         passes: Pass = PredictionPass(model, own) if draft is None else ModelPass(draft, own)

@@ -1,4 +1,4 @@
-"""The drafter with layers: a prediction layer of the model's checkpoint (MTP), or a draft model (`passes.py`).
+"""The drafter with layers: a prediction layer of the model's checkpoint (MTP), or a draft model (`draft_passes.py`).
 
 The layers have a KV cache in the page of the model's layers. The entry at position i is made of token i and, by a
 prediction layer, of the model's hidden state at i - 1. So a block depends on its own tokens alone, as the blocks of the
@@ -38,8 +38,8 @@ from quire.kernels.step import (
     fixed_words,
 )
 from quire.layers.context import StepContext
+from quire.spec.draft_passes import Pass
 from quire.spec.drafter import Changes
-from quire.spec.passes import Pass
 
 
 class LayerDrafter:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_apart import Alternatives
 from quire.text.json_parts import LISTS, MAPS, Part, SchemaDocument
+from quire.text.one_of import Alternatives
 from quire.text.text_formats import FORMATS
 
 # Keywords that llguidance does not implement -> values with which they have no effect.

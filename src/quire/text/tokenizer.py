@@ -19,7 +19,7 @@ from tokenizers.normalizers import NFC
 
 from quire.config.env import child_variables
 from quire.contracts.errors import InvalidParameter, ModelNotFound, QuireError, RequestFailed, UnsupportedModel, shown
-from quire.text.growth import failures_of_one_text, growth_of, is_panic
+from quire.text.normalizer_limits import failures_of_one_text, growth_of, is_panic
 from quire.text.special import AddedTokenSpec, SpecialTokens
 from quire.text.token_bytes import TokenBytes, byte_alphabet, decoder_rule
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from quire.contracts.params import Part
 from quire.layers.stack import Model
+from quire.weights.digest import SliceSums
 from quire.weights.files import StoredTensor, read_checkpoint
-from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
+from quire.weights.read_threads import Lanes, OpenUnit, ReadChunker
 from quire.weights.spare import check_spare
-from quire.weights.sums import SliceSums
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
 
@@ -67,7 +67,7 @@ def load_weights(
     progress   called with (bytes done, bytes in all) by this thread, a few times a second and at the end
     device     weights are loaded and packed there, then moved to the model's device; None: the model's device
     num_threads   threads that read; 0: GPU_THREADS or CPU_THREADS, by device
-    summed_as   role of the model in the sums of what is read (`sums.py`); "": nothing is summed
+    summed_as   role of the model in the sums of what is read (`digest.py`); "": nothing is summed
     Raises WeightsError in one line naming file, tensor and fix, also for a file that cannot be read to its end.
     """
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))

@@ -15,7 +15,7 @@ import torch
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.assemble import cuda
-from quire.assemble.parts import Parts
+from quire.assemble.loaded import Parts
 from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig

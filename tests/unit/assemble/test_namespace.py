@@ -14,7 +14,7 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.plan.drafts import joined
 from quire.plan.engine import Drafting, EnginePlan
-from quire.weights.sums import fact
+from quire.weights.digest import fact
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config

@@ -9,7 +9,7 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.balancing import EplbConfig, read_eplb_config
 from quire.contracts.errors import ConfigError, UserError
 from quire.contracts.parallel import Parallel
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 
 from ...support.tiny_models import Tiny, tiny_config

@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 from quire.plan.placement import hosts_note
 from quire.ranks.headless import check_first_host, serve_host

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.assemble.parts import Parts
+from quire.assemble.loaded import Parts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.distributed.expert_moves import ExpertMover

@@ -9,7 +9,7 @@ import torch
 from quire.contracts.errors import EngineDead
 from quire.contracts.parallel import Parallel
 from quire.distributed import Group
-from quire.distributed.checked import CheckedGroup
+from quire.distributed.checked_group import CheckedGroup
 from quire.distributed.process_group import join_ranks
 from quire.distributed.symmetric import SymmetricGroup
 

@@ -20,7 +20,7 @@ from quire.entry.core_request import FrontLimits
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.plan.sharing import SharePlan
-from quire.procs.fronts import FrontPlace
+from quire.procs.front_ends import FrontPlace
 
 from ...support.byte_tokenizer import ByteTokenizer
 

@@ -18,7 +18,7 @@ from quire.entry.exit_codes import REFUSED
 from quire.explain import describe
 from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import folded
-from quire.kernels.linear import onednn as units
+from quire.kernels.linear import onednn_support as units
 from quire.kernels.native import library
 from quire.platforms.detect import DriverProbe
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.assemble.build import build_model
 from quire.assemble.engine import plan_ranks, read_files
-from quire.assemble.parts import Parts
+from quire.assemble.loaded import Parts
 from quire.assemble.rank import load_rank
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
@@ -36,7 +36,7 @@ from quire.explain.describe import plan_engine
 from quire.layers.moe import Experts
 from quire.plan.collectives import algorithm, collectives, groups
 from quire.plan.meetings import idle_notes, inputs_of, met
-from quire.plan.notes import parallel_notes
+from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import ranks
 from quire.plan.rank_report import describe_one, rank_lines, rank_name
 from quire.plan.report import PlanReport

@@ -45,7 +45,7 @@ def test_plans_of_real_models(shared: Path, name: str) -> None:
     plan = one_layer(plan, layer) if layer else plan
     Console(file=out, width=160, highlight=False).print(render(plan, bool(layer)))
     text = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
-    text = re.sub(r"(dispatchers|wire)\.py:\d+", r"\1.py:LINE", text)
+    text = re.sub(r"(dispatchers|expert_rows)\.py:\d+", r"\1.py:LINE", text)
     file = FOLDER / f"{name}.txt"
     if os.environ.get("SNAPSHOTS"):
         file.write_text(text)

@@ -10,8 +10,8 @@ import torch
 
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, native
-from quire.kernels.limits import PREFILL_DIMS
-from quire.kernels.linear import onednn as units
+from quire.kernels.attention_limits import PREFILL_DIMS
+from quire.kernels.linear import onednn_support as units
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 

@@ -14,7 +14,7 @@ from quire.contracts.parallel import Parallel
 from quire.kernels.native import memory
 from quire.kvstore.shards import PageFiles, Range, Shard, cut, place_layers
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 from quire.plan.placement import ranks
 

@@ -16,7 +16,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.kernels.experts import ref
 from quire.kernels.experts.inputs import Case, make, packed_by
-from quire.kernels.linear.onednn import missing_bf16
+from quire.kernels.linear.onednn_support import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
 from quire.layers import moe

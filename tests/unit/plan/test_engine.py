@@ -18,7 +18,7 @@ from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.plan.engine import EnginePlan
-from quire.plan.meeting_rows.terms import IDLE, MISSING
+from quire.plan.meeting_rows.records import IDLE, MISSING
 from quire.plan.meetings import Meeting, check
 from quire.plan.report import PlanReport
 from quire.weights.dummy import load_dummy

@@ -23,8 +23,8 @@ from quire.plan import dispatchers
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
+from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, AskedFields, Inputs, Row
 from quire.plan.meeting_rows.rows import ROWS
-from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, AskedFields, Inputs, Row
 from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
 from quire.plan.placement import parallel_sizes
 

@@ -7,7 +7,7 @@ import pytest
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 from quire.plan.placement import ranks, stages
 

@@ -14,7 +14,7 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan, resolve_sizing
-from quire.plan.notes import parallel_notes
+from quire.plan.parallel_notes import parallel_notes
 from quire.plan.report import PlanReport
 from quire.quantization.read import find_quantization
 

@@ -10,7 +10,7 @@ import pytest
 from measure_ranks import EPLB, LINES, Results, folder_of, peer_options, read_cells, run
 from quire.args.checkpoint import parse_checkpoint_config, read_raw_config
 from quire.contracts.parallel import Parallel
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 
 from ...support.many_ranks import is_stopped, until

@@ -7,7 +7,7 @@ import sys
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
 from quire.config.sources import CONFIG_FILE
-from quire.entry.wrapped import wrapped
+from quire.entry.terminal_messages import wrapped
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
 WIDTH = 200  # characters per line where the output is not a terminal
@@ -33,7 +33,7 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
-    from quire.plan.meeting_rows.terms import REFUSED
+    from quire.plan.meeting_rows.records import REFUSED
     from quire.plan.meetings import Meeting
     from quire.plan.rank_report import describe_one
 

@@ -29,7 +29,7 @@ from quire.entry.cli import (
 )
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 from quire.entry.installed import not_installed
-from quire.entry.wrapped import wrapped
+from quire.entry.terminal_messages import wrapped
 
 COMMANDS: dict[str, Any] = {
     "serve": serve,

@@ -32,7 +32,7 @@ from quire.procs import messages
 from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
-from quire.procs.fronts import ALONE, FrontPlace
+from quire.procs.front_ends import ALONE, FrontPlace
 from quire.text.load import TextSide, load_text
 from quire.text.tools import choose_styles
 

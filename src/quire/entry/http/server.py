@@ -33,18 +33,18 @@ from quire.entry.http.console import Console
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
-from quire.entry.wrapped import wrapped
+from quire.entry.terminal_messages import wrapped
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
-from quire.procs.fronts import FrontPlace, start_front
+from quire.procs.front_ends import FrontPlace, start_front
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
 BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
-FRONT_MODULE = "quire.entry.http.another"  # of each HTTP process but the first
+FRONT_MODULE = "quire.entry.http.further_process"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time

@@ -11,7 +11,7 @@ from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.hopper_prefill import prefill_kernel
 from quire.kernels.attention.triton_plan import SEQUENCE, TABLE_ROW, TILE_WORDS, Plan, multiprocessors
 from quire.kernels.attention.triton_widen import find_pages, widen
-from quire.kernels.limits import PREFILL_DIMS, PREFILL_TILE, widened_blocks
+from quire.kernels.attention_limits import PREFILL_DIMS, PREFILL_TILE, widened_blocks
 from quire.kernels.triton_runtime import descriptors, gl
 
 ROWS = 128  # rows of a tile of queries

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.contracts.step import I32, SharedPrefix
 from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
-from quire.kernels.limits import MOST_SEQUENCES
+from quire.kernels.attention_limits import MOST_SEQUENCES
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MAX_PARTS = 32  # most items of a sequence, by default

@@ -105,7 +105,7 @@ class MoEPlan:
                   chosen; if there is none, the first that is only not implemented. With experts "", the reason
                   excludes the dispatcher with every kernel
     decided       reason for the choice, and the line of the code that made it
-    wire          form of rows on the way to experts: see `quire.plan.wire`
+    wire          form of rows on the way to experts: see `quire.plan.expert_rows`
     others        plans of the layers whose experts have weights of other kinds; they have the same dispatcher
     """
 

@@ -11,8 +11,8 @@ from quire.args.checkpoint import ModelArgs
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
+from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
-from quire.plan.kinds.parts import FeedForward, Mixer
 
 
 def mixer(args: ModelArgs) -> Mixer:

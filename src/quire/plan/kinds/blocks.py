@@ -6,7 +6,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.eagle import EagleArgs
 from quire.contracts.params import Param
 from quire.plan.kinds import feed_forward, mixer
-from quire.plan.kinds.parts import Call, LayerStep, ParamWriter, StoredRows
+from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows
 
 AT = "layers.{i}."
 

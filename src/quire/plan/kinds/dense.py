@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from quire.contracts.params import Param
-from quire.plan.kinds.parts import Call, Features, LayerStep, ParamWriter, StoredRows, added, normed, weights
+from quire.plan.kinds.interfaces import Call, Features, LayerStep, ParamWriter, StoredRows, added, normed, weights
 
 
 class DenseKind:

@@ -6,7 +6,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
 from quire.contracts.params import Param
 from quire.plan.kinds.dense import DenseKind, gated
-from quire.plan.kinds.parts import SUM, Call, LayerStep, ParamWriter, StoredRows, product
+from quire.plan.kinds.interfaces import SUM, Call, LayerStep, ParamWriter, StoredRows, product
 
 AT = "layers.{i}.mlp."
 

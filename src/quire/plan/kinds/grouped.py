@@ -7,7 +7,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
-from quire.plan.kinds.parts import Call, LayerStep, ParamWriter, StoredRows, added, head_order, normed, weights
+from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows, added, head_order, normed, weights
 
 AT = "layers.{i}.attention."
 

@@ -9,7 +9,7 @@ from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
-from quire.plan.kinds.parts import Call, LayerStep, ParamWriter, StoredRows, added, normed
+from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows, added, normed
 
 AT = "layers.{i}.attention."
 LATENT_TOKENS = 1024  # of a captured step with prompts: they are absorbed, which costs more the longer they are

@@ -7,7 +7,7 @@ from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.step import CHECK_LAYER
 from quire.plan.kinds import mixer
 from quire.plan.meeting_rows import features
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 
 
 def filled(text: str, inputs: Inputs) -> str:

@@ -10,8 +10,8 @@ from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.contracts.step import CHECK_LAYER
 from quire.plan.kinds import mixer
-from quire.plan.meeting_rows.terms import Feature, Inputs
-from quire.plan.notes import BACKENDS
+from quire.plan.meeting_rows.records import Feature, Inputs
+from quire.plan.parallel_notes import BACKENDS
 
 FILES, CONNECTIONS = ("read=", "write="), ("hello=", "hear=", "tell=", "page=")  # kv_faults by the tier they need
 SPEC = "--speculative-config"

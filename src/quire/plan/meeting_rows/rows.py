@@ -1,6 +1,6 @@
 """Rows of the table of what works with what, by theme."""
 
-from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, Row
+from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, Row
 
 OFF = "leave out --enable-cache-blend"
 NGRAM = 'use "method": "ngram", or leave out --speculative-config'

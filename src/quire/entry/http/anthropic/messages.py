@@ -14,7 +14,7 @@ from quire.entry.http.anthropic.schema import Block, Content, InputMessage, Mess
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import not_implemented
 from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
-from quire.entry.http.openai.talk import Talk
+from quire.entry.http.openai.to_chat_messages import Talk
 from quire.entry.http.request_response import Exchange
 from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer

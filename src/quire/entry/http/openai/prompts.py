@@ -29,8 +29,8 @@ from quire.entry.http.text_work import LONG
 from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
+from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.load import TextSide
-from quire.text.marked import MarkedParts
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from quire.entry.http.openai.prompts import chat_prompts, check_parts
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.sampling import structured
 from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, SamplingFields
-from quire.entry.http.openai.talk import Talk
+from quire.entry.http.openai.to_chat_messages import Talk
 from quire.entry.http.request_response import Exchange
 from quire.text.sandbox import TextTooLong
 

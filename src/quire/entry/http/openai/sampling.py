@@ -9,7 +9,7 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai.schema import MAX_CHOICES, MAX_PROMPTS, SamplingFields
-from quire.plan.meeting_rows.terms import AskedFields
+from quire.plan.meeting_rows.records import AskedFields
 from quire.plan.meetings import check_fields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams

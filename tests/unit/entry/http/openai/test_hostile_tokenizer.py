@@ -13,8 +13,8 @@ from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import RequestFailed, UnsupportedModel
 from quire.text import tokenizer as module
-from quire.text.growth import growth_of
 from quire.text.load import load_text
+from quire.text.normalizer_limits import growth_of
 from quire.text.tokenizer import Backend, Tokenizer
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

@@ -12,11 +12,11 @@ from quire.config.engine import EngineConfig
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire, WirePlan
 from quire.kernels.experts.plan import MoEPlan
-from quire.plan import wire as module
+from quire.plan import expert_rows as module
 from quire.plan.collectives import exchange_bytes
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.engine import EnginePlan
-from quire.plan.wire import with_wire
+from quire.plan.expert_rows import with_wire
 
 from ...support.explained import explained
 
@@ -60,7 +60,7 @@ def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int,
     made = with_wire(plan(model, phase, dispatcher=dispatcher), {scheme}, 2048, 2)
     assert isinstance(made, MoEPlan)
     why = f"as the experts quantize them, so results stay; {size} bytes per row, not 4096"
-    assert made.wire == WirePlan(form, f"{why}, decided in plan/wire.py:{LINE}")
+    assert made.wire == WirePlan(form, f"{why}, decided in plan/expert_rows.py:{LINE}")
     before = plan(model, phase, dispatcher=dispatcher)
     assert made.quantize_at == "wire" and replace(made, wire=before.wire, quantize_at=before.quantize_at) == before
 
@@ -81,7 +81,7 @@ def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int,
 def test_reasons_for_rows_as_they_are(model: ModelArgs, schemes: tuple[Scheme | None], columns: int, why: str) -> None:
     made = with_wire(plan(model), set(schemes), columns, 2)
     assert isinstance(made, MoEPlan)
-    assert made.wire == WirePlan(AS_THEY_ARE, f"{why}, decided in plan/wire.py:{LINE}")
+    assert made.wire == WirePlan(AS_THEY_ARE, f"{why}, decided in plan/expert_rows.py:{LINE}")
     assert made.quantize_at == "experts"
 
 

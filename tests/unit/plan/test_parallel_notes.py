@@ -12,9 +12,9 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.select import KernelNeeds
 from quire.plan.engine import moe_plans
-from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, inputs_of, met
-from quire.plan.notes import parallel_notes
+from quire.plan.parallel_notes import parallel_notes
 
 SPREAD = Parallel(tp=2, dp=4, experts=True)
 TOGETHER = {"data_parallel_size": 2, "enable_expert_parallel": True}

@@ -6,7 +6,7 @@ A test compares the list with the calls of a real step.
 from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
-from quire.plan.kinds.parts import SUM, Call, Features
+from quire.plan.kinds.interfaces import SUM, Call, Features
 
 
 def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
 from quire.plan.layout import layout
-from quire.weights import lanes
-from quire.weights.lanes import Chunk, Lanes, OpenUnit, ReadChunker
+from quire.weights import read_threads as lanes
 from quire.weights.load import LoadReport, load_weights
+from quire.weights.read_threads import Chunk, Lanes, OpenUnit, ReadChunker
 from quire.weights.units import LoadUnit
 
 from ...support.filled_models import Taken, sliced, stored_tensors

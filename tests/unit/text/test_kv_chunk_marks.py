@@ -8,7 +8,7 @@ import pytest
 from quire.contracts.errors import InvalidParameter
 from quire.entry.prompts import piece_prompt
 from quire.text.chat import ChatTemplate
-from quire.text.marked import MarkedParts
+from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.tokenizer import Tokenizer
 
 from .test_chat import NAMES, SPECIALS, TOOLS

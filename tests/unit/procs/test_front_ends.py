@@ -14,7 +14,7 @@ from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
-from quire.procs.fronts import FrontPlace, owner, parts
+from quire.procs.front_ends import FrontPlace, owner, parts
 from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
 from quire.procs.wire import FROM_CORE, encode
 

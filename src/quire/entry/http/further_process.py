@@ -8,7 +8,7 @@ from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import exit_code
 from quire.entry.http.console import Console
 from quire.entry.http.server import FRONT_MODULE, run_loop, serve
-from quire.procs.fronts import FrontStart
+from quire.procs.front_ends import FrontStart
 from quire.procs.parent import end_with_parent, read_start
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Each thread has two buffers: while one is copied to the device, the next chunk i
 8 MiB of one file and may fill many tensors, or a piece of one. Bytes of a tensor whose type is the target's go straight
 there; others are converted on the device. A CPU has no streams, and a chunk whose pieces all have the types of their
 targets is read into the targets without a buffer. Where the loader asks for it, a thread also sums the bytes of its
-chunk (`sums.py`), while they are in the CPU's cache.
+chunk (`digest.py`), while they are in the CPU's cache.
 """
 
 import os
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
-from quire.weights.sums import Slices, SliceSums
+from quire.weights.digest import Slices, SliceSums
 from quire.weights.units import LoadUnit
 
 BUFFERS = 2

@@ -7,7 +7,7 @@ quantized before it travels has the same bits as one that is quantized later, an
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.contracts.decided import line_of
+from quire.contracts.decision_line import line_of
 from quire.contracts.scheme import AS_THEY_ARE, Scheme, WirePlan
 from quire.kernels.experts.plan import MoEPlan
 

@@ -15,8 +15,8 @@ from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.weights.digest import fact, join_sums
 from quire.weights.load import load_weights
-from quire.weights.sums import fact, join_sums
 
 from ...support.filled_models import Taken, stored_tensors
 from ...support.tiny_models import Tiny, tiny_config

@@ -6,7 +6,7 @@ import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble.engine import _lines
-from quire.assemble.turned_on import turned_on
+from quire.assemble.feature_lines import turned_on
 from quire.contracts.blocks import KVGroup
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
