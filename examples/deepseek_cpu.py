@@ -29,7 +29,7 @@ from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import run_layers
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import Machine, resolve_engine
+from quire.plan.engine import Machine, ModelFacts, resolve_engine
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights.units import load_units
@@ -84,7 +84,9 @@ def build(args: ModelArgs) -> Decoder:
     """The model with random weights, ready to run."""
     machine = Machine(device="cpu", words="this CPU", total_memory=read_cpu_facts().total_memory)
     dtype = DTypePlan(dtype="float32", reason="of this example")
-    model = build_model(resolve_engine(EngineConfig(), Path(), args, machine, dtype, here))
+    model = build_model(
+        resolve_engine(EngineConfig(), ModelFacts(folder=Path(), args=args, dtype=dtype), machine, here)
+    )
     torch.manual_seed(0)
     for unit in load_units(model.layout):  # what a loader does, without files
         model.take(

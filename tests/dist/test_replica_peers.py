@@ -163,7 +163,7 @@ def test_prefill_and_decode_nodes_of_replicas(sizes: str, checkpoint: Callable[[
             found = generate(second, seed, transfer)
             assert found[1:] == (48, {(Tier.PEER, place)})
             assert found[0] == generate(first, seed)[0]
-            prefill(first, 90 + seed)  # so that the replica's turn is the other's
+            generate(first, 90 + seed)  # so that the replica's turn is the other's
         until(lambda: not leases(first), lambda: "a lease is left")
 
 

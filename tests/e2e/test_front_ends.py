@@ -82,7 +82,9 @@ def streams_of_each(server: Server, fronts: list[int], tokens: int) -> list[Any]
 
 def every(server: Server) -> list[int]:
     """Return the HTTP processes of a server, the first one first."""
-    others = [pid for pid in children(server.process.pid) if b"another" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    others = [
+        pid for pid in children(server.process.pid) if b"further_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return [server.process.pid, *others]
 
 
