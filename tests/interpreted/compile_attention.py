@@ -62,7 +62,7 @@ def prompts() -> None:
 def small() -> None:
     """Prompts beside decodes on a GPU with less shared memory; with --full each variant once."""
     absent_gpu(99 << 10)
-    launch(64, (16, 8), 128, (MIXED,))
+    launch(64, (16, 8), 128, (SHARED, MIXED))
     if not FULL:
         return
     launch(96, (16, 2), 128)

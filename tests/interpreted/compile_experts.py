@@ -15,7 +15,7 @@ from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
 
-from ..support.full import FULL, full_rows
+from ..support.full import full_rows
 from .compiling import AbsentGpu, Made
 
 DEEPSEEK = Routing(
@@ -128,20 +128,17 @@ def eight_bits() -> None:
 
 
 def integers() -> None:
-    """Experts in 4 and 8 bits on Hopper; with --full on an A100, whose bf16 has less arithmetic, a dense product beside
-    them."""
+    """Experts in 4 and 8 bits on Hopper. Dense products and experts on an A100, whose bf16 has less arithmetic."""
     gpu = absent_gpu()
     setattr(pdl, "in_use", lambda: True)  # noqa: B010
     for tokens in (1, 512, *full_rows((128, 8192))):
         launch_quantized(weight_only, tokens, 128, 8, 2048, 768, INTEGERS)
     launch_quantized(weight_only, 64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
     launch_quantized(weight_only, 64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
-    if not FULL:
-        return
     gpu.capability, gpu.room = 80, 163 << 10
     setattr(pdl, "in_use", lambda: False)  # noqa: B010
-    for tokens in (1, 8192):
+    for tokens in (8192, *full_rows((1,))):
         launch_quantized(weight_only, tokens, 128, 8, 2048, 768, INTEGERS)
     packed = linear.pack(empty_matrix(INTEGERS, (4096, 2048), "meta"))
-    for rows in (1, 64, 300):
+    for rows in (64, 300, *full_rows((1,))):
         linear.run(empty(rows, 2048), packed, None)

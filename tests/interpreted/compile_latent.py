@@ -83,8 +83,8 @@ def prompts() -> None:
 
 
 def decodes() -> None:
-    """Decodes of 128 heads; with --full also of 16 heads on a small GPU."""
+    """Decodes of 128 heads, and of 16 heads on a small GPU."""
     gpu = steps(DECODES, 128, 128, True)
     gpu.room = 99 << 10
-    for few in full_rows((1, 4)):
+    for few in (1, *full_rows((4,))):
         launch(64, few, 16, 64, few=few)

@@ -473,7 +473,7 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) ->
     [
         ("decodes", {"decode_kernel", "prefix_kernel", "_plan_kernel"}),
         ("prompts", {"decode_kernel", "prefill_kernel", "hopper.prefill_kernel", "_plan_kernel"}),
-        ("small", {"decode_kernel", "prefill_kernel", "_plan_kernel", "merge_kernel"}),
+        ("small", {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel", "merge_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:
