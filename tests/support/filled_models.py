@@ -18,7 +18,8 @@ from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, ModelFacts, moe_plans, resolve_engine
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
+from quire.plan.experts import moe_plans
 from quire.weights.units import load_units
 
 

@@ -12,7 +12,7 @@ from quire.contracts.decision_line import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts.plan import DISPATCHERS, IDS, KERNELS, ROWS, WEIGHING, MoEPlan, _table, kind_of
+from quire.kernels.experts.plan import DISPATCHERS, IDS, KERNELS, ROWS, WEIGHING, MoEPlan, candidate_table, kind_of
 
 NOT_YET = "not implemented yet"
 
@@ -59,7 +59,7 @@ def resolve_moe(
     chosen = _chosen(candidates)
     if chosen is None:
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
-        raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + _table(candidates))
+        raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + candidate_table(candidates))
     dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
     why = ("asked for" if "dispatcher" in asked else "first that fits") + f", {NOT_YET}" * bool(chosen[2])
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)

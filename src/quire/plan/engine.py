@@ -35,8 +35,7 @@ from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
-from quire.plan.experts import moe_plans as moe_plans
-from quire.plan.experts import needs_of_kinds
+from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
 from quire.plan.kinds.blocks import operations

@@ -11,7 +11,7 @@ from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.select import KernelNeeds
-from quire.plan.engine import moe_plans
+from quire.plan.experts import moe_plans
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.parallel_notes import parallel_notes

@@ -4,32 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 from quire.plan.placement import ranks, stages
 
-RAW = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts": 10,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "decoder_sparse_step": 2,
-}
-
-
-def args(**changes: int) -> ModelArgs:
-    return parse_checkpoint_config(RAW | changes)
+from .test_collectives import args
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:

@@ -157,7 +157,7 @@ class MoEPlan:
             f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
             f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
             f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
-            + _table(self.candidates)
+            + candidate_table(self.candidates)
             + "".join(f"\nof {kind_words(one.weights)} {one}" for one in self.others)
         )
 
@@ -178,5 +178,6 @@ def kind_words(weights: Sequence[str]) -> str:
     return f"{' '.join(weights) or 'unquantized'} weights"
 
 
-def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
+def candidate_table(candidates: tuple[tuple[str, str, str], ...]) -> str:
+    """Return a line for each candidate of `MoEPlan.candidates`: dispatcher, kernel and the reason against them."""
     return "".join(f"\n  {name} + {kernel or 'any'}: {reason or 'fits'}" for name, kernel, reason in candidates)
