@@ -72,7 +72,7 @@ def read(folder: Path) -> ModelArgs:
         args = parse_checkpoint_config(reduced(raw), str(folder / "config.json"))
     except UserError as error:
         sys.exit(str(error))
-    if args.moe is None or not args.moe.layers or not args.moe.shared_size:
+    if args.moe is None or not args.expert_layers or not args.moe.shared_size:
         sys.exit(
             f"{folder}: the first {args.num_layers} layers have no experts, or no shared ones: there is nothing "
             "to follow; give the config.json of a released DeepSeek-V2 or V3."
@@ -105,7 +105,7 @@ def logits(model: Decoder, token_ids: Tensor) -> Tensor:
     """token_ids [B, L] -> [B, L, V], through a fresh paged cache: all tokens of all sequences in one step."""
     batch, length = token_ids.shape
     blocks = -(-length // BLOCK)
-    geometry = resolve_geometry(kv_components(model.args, "float32"), model.args.num_layers, BLOCK)
+    geometry = resolve_geometry(kv_components(model.args.mixers[0], "float32"), model.args.num_layers, BLOCK)
     arena = KVArena(geometry, 1 + batch * blocks, torch.device("cpu"))  # page 0 is for padding
     tables = 1 + torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     positions = torch.arange(length).repeat(batch)
@@ -116,7 +116,9 @@ def logits(model: Decoder, token_ids: Tensor) -> Tensor:
         block_tables=tables,
         kv_slots=pages * BLOCK + positions % BLOCK,
     )
-    ctx = StepContext(positions, (meta,), kv_views(model.args, map(arena.views, range(model.args.num_layers))))
+    ctx = StepContext(
+        positions, (meta,), kv_views([one.mixer for one in model.held], map(arena.views, range(model.args.num_layers)))
+    )
     hidden = run_layers(model, model.embed(token_ids.flatten()), ctx)
     return model.head(model.norm(hidden)).view(batch, length, -1)
 
@@ -178,9 +180,9 @@ def main(*folders: str) -> None:
         f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
         f"at a spread of {found['naive'].std():.2f}"
     )
-    print(f"left alone, this model expands sequences of more than {args.latent.break_even:.0f} rows in a step")
+    print(f"left alone, this model expands sequences of more than {args.mixers[0].break_even:.0f} rows in a step")
 
-    layer = min(args.moe.layers)
+    layer = min(args.expert_layers)
     print(f"layer {layer}, {BATCH * LENGTH} tokens:")
     follow(model, layer, token_ids)
 

@@ -38,7 +38,7 @@ def main() -> None:
         if len(ids) == batch:  # a step of decodes
             hit.setdefault(layer, []).append(len(np.unique(ids.cpu().numpy())))
 
-    for layer in moe.layers:
+    for layer in llm.engine.args.expert_layers:
         llm.engine.worker.model.layers[layer].mlp.on_routing = partial(note, layer)
     draw = np.random.default_rng(0)
     ids = draw.integers(0, llm.engine.args.vocab_size, (batch, PROMPT)).tolist()

@@ -213,7 +213,7 @@ def recorded(model: Path, texts: list[str]) -> tuple[list[Array], int]:
     def note(layer: int, weights: object, ids: Any) -> None:
         seen.setdefault(layer, []).append(ids.cpu().numpy().copy())
 
-    for layer in moe.layers:
+    for layer in llm.engine.args.expert_layers:
         llm.engine.worker.model.layers[layer].mlp.on_routing = partial(note, layer)
     found = []
     for text in texts:

@@ -19,8 +19,8 @@ import quire.args.checkpoint as checkpoint_reader
 import quire.assemble.cpu
 import quire.assemble.engine
 from quire import EngineConfig
-from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
+from quire.args.families import FAMILIES as CONFIGURED
 from quire.args.keys import Keys
 from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
@@ -34,6 +34,7 @@ from quire.weights.files import INDEX
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
+from ..support.changed_args import latent_of, with_experts, with_mixer
 from ..support.full import FULL, full_rows
 from ..support.tiny_models import EXPERTS, FAMILIES, random_model, write_model
 from .conftest import spare_known_objects
@@ -205,9 +206,9 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
 
     def scaled(args: ModelArgs) -> ModelArgs:
         routing = args.moe.routing  # type: ignore[union-attr]
-        return replace(args, moe=replace(args.moe, routing=replace(routing, scaling=1.001 * routing.scaling)))
+        return with_experts(args, routing=replace(routing, scaling=1.001 * routing.scaling))
 
-    first = min(read_checkpoint_config(folder).moe.layers)  # type: ignore[union-attr]
+    first = min(read_checkpoint_config(folder).expert_layers)
     report = planted(folder, config=scaled)
     assert report.first_divergent == (f"layer {first} feed-forward", "router") and not report.changed
     assert "routed_scaling_factor" in report.render()
@@ -228,7 +229,7 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
 
 def test_the_scale_of_latent_attention_is_named(checkpoint: Any, planted: Any) -> None:
     def scaled(args: ModelArgs) -> ModelArgs:
-        return replace(args, latent=replace(args.latent, scale=1.001 * args.latent.scale))  # type: ignore[union-attr]
+        return with_mixer(args, scale=1.001 * latent_of(args).scale)
 
     report = planted(checkpoint("deepseek_v3"), config=scaled)
     assert report.first_divergent == ("layer 0 attention", "attention") and not report.changed

@@ -23,6 +23,7 @@ from quire.layers.norm import RMSNorm
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 
+from ..support.changed_args import latent_of
 from ..support.filled_models import fill_layer
 
 if not torch.cuda.is_available():
@@ -273,7 +274,10 @@ def test_a_layer_can_be_captured(name: str) -> None:
         {param.name: param for param in params},
         linear_plans(args, params, small.choices),
     )
-    layer, norm = LatentAttention(args, "layers.0.attention", build_of), RMSNorm("norm", 1e-6, build_of)
+    layer, norm = (
+        LatentAttention(latent_of(args), "layers.0.attention", 1e-6, build_of),
+        RMSNorm("norm", 1e-6, build_of),
+    )
     fill_layer(layer, build_of, lambda raw: torch.randn(raw.shape) * (0.03 if len(raw.shape) > 1 else 1))
     norm.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
     _, cache, meta = build(STEPS[name], 16, 64)

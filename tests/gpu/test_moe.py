@@ -53,9 +53,9 @@ def arguments(name: str) -> ModelArgs:
 def build(args: ModelArgs, device: torch.device) -> Layers:
     """Random layers in a row, each with its norm."""
     torch.manual_seed(0)
-    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
+    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.mixers[0].head_dim)
     assert args.moe is not None
-    params, first = layout(args), min(args.moe.layers)
+    params, first = layout(args), min(args.expert_layers)
     built = Build(
         torch.bfloat16,
         device,
@@ -64,7 +64,10 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
         linear_plans(args, params, kernels.choices),
         moe=experts_plan(args, "bfloat16", "cuda"),
     )
-    layers = [(MoE(args, f"layers.{first}.mlp", built), RMSNorm("norm", args.norm_eps, built)) for _ in range(LAYERS)]
+    layers = [
+        (MoE(args.moe, f"layers.{first}.mlp", args.hidden_size, built), RMSNorm("norm", args.norm_eps, built))
+        for _ in range(LAYERS)
+    ]
     for layer, norm in layers:
         fill_layer(layer, built, lambda raw: torch.randn(raw.shape) * raw.shape[-1] ** -0.5)
         norm.take({"weight": torch.empty(args.hidden_size, device=device, dtype=torch.bfloat16).uniform_(0.5, 1.5)}, 0)

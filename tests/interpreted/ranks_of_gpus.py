@@ -80,7 +80,7 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, group
         target or "cpu",
         "float32",
         ops=ops,
-        head_dim=args.head_dim,
+        head_dim=args.mixers[0].head_dim,
         forced=None if target else dict.fromkeys(ops, "ref"),
     )
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
@@ -136,7 +136,7 @@ def rank_main(number: int, kind: str, place: str) -> None:
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
         runner = make_runner(
             model,
-            kv_views(args, map(arena.views, range(args.num_layers))),
+            kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers))),
             SIZES,
             CPU,
             target="cuda",

@@ -93,7 +93,12 @@ def rank_main(number: int, kind: str, place: str) -> None:
         model = model_of(args, rank, groups)
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
         runner = make_runner(
-            model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda", groups=groups
+            model,
+            kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers))),
+            SIZES,
+            CPU,
+            target="cuda",
+            groups=groups,
         )
         for plan in steps(PLANS[:7], number):
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))

@@ -45,6 +45,7 @@ from quire.worker.runner import StepRunner
 from quire.worker.taps import LogitsTap
 
 from ..support import compared as support
+from ..support.changed_args import with_layers
 from ..support.compared import (
     LIMITS,
     VOCAB,
@@ -654,7 +655,7 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     for target, logits in found.items():
         args = model_args(model, num_hidden_layers=3)
         made = make_model(args, target, more=("blend",))
-        made.draft = make_model(replace(args, num_layers=1), target) if drafts else None
+        made.draft = make_model(with_layers(args, 1), target) if drafts else None
         runner = runner_of(made, replace(LIMITS, num_drafts=drafts, **(sizes if target == "cuda" else {})), target)
         if drafts:
             seen = draft_with_layers(runner, drafts)

@@ -34,6 +34,7 @@ from quire.plan.linears import linear_plans
 from quire.worker.construct import make_runner
 from quire.worker.runner import StepRunner
 
+from .changed_args import with_layers, with_mixer
 from .filled_models import experts_plan, fill, normal
 from .naive_runner import NaiveRunner, agree
 
@@ -70,7 +71,7 @@ def model_args(kind: str = "dense", **more: object) -> ModelArgs:
 
 def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None = None) -> KVGeometry:
     """The pages of a model; with a `window`, every other layer has one, in a group of its own."""
-    geometry = resolve_geometry(kv_components(args, dtype), args.num_layers + args.draft_layers, block_size)
+    geometry = resolve_geometry(kv_components(args.mixers[0], dtype), args.num_layers + args.draft_layers, block_size)
     if window is None:
         return geometry
     ((group,), layers) = geometry.groups, range(args.num_layers)
@@ -91,7 +92,7 @@ def make_model(
     `more` than the model needs."""
     ops = operations(args) + more
     forced = dict.fromkeys(ops, "ref") if reference else {"attention": "ref"} if window and target == "cpu" else None
-    kernels = select_kernels(target, dtype, ops=ops, head_dim=args.head_dim, forced=forced)
+    kernels = select_kernels(target, dtype, ops=ops, head_dim=args.mixers[0].head_dim, forced=forced)
     params = layout(args)
     build = Build(
         getattr(torch, dtype),
@@ -118,7 +119,10 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     head = EagleArgs(method="eagle3", vocab_size=args.vocab_size, context=64, layer_ids=(0, args.num_layers - 1))
     model = make_model(args, target)
     own = make_model(
-        dataclasses.replace(args, model_type="eagle3", vocab_size=size, num_layers=1, qk_norm=False, eagle=head), target
+        dataclasses.replace(
+            with_layers(with_mixer(args, qk_norm=False), 1), model_type="eagle3", vocab_size=size, eagle=head
+        ),
+        target,
     )
     first = own.layers[0]
     assert own.ids is not None and isinstance(first, EagleLayer)
@@ -131,7 +135,7 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
 def make_drafted(args: ModelArgs, target: str = "cpu") -> Model:
     """A random model with a draft model of one layer, which has the model's embedding and first layer."""
     model = make_model(args, target)
-    model.draft = make_model(dataclasses.replace(args, num_layers=1), target)
+    model.draft = make_model(with_layers(args, 1), target)
     return model
 
 

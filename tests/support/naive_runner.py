@@ -128,7 +128,7 @@ class NaiveRunner:
         model, length = self.model, len(tokens)
         ids, positions = torch.tensor(tokens), torch.arange(length)
         dtype = model.embed(ids[:1]).dtype
-        components = kv_components(model.args, str(dtype).removeprefix("torch."))
+        components = kv_components(model.args.mixers[0], str(dtype).removeprefix("torch."))
         caches = (
             tuple(torch.zeros(1, c.num_heads, length, c.head_dim, dtype=dtype) for c in components)
             for _ in model.layers
@@ -139,7 +139,7 @@ class NaiveRunner:
             kv_slots=positions,
             block_tables=torch.zeros(1, 1, dtype=torch.int32),
         )
-        ctx = StepContext(positions, (meta,) * self.num_groups, kv_views(model.args, caches))
+        ctx = StepContext(positions, (meta,) * self.num_groups, kv_views([one.mixer for one in model.held], caches))
         return run_layers(model, model.embed(ids), ctx)
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.args.checkpoint import FAMILIES as CONFIGURED
+from quire.args.families import FAMILIES as CONFIGURED
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from quire.args.keys import Keys
 
 
@@ -35,14 +37,12 @@ class Routing:
     scaling: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoEArgs:
-    """Expert layers of a model.
+class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """Sizes of a mixture of experts.
 
     expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
-    layers         indices of the layers with experts; the others have a dense feed-forward layer
     """
 
     routing: Routing
@@ -50,7 +50,6 @@ class MoEArgs:
     shared_size: int
     shared_gate: bool
     router_float: bool
-    layers: frozenset[int]
 
 
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
@@ -72,37 +71,31 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_moe(keys: Keys, kind: str, num_layers: int) -> MoEArgs | None:
-    """Return the expert layers that config.json describes; None without experts. `kind`: see `Family.experts`.
+def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Return the experts that config.json describes, and the numbers of the layers that have them.
 
+    kind   see `Family.experts`
     Raises ModelError or UnsupportedModel.
     """
-    if kind not in MOE_KEYS:
-        return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
-    moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
-    layers, experts = len(moe.layers), moe.routing.num_experts
-    if layers * experts > MOST_EXPERTS:
+    moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
+    every = len(layers) * moe.routing.num_experts
+    if every > MOST_EXPERTS:
         raise keys.wrong(
-            f"num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
-            f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file."
+            f"num_hidden_layers={num_layers}, {len(layers)} of them with {moe.routing.num_experts} experts each: "
+            f"{every} experts in all, more than {MOST_EXPERTS}: correct the file."
         )
-    return moe
+    return moe, layers
 
 
-def _read_mixtral(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
+def _read_mixtral(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
     routing = _routing(keys, "num_local_experts", scoring="softmax", normalize=True)
-    return MoEArgs(
-        routing=routing,
-        expert_size=keys.size("intermediate_size"),
-        shared_size=0,
-        shared_gate=False,
-        router_float=False,
-        layers=frozenset(range(num_layers)),
-    )
+    size = keys.size("intermediate_size")
+    moe = MoEArgs(routing=routing, expert_size=size, shared_size=0, shared_gate=False, router_float=False)
+    return moe, frozenset(range(num_layers))
 
 
-def _read_qwen(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
+def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
     every = keys.size("decoder_sparse_step", 1)
     dense = (
         keys.checked(
@@ -114,17 +107,17 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
     shared = kind == "qwen2_moe"
-    return MoEArgs(
+    moe = MoEArgs(
         routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob")),
         expert_size=keys.size("moe_intermediate_size"),
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
-        layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
     )
+    return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 
 
-def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
+def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
     old = kind == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
     method = _agrees(keys, "topk_method", methods)
@@ -151,14 +144,14 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
         scaling=keys.positive("routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0),
     )
     width, shared = keys.size("moe_intermediate_size"), keys.count("n_shared_experts", 1)
-    return MoEArgs(
+    moe = MoEArgs(
         routing=routing,
         expert_size=width,
         shared_size=width * (shared or 0),
         shared_gate=False,
         router_float=True,
-        layers=_sparse_layers(keys, kind, num_layers),
     )
+    return moe, _sparse_layers(keys, kind, num_layers)
 
 
 def _groups(keys: Keys, key: str, default: int) -> int:

@@ -1,7 +1,9 @@
 """Reader of multi-head latent attention (DeepSeek-V2, 2024) in config.json. No torch."""
 
 import math
-from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
 
 from quire.args.keys import Keys
 from quire.args.rope import RopeArgs
@@ -12,8 +14,7 @@ LATENT_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentArgs:
+class LatentArgs(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     """Sizes of multi-head latent attention; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
 
     q_rank     width of the compressed query; 0: queries come from one projection
@@ -23,6 +24,9 @@ class LatentArgs:
     interleaved   True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     """
 
+    one_scale: ClassVar[bool] = True  # of the latent in an 8-bit cache: keys and values come from it
+
+    num_heads: int
     q_rank: int
     kv_rank: int
     nope_dim: int
@@ -31,6 +35,21 @@ class LatentArgs:
     scale: float
     norm_eps: float = 1e-6
     interleaved: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a query head: those that are rotated come last."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a query head that RoPE rotates."""
+        return self.rope_dim
+
+    @property
+    def turned_dim(self) -> int:
+        """Dimensions that a rotation kernel takes: a head's rotated part alone."""
+        return self.rope_dim
 
     @property
     def break_even(self) -> float:
@@ -42,20 +61,18 @@ class LatentArgs:
         return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
 
 
-def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs | None:
-    """Return the latent attention (MLA) that config.json describes; None without it. `kind`: see `Family.latent`.
+def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs:
+    """Return the latent attention (MLA) that config.json describes. `kind`: see `Family.latent`.
 
     Raises ModelError or UnsupportedModel.
     """
-    if not kind:
-        return None
     for key in ("attention_bias", "mlp_bias"):
         if keys.flag(key):
             raise keys.unsupported(f"{key}=true is not implemented with latent attention: use another model.")
     nope, rotated = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim")
     if rotated % 2:
         raise keys.wrong(f"qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
-    heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+    heads, kv_heads = keys.size("num_attention_heads"), keys.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise keys.wrong(
             f"num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
@@ -65,6 +82,7 @@ def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs | None:
         raise keys.unsupported("rope_interleave=false is not implemented for deepseek_v2: use another model.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
+        num_heads=heads,
         q_rank=keys.count("q_lora_rank", 1536) or 0,
         kv_rank=keys.size("kv_lora_rank", 512),
         nope_dim=nope,

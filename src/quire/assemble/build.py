@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from quire.args.experts import MoEArgs
 from quire.contracts.parallel import vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
@@ -50,20 +51,29 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
         model.draft = build_model(plan.draft, groups)
         if plan.draft.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
-    if plan.mesh.parallel.redundant is not None and args.moe is not None:
-        num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
-        for layer in args.moe.layers:
-            slots = (one.to(build.device) for one in initial_slots(num_experts, redundant))
-            model.layers[layer].mlp.balance(
+    if args.moe is not None:
+        _draw_and_balance(plan, args.moe, model)
+    return model
+
+
+def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:
+    """Let the routers of a model draw experts, and its experts move between ranks, as the plan says."""
+    rank, redundant, routed = plan.mesh.rank, plan.mesh.parallel.redundant, plan.config.load.routing
+    num_experts = moe.routing.num_experts
+    for layer in range(*rank.layers):
+        if layer not in plan.args.expert_layers:
+            continue
+        mlp = model.layers[layer - rank.layers[0]].mlp
+        if redundant is not None:
+            slots = (one.to(model.device) for one in initial_slots(num_experts, redundant))
+            mlp.balance(
                 ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
                 range(*rank.experts),
                 num_experts + redundant,
             )
-    if plan.config.load.routing != "model" and args.moe is not None:
-        for layer in args.moe.layers:
-            draw = routing.drawing(plan.config.load.routing, layer, args.moe.routing.num_experts, build.device)
-            model.layers[layer].mlp.choose = partial(draw, kernels.routing, args.moe.routing)
-    return model
+        if routed != "model":
+            draw = routing.drawing(routed, layer, num_experts, model.device)
+            mlp.choose = partial(draw, model.kernels.routing, moe.routing)
 
 
 def owners(plan: EnginePlan) -> tuple[int, ...]:

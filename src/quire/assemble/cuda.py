@@ -29,6 +29,7 @@ from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
 from quire.plan.engine import EnginePlan
+from quire.plan.kinds import mixers
 from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
 from quire.plan.tiers import resolve_offload
@@ -40,7 +41,6 @@ from quire.worker.runner import StepRunner
 
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
-LATENT_CONTEXT = 32768  # tokens of context before the largest step: their expansion fills the workspace
 DEVICE = torch.device("cuda")  # the current device of the thread
 
 
@@ -169,7 +169,7 @@ def _rehearse(
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker, _ = _worker(model, geometry, blocks, limits, scales, groups, speculation=plan.speculation)
     tables = torch.cuda.memory_allocated(DEVICE) - before
-    past = LATENT_CONTEXT if model.args.latent else 0
+    past = max(kind.past for kind in mixers(model.args))
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
     widened = plan.widened_tokens
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []

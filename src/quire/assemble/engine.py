@@ -408,10 +408,10 @@ def join_replicas(
     for store in filter(None, (core.scheduler.roster.store for core in cores)):
         for start in store.on_start:
             start()
-    parallel, moe = plan.mesh.parallel, plan.args.moe
+    parallel, moe, layers = plan.mesh.parallel, plan.args.moe, len(plan.args.expert_layers)
     if parallel.redundant is None or moe is None:
         return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
-    experts = initial_map(len(moe.layers), moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
+    experts = initial_map(layers, moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
     settings = read_eplb_config(plan.config.parallel.eplb_config)
     return Replicas(
         cores,

@@ -1,10 +1,10 @@
 """Views of a KV cache: the tensors of each layer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.checkpoint import ModelArgs
+from quire.args.layers import MixerArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def kv_views(
-    args: ModelArgs, components: Iterable[tuple["Tensor", ...]], scales: Sequence[tuple[float, float]] = ()
+    mixers: Iterable[MixerArgs],
+    components: "Iterable[tuple[Tensor, ...]]",
+    scales: Sequence[tuple[float, float]] = (),
 ) -> "list[KVView]":
-    """Return one `KVView` (`LatentView` for latent attention) per layer, those of draft layers last.
+    """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
@@ -24,10 +26,11 @@ def kv_views(
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
 
-    own = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
-    if args.latent is not None:
-        return [LatentView(*parts, next(own)[0]) for parts in components]
-    return [KVView(*parts, *next(own)) for parts in components]
+    every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
+    return [
+        LatentView(*parts, own[0]) if mixer.one_scale else KVView(*parts, *own)
+        for mixer, parts, own in zip(mixers, components, every, strict=False)
+    ]
 
 
 def model_views(
@@ -37,8 +40,9 @@ def model_views(
 
     views   returns the tensors of a layer's cache, as `KVArena.views`
     """
-    own = len(model.layers) + len(model.drafts)
-    found = kv_views(model.args, map(views, range(own)), scales)
+    mixers = [one.mixer for one in model.held]
+    found = kv_views(mixers, map(views, range(len(mixers))), scales)
     if model.draft is not None:
-        found += kv_views(model.draft.args, map(views, range(own, own + len(model.draft.layers))))
+        mixers = [one.mixer for one in model.draft.held]
+        found += kv_views(mixers, map(views, count(len(found))))
     return found

@@ -16,8 +16,8 @@ from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
-from quire.plan.kv_geometry import kv_components, resolve_geometry
-from quire.plan.layout import layout
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
@@ -122,8 +122,8 @@ def obtain_weights(
             weights = unpacked_bytes(params, stored)
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
             cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-            geometry = resolve_geometry(
-                kv_components(args, cache.dtype), args.num_layers + args.draft_layers, config.cache.block_size
+            geometry = rank_geometry(
+                args, alone(args), dtype=cache.dtype, device="cpu", block_size=config.cache.block_size
             )
             resolve_memory(
                 geometry,

@@ -30,7 +30,7 @@ from quire.plan.engine import EnginePlan
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone
 from quire.plan.memory import GIB, MemoryPlan
-from quire.plan.placement import ranks
+from quire.plan.placement import kv_heads, ranks
 from quire.plan.tiers import resolve_offload
 from quire.platforms.cpu import read_cpu_facts
 from quire.quantization.slices import mixes_groups
@@ -164,8 +164,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
     shard = Shard(
         geometry=memory.geometry,
         layer=rank.layers[0],
-        head=rank.kv_heads[0],
-        draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0,
+        head=_first_head(plan),
+        draft_head=_first_head(plan.draft) if plan.draft else 0,
         memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None,
     )
     if sharing.peers:
@@ -184,11 +184,18 @@ def _faults(plan: EnginePlan) -> Faults | None:
     return Faults(given) if given else None
 
 
+def _first_head(plan: EnginePlan) -> int:
+    """Return the number of the first KV head of the plan's rank."""
+    ((first, _),) = kv_heads(plan.args, plan.mesh.rank)
+    return first
+
+
 def _names(plan: EnginePlan) -> list[str]:
     """Return the name of each rank's part of a page. Ranks that hold the same heads of the same layers share files."""
-    names = [
-        "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads) for rank in ranks(plan.args, plan.mesh.parallel)
-    ]
+    names = list[str]()
+    for rank in ranks(plan.args, plan.mesh.parallel):
+        heads = ".".join(f"heads{first}-{end}" for first, end in kv_heads(plan.args, rank))
+        names.append("layers{}-{}.".format(*rank.layers) + heads)
     if plan.draft is None:
         return names
     return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]

@@ -22,7 +22,7 @@ class Setup(KernelSetup):
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
         geometry = resolve_geometry(
-            kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None, self.block_size
+            kv_components(self.attention, str(self.dtype).removeprefix("torch.")), num_layers, None, self.block_size
         )
         arena = KVArena(geometry, num_blocks, self.device)
         views = [KVView(*arena.views(layer)) for layer in range(num_layers)]

@@ -39,7 +39,7 @@ def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
         args=args,
         device=torch.device(device),
         dtype=getattr(torch, dtype),
-        kernels=select_kernels(device, dtype, head_dim=args.head_dim),
+        kernels=select_kernels(device, dtype, head_dim=args.mixers[0].head_dim),
         block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
     )
 

@@ -74,8 +74,7 @@ class Rank:
     Slot p of a layer with `num_experts` experts has expert p, or p - num_experts for a copy of a hot one.
 
     number     counts the ranks of a stage first, then stages, then replicas (of attention)
-    place      index in the tensor-parallel group
-    kv_heads   several ranks hold the same heads when there are fewer heads than ranks
+    place      index in the tensor-parallel group, whose ranks divide heads and widths as the kinds of layers say
     """
 
     number: int
@@ -83,19 +82,12 @@ class Rank:
     stage: int
     place: int
     layers: tuple[int, int]
-    heads: tuple[int, int]
-    kv_heads: tuple[int, int]
     experts: tuple[int, int, int]
     first: bool
     last: bool
     tp: int = 1
     whole_experts: bool = False
     num_experts: int = 0
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
-        return self.layers, self.kv_heads[1] - self.kv_heads[0], len(self.expert_ids)
 
     @property
     def expert_ids(self) -> Sequence[int]:

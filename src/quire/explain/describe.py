@@ -21,9 +21,10 @@ from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.drafts import draft_config, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine, resolve_sizing
+from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
-from quire.plan.placement import parallel_sizes
+from quire.plan.placement import held_of, parallel_sizes
 from quire.plan.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
@@ -151,7 +152,8 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
 
 def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
     """Return the memory of the rank with the least room, or the reason why nothing fits there, and its number."""
-    kinds, memory = {rank.kind: rank for rank, _ in reversed(report.held)}, list[tuple[MemoryPlan, int]]()
+    kinds = {held_of(report.plan.args, rank): rank for rank, _ in reversed(report.held)}
+    memory = list[tuple[MemoryPlan, int]]()
     for rank in sorted(kinds.values(), key=lambda rank: (-report.held[rank.number][1], rank.number)):
         try:
             memory.append((_memory(report, gpu, free, rank), rank.number))
@@ -211,7 +213,7 @@ def _activations(plan: EnginePlan) -> int:
     logits and the copies that sampling makes.
     """
     args, parallel, tokens = plan.args, plan.mesh.parallel, plan.step_tokens
-    inner = tokens * 2 * 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
+    inner = tokens * 2 * 3 * widest(args) // parallel.tp
     rows = parallel.dp * min((tokens, *plan.graphs.bounds[-1:])) if parallel.lockstep else tokens
     inner = max(inner, rows * _expert_bytes(plan))
     return tokens * 2 * 4 * args.hidden_size + inner + 3 * 4 * args.vocab_size * plan.step_rows

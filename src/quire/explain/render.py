@@ -13,8 +13,8 @@ from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts.plan import DISPATCHERS, kind_words
+from quire.plan.kinds.latent import NEVER
 from quire.plan.model_facts import fact_lines
-from quire.plan.report import NEVER
 
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 

@@ -53,7 +53,7 @@ def watch(model: Decoder, recording: Recording) -> None:
         if isinstance(block.attention, LatentAttention):
             _watch_latent(block.attention, keep)
         else:
-            _watch_heads(block.attention, keep, model.args.rotary_dim)
+            _watch_heads(block.attention, keep, block.attention.rotary_dim)
         _on_sum(block.attention.output, keep, "attention", "o_proj")
         _on_result(block.attention, keep, "sum")
         keep = partial(recording.keep, stage_name(index, FEED_FORWARD))

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quire.args.checkpoint import ModelArgs
+from quire.args.layers import GroupedArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import Build, StepContext
@@ -18,12 +18,12 @@ class Attention(nn.Module):
     that rotation kernels need (see `plan/layout.py`).
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:
+    def __init__(self, args: GroupedArgs, at: str, eps: float, build: Build, group: int = 0) -> None:
         super().__init__()
-        self.kernels, self.head_dim = build.kernels, args.head_dim
+        self.kernels, self.head_dim, self.rotary_dim = build.kernels, args.head_dim, args.rotary_dim
         self.group, self.window = group, build.window(group)
         self.num_heads, self.num_kv_heads, _ = (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight"))
-        self.eps, self.scale = args.norm_eps, args.head_dim**-0.5
+        self.eps, self.scale = eps, args.head_dim**-0.5
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
         if args.qk_norm:

@@ -1,12 +1,15 @@
 """A pre-norm decoder: embedding, blocks of attention and feed-forward layers, norm, head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.experts import MoEArgs
+from quire.args.latent import LatentArgs
+from quire.args.layers import GroupedArgs, MixerArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotary, Rotation
@@ -20,23 +23,30 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 
+MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
+    GroupedArgs: Attention,
+    LatentArgs: LatentAttention,
+}
+
 
 class DecoderBlock(nn.Module):
     """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)).
 
-    `args` choose grouped-query or latent attention, and a gated MLP or experts.
+    `args.layers` choose grouped-query or latent attention, and a gated MLP or experts.
     """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
         at = f"layers.{layer}"
-        attention = LatentAttention if args.latent else Attention
+        own = args.layers[layer]
         self.attention_norm = RMSNorm(f"{at}.attention_norm", args.norm_eps, build)
-        self.attention = attention(args, f"{at}.attention", build, build.group_of(layer))
+        self.attention = MIXERS[type(own.mixer)](
+            own.mixer, f"{at}.attention", args.norm_eps, build, build.group_of(layer)
+        )
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp: MoE | GatedMLP
-        if args.has_experts(layer):
-            self.mlp = MoE(args, f"{at}.mlp", build)
+        if isinstance(own.feed_forward, MoEArgs):
+            self.mlp = MoE(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
         else:
             self.mlp = GatedMLP(f"{at}.mlp", build)
 
@@ -79,6 +89,7 @@ class Decoder(nn.Module):
     loaded.
 
     layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
+    held            arguments of both, in this order
     draft           draft model, whose KV caches come last; None: there is none
     layout          parameters of this rank
     dtype, device   of activations
@@ -112,9 +123,10 @@ class Decoder(nn.Module):
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers)
         self.draft: Decoder | None = None
+        self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
-        width = args.latent.rope_dim if args.latent else args.head_dim
-        self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
+        ((rotated, width),) = {(one.rotary_dim, one.turned_dim) for one in args.mixers}
+        self.rotary = Rotary(args.rope, rotated, build.device, width=width)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
         lost = self._owners.keys() ^ {param.module for param in layout}
         assert not lost, f"layers and parameters differ: {sorted(lost)}"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import GroupedArgs
 from quire.contracts.errors import WeightsError
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView
@@ -31,10 +32,11 @@ class EagleLayer(nn.Module):
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
-        assert args.eagle is not None
+        mixer = args.layers[layer].mixer
+        assert args.eagle is not None and isinstance(mixer, GroupedArgs), "the layer of a head is that of a Llama"
         at, self.eagle = f"layers.{layer}", args.eagle
         self.join = Linear(f"{at}.join", build)
-        self.attention = Attention(args, f"{at}.attention", build)
+        self.attention = Attention(mixer, f"{at}.attention", args.norm_eps, build)
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp = GatedMLP(f"{at}.mlp", build)
         self.token_norm: RMSNorm | None = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quire.args.checkpoint import ModelArgs
+from quire.args.latent import LatentArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotation
@@ -67,11 +67,10 @@ class LatentAttention(nn.Module):
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:
+    def __init__(self, args: LatentArgs, at: str, eps: float, build: Build, group: int = 0) -> None:
         super().__init__()
-        sizes = args.latent
-        assert sizes is not None and build.window(group) is None, "latent attention sees everything"
-        self.group = group
+        assert build.window(group) is None, "latent attention sees everything"
+        self.group, sizes = group, args
         self.sizes, self.kernel = sizes, build.kernels.latent
         self.most_absorbed = sizes.break_even  # query rows of a sequence
         expanded = sizes.nope_dim + sizes.v_dim

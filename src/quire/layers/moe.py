@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.args.checkpoint import ModelArgs
-from quire.args.experts import Routing
+from quire.args.experts import MoEArgs, Routing
 from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
@@ -136,10 +135,10 @@ class MoE(nn.Module):
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build) -> None:
+    def __init__(self, args: MoEArgs, at: str, hidden_size: int, build: Build) -> None:
         super().__init__()
-        moe = args.moe
-        assert moe is not None and build.moe is not None
+        moe = args
+        assert build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
         self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)
         self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
@@ -156,7 +155,7 @@ class MoE(nn.Module):
             quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
             self.exchange = AllGatherExchange(build.ep, build.tp, quantize)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
-        self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
+        self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, hidden_size
         self.slots: ExpertSlots | None = None
         self.choose: Callable[[Tensor, Tensor | None], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None

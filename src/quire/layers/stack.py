@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 
+import msgspec
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from quire.contracts.scheme import Scheme
@@ -73,6 +75,8 @@ def _kind(value: object) -> object:
         return _kind([value.func, value.args, value.keywords])
     if isinstance(value, nn.Module):
         return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
+    if isinstance(value, msgspec.Struct):
+        return type(value), _kind(structs.asdict(value))
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), [_kind(getattr(value, field.name)) for field in fields(value) if field.compare]
     return value if isinstance(value, PLAIN) else id(value)

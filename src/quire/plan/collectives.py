@@ -120,7 +120,7 @@ def _exchanges(
     row, slices = args.hidden_size * item_bytes, parallel.tp > 1
     first, last = (True, True) if rank is None else (rank.first, rank.last)
     layers = range(*rank.layers) if rank else range(args.num_layers)
-    spreading = sum(layer in args.moe.layers for layer in layers) if args.moe and parallel.lockstep else 0
+    spreading = sum(layer in args.expert_layers for layer in layers) if parallel.lockstep else 0
     sends = parallel.pp - 1 if rank is None else int(not last)
     if rank is not None and not first:
         yield "receive", "hidden states of the stage before", "pp", row, 1, TOKEN, ""
@@ -220,7 +220,7 @@ def buffer_bytes(
         logits = rows * (_widest_slice(args, parallel) * parallel.tp + args.vocab_size) * LOGIT_BYTES
     shared = SUM_BUFFERS * sum_room(parallel.tp, hidden) if parallel.tp > 1 and device == "cuda" else 0
     exchanged = 0
-    if args.moe and parallel.lockstep and any(layer in args.moe.layers for layer in range(*rank.layers)):
+    if args.moe and parallel.lockstep and any(layer in args.expert_layers for layer in range(*rank.layers)):
         choices = CHOICE_BYTES * args.moe.routing.top_k * tokens
         row = wire.row_bytes(args.hidden_size, item_bytes)
         # All-gather: the rows of all replicas as they come, and taken apart. Pull: memory that others read, and rows

@@ -288,7 +288,7 @@ def resolve_engine(
         device,
         dtype.dtype,
         ops=operations(args, blends),
-        head_dim=args.head_dim,
+        head_dim=max(one.head_dim for one in args.mixers),
         forced=forced,
         attention_features=asked,
         cache_features=cache.features,

@@ -6,7 +6,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS
-from quire.plan.kinds import mixer
+from quire.plan.kinds import mixers
 from quire.plan.layout import parameters_per_token
 
 LAUNCH_SECONDS = 0.025  # of the host, to launch the kernels of a step one by one
@@ -95,7 +95,7 @@ def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
     if config.device.cudagraph_capture_sizes:
         return ()
     most = int(LAUNCH_SECONDS * FLOPS / (2 * parameters_per_token(args)))
-    most = min(most, mixer(args).prompts or most)
+    most = min((most, *(kind.prompts for kind in mixers(args) if kind.prompts)))
     return prompt_sizes(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
 
 

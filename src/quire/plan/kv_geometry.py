@@ -1,6 +1,7 @@
 """Layout of the KV cache: the components of each layer, and the pages of a rank. Pure arithmetic."""
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import MixerArgs
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
@@ -12,18 +13,25 @@ CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide i
 CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def kv_components(args: ModelArgs, dtype: str, rank: Rank | None = None) -> tuple[KVComponent, ...]:
+def kv_components(mixer_args: MixerArgs, dtype: str, rank: Rank | None = None) -> tuple[KVComponent, ...]:
     """Return the components of a layer's KV cache, in `dtype`, on a rank; None: of all heads."""
     if dtype not in CACHE_BYTES:
         raise ConfigError(f"a KV cache of dtype {dtype!r} is not possible: use one of {', '.join(CACHE_BYTES)}.")
-    return mixer(args).components(dtype, CACHE_BYTES[dtype], rank)
+    return mixer(mixer_args).components(dtype, CACHE_BYTES[dtype], rank)
 
 
 def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
-    """Return the layout of a page of a rank's KV cache. dtype: of the cache; block_size: None: the device's default."""
-    default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
-    layers = rank.layers[1] - rank.layers[0] + args.draft_layers * rank.last
-    return resolve_geometry(kv_components(args, dtype, rank), layers, block_size, default)
+    """Return the layout of a rank's KV cache. dtype: of the cache; block_size: None: the device's default.
+
+    Layers with equal components form a group.
+    """
+    size = block_size or (CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
+    drafts = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
+    groups: dict[tuple[KVComponent, ...], list[int]] = {}
+    for own, layer in enumerate((*range(*rank.layers), *drafts)):
+        groups.setdefault(kv_components(args.layers[layer].mixer, dtype, rank), []).append(own)
+    found = (KVGroup(layers=tuple(layers), components=components) for components, layers in groups.items())
+    return KVGeometry(block_size=size, groups=tuple(found))
 
 
 def resolve_geometry(

@@ -58,7 +58,7 @@ def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
         if error.name != module:
             raise
         raise UnsupportedModel(
-            f"model_type {model_type!r} has a row in FAMILIES of args/checkpoint.py and no names "
+            f"model_type {model_type!r} has a row in FAMILIES of args/families.py and no names "
             f"of tensors: write models/{model_type}.py, like models/qwen3.py."
         ) from None
     found = {(parameter, part): stored for stored, parameter, part in rows}

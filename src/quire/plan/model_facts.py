@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.plan.kinds import mixer
+from quire.plan.kinds import mixers
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
@@ -12,11 +12,12 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 
     The value of "router" is None for a model without experts.
     """
-    moe = args.moe
+    moe, (attention, *others) = args.moe, mixers(args)
+    assert not others, "layers of several kinds have lines of their own"
     return {
-        "attention": mixer(args).facts(),
-        "rope": asdict(args.rope) | {"rotary_dim": args.rotary_dim, "head_dim": args.head_dim},
-        "router": moe and asdict(moe.routing) | {"layers": len(moe.layers), "shared_gate": moe.shared_gate},
+        "attention": attention.facts(),
+        "rope": asdict(args.rope) | {"rotary_dim": args.mixers[0].rotary_dim, "head_dim": args.mixers[0].head_dim},
+        "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 
 

@@ -5,12 +5,14 @@ divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, s
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import ParallelConfig
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
-from quire.plan.kinds import mixer
+from quire.plan.kinds import mixers
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
@@ -67,8 +69,6 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             stage=stage,
             place=place,
             layers=held[stage],
-            heads=share(args.num_heads, parallel.tp, place),
-            kv_heads=mixer(args).kv_heads(parallel.tp, place),
             experts=(among, num_experts, parallel.expert_ranks)
             if parallel.round_robin
             else (*share(num_experts + (parallel.redundant or 0), parallel.expert_ranks, among), 1),
@@ -78,3 +78,24 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             whole_experts=parallel.experts,
             num_experts=num_experts,
         )
+
+
+def query_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of query heads that a rank holds, of each kind and size of mixers."""
+    return tuple(share(kind.num_heads, rank.tp, rank.place) for kind in mixers(args))
+
+
+def kv_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of KV heads that a rank holds, of each kind and size of mixers."""
+    return tuple(kind.kv_heads(rank.tp, rank.place) for kind in mixers(args))
+
+
+def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
+    """Return plain values about the part of the model that a rank holds, for `explain`."""
+    (heads,), (own,) = query_heads(args, rank), kv_heads(args, rank)
+    return asdict(rank) | {"heads": heads, "kv_heads": own}
+
+
+def held_of(args: ModelArgs, rank: Rank) -> tuple[object, ...]:
+    """Return a key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
+    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids)

@@ -7,6 +7,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, Rank
 from quire.contracts.params import Param
 from quire.plan.collectives import algorithm, groups
+from quire.plan.kinds import mixers
 from quire.plan.meetings import described
 from quire.plan.memory import as_gib
 from quire.plan.report import PlanReport
@@ -33,7 +34,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         "ranks": len(report.held),
         "replicas": parallel.dp,
         **report.describe_rank(rank, held),
-        "latent": report.plan.args.latent is not None,
+        "latent": any(kind.sizes for kind in mixers(report.plan.args)),
         **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),

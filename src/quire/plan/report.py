@@ -25,6 +25,7 @@ from quire.plan.collectives import collectives, groups
 from quire.plan.drafts import joined
 from quire.plan.engine import EnginePlan, keep_stored, of_rank
 from quire.plan.formats import decided_by, with_formats
+from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, LayerStep
 from quire.plan.kv_geometry import rank_geometry
@@ -37,7 +38,7 @@ from quire.plan.model_facts import model_facts
 from quire.plan.outer_calls import embedding_calls, head_calls, pack_function
 from quire.plan.packed_bytes import headers_of, kept_of
 from quire.plan.parallel_notes import order_notes, parallel_notes
-from quire.plan.placement import ranks
+from quire.plan.placement import held_of, rank_facts, ranks
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import raw_tensors
 from quire.quantization.read import format_words, quantization_notes
@@ -61,7 +62,6 @@ MANY = _READ | {
     "engine": "scheduler",
 }
 DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
-NEVER = 1 << 30  # query rows: a number for JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class PlanReport:
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
-            "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
+            "latent": next((kind.sizes for kind in mixers(args) if kind.sizes), None),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),
@@ -215,7 +215,7 @@ class PlanReport:
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
         """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
-        return asdict(rank) | {
+        return rank_facts(self.plan.args, rank) | {
             "device": self.plan.machine.device,
             "expert_ids": list(rank.expert_ids),
             "balanced": self.plan.mesh.parallel.redundant is not None,
@@ -237,7 +237,7 @@ class PlanReport:
     @cached_property
     def _by_kind(self) -> dict[tuple[object, ...], tuple[Param, ...]]:
         """Kind of ranks -> parameters of a rank of this kind."""
-        kinds = {rank.kind: rank for rank in ranks(self.plan.args, self.plan.mesh.parallel)}
+        kinds = {held_of(self.plan.args, rank): rank for rank in ranks(self.plan.args, self.plan.mesh.parallel)}
         return {kind: self.params_of(rank) for kind, rank in kinds.items()}
 
     @cached_property
@@ -245,7 +245,7 @@ class PlanReport:
         """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
         drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
         held = {kind: drafts + sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
-        return [(rank, held[rank.kind]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
+        return [(rank, held[held_of(self.plan.args, rank)]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""

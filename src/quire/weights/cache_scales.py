@@ -28,10 +28,10 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
     Raises WeightsError when the checkpoint has only some of the scales.
     """
     found = list[tuple[str, str]]()
-    for layer in range(args.num_layers):
+    for layer, one in enumerate(args.layers[: args.num_layers]):
         at = f"model.layers.{layer}.self_attn."
         k, v = (next((at + name for name in side if at + name in names), "") for side in NAMES)
-        found.append((k, k if args.latent else v))
+        found.append((k, k if one.mixer.one_scale else v))
     stored = [name for pair in found for name in pair if name]
     if not stored:
         return []

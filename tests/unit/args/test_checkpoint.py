@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire.args.checkpoint import FAMILIES, parse_checkpoint_config, read_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config, read_checkpoint_config
+from quire.args.families import FAMILIES
+from quire.args.layers import DenseArgs, GroupedArgs
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 QWEN3 = {
@@ -40,10 +42,15 @@ def family_config(model_type: str, **changes: Any) -> dict[str, Any]:
 
 def test_reads_every_field() -> None:
     args = parse_checkpoint_config(QWEN3)
-    assert (args.num_heads, args.num_kv_heads, args.head_dim, args.num_layers) == (4, 2, 32, 4)
+    assert (args.mixers[0].num_heads, args.mixers[0].num_kv_heads, args.mixers[0].head_dim, args.num_layers) == (
+        4,
+        2,
+        32,
+        4,
+    )
     assert args.rope.theta == 5000.0 and args.rope.kind == "default"
     assert args.dtype == "bfloat16" and args.tie_word_embeddings
-    assert args.qk_norm and not args.attention_bias and args.notes == ()
+    assert args.mixers[0].qk_norm and not args.mixers[0].input_bias and args.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -108,13 +115,15 @@ def test_yarn_extends_the_context() -> None:
     ids=str,
 )
 def test_head_dim(model_type: str, changes: dict[str, Any], head_dim: int) -> None:
-    assert parse_checkpoint_config(family_config(model_type, **changes)).head_dim == head_dim
+    assert parse_checkpoint_config(family_config(model_type, **changes)).mixers[0].head_dim == head_dim
 
 
 def test_biases_by_family() -> None:
     def biases(model_type: str, **changes: Any) -> tuple[bool, bool, bool]:
         args = parse_checkpoint_config(family_config(model_type, sliding_window=None, **changes))
-        return args.attention_bias, args.output_bias, args.mlp_bias
+        mixer, dense = args.layers[0].mixer, args.layers[0].feed_forward
+        assert isinstance(mixer, GroupedArgs) and isinstance(dense, DenseArgs)
+        return mixer.input_bias, mixer.output_bias, dense.bias
 
     assert biases("llama", attention_bias=True, mlp_bias=True) == (True, True, True)
     assert biases("llama") == biases("mistral") == biases("qwen3") == (False, False, False)

@@ -9,6 +9,8 @@ import pytest
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
 
+from ...support.changed_args import latent_of
+
 BASE: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "max_position_embeddings": 4096, "dtype": "bfloat16",
@@ -73,8 +75,7 @@ def test_both_names_of_the_expert_count() -> None:
     ],
 )
 def test_which_layers_have_experts(raw: dict[str, Any], layers: set[int]) -> None:
-    moe = read(raw).moe
-    assert moe is not None and moe.layers == layers
+    assert set(read(raw).expert_layers) == layers
 
 
 @pytest.mark.parametrize(
@@ -186,9 +187,8 @@ def test_scores_have_a_temperature_with_every_scaled_rope(kind: dict[str, Any]) 
     """As in transformers: 0.1 x mscale_all_dim x ln factor + 1, squared; 0 means none."""
 
     def scale(value: float | None) -> float:
-        latent = read(V3, rope_parameters=kind | {"factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": value}).latent
-        assert latent is not None
-        return latent.scale
+        latent = read(V3, rope_parameters=kind | {"factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": value})
+        return latent_of(latent).scale
 
     assert scale(0.9) == pytest.approx(24**-0.5 * (0.09 * 1.3862943611198906 + 1) ** 2)
     assert scale(0) == scale(None) == pytest.approx(24**-0.5)
@@ -207,7 +207,7 @@ def test_normalized_v2_is_refused() -> None:
 def test_latent_sizes_of_real_models(shared: Path) -> None:
     def latent(name: str) -> Any:
         raw = json.loads((shared / "hf" / name / "config.json").read_text())
-        return parse_checkpoint_config(raw).latent
+        return latent_of(parse_checkpoint_config(raw))
 
     v3, lite = latent("DeepSeek-V3"), latent("DeepSeek-V2-Lite")
     assert round(v3.break_even) == 171  # DeepSeek-V3's sizes: 512 * 256 / (1088 - 320)
@@ -219,7 +219,7 @@ def test_latent_sizes_of_real_models(shared: Path) -> None:
 def test_half_a_head_rotates_in_glm() -> None:
     glm = {key: value for key, value in V3.items() if "lora" not in key and "qk" not in key and key != "v_head_dim"}
     args = read(glm, model_type="glm4_moe", head_dim=16, use_qk_norm=True, n_group=1, topk_group=1)
-    assert (args.rotary_dim, args.qk_norm) == (8, True)
+    assert (args.mixers[0].rotary_dim, args.mixers[0].qk_norm) == (8, True)
     nested = read(
         glm,
         model_type="glm4_moe",
@@ -228,7 +228,7 @@ def test_half_a_head_rotates_in_glm() -> None:
         topk_group=1,
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25},
     )
-    assert (nested.rotary_dim, nested.qk_norm) == (4, False)
+    assert (nested.mixers[0].rotary_dim, nested.mixers[0].qk_norm) == (4, False)
 
 
 def test_quantized_sizes_can_be_read() -> None:

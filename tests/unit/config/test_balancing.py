@@ -12,6 +12,7 @@ from quire.contracts.parallel import Parallel
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 
+from ...support.changed_args import with_experts, with_mixer
 from ...support.tiny_models import Tiny, tiny_config
 
 SPREAD = Parallel(tp=2, dp=4, experts=True)
@@ -64,7 +65,7 @@ def model(experts: int) -> ModelArgs:
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe")))
     assert args.moe is not None
     routing = replace(args.moe.routing, num_experts=experts)
-    return replace(args, num_heads=8, num_kv_heads=8, moe=replace(args.moe, routing=routing))
+    return with_experts(with_mixer(args, num_heads=8, num_kv_heads=8), routing=routing)
 
 
 @pytest.mark.parametrize(

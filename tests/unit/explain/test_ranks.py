@@ -9,7 +9,6 @@ import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -43,6 +42,7 @@ from quire.plan.report import PlanReport
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
+from ...support.changed_args import without_experts
 from ...support.full import full_rows
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.tiny_models import Tiny, random_model
@@ -545,6 +545,6 @@ def test_an_order_of_experts_that_changes_nothing_is_noted(folders: Folders, fla
     report = plan_engine(asked)
     args, said = report.plan.args, f"--expert-placement-strategy round_robin changes nothing: {why}"
     assert idle_notes(report.plan.meetings) == (f"{said}.",) and said in report.describe()["model"]["notes"]
-    (note,) = idle_notes(met(inputs_of(asked, replace(args, moe=None), "cuda")))
+    (note,) = idle_notes(met(inputs_of(asked, without_experts(args), "cuda")))
     assert note.endswith("the model has no experts.") and parallel_notes(args, asked.parallel) == ()
     assert met(inputs_of(EngineConfig.from_flat(**flags), args)) == ()

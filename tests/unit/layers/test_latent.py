@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
@@ -24,6 +25,7 @@ from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.weights.units import load_units
 
+from ...support.changed_args import latent_of
 from ...support.filled_models import sliced
 
 HEADS, HIDDEN, BLOCK = 4, 40, 8
@@ -72,12 +74,12 @@ class Case:
             {param.name: param for param in params},
             linear_plans(args, params, small.choices),
         )
-        self.layer = LatentAttention(args, AT[:-1], build)
+        self.layer = LatentAttention(latent_of(args), AT[:-1], 1e-6, build)
         self.layer.most_absorbed = {"absorbed": math.inf, "naive": 0.0}.get(form, self.layer.most_absorbed)
         self.norm = RMSNorm("norm", 1e-5, build)
         self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
         load(self.layer, self.theirs, params)
-        self.rotary = Rotary(args.rope, args.rotary_dim, torch.device("cpu"), width=args.rotary_dim)
+        self.rotary = Rotary(args.rope, args.mixers[0].rotary_dim, torch.device("cpu"), width=args.mixers[0].rotary_dim)
         self.args = args
 
     @torch.no_grad()
@@ -108,8 +110,7 @@ def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
 @torch.inference_mode()
 def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote."""
-    sizes = case.args.latent
-    assert sizes is not None
+    sizes = latent_of(case.args)
     blocks = torch.randperm(len(hidden) * 32).int().view(len(hidden), 32) + 1
     pages = torch.full((int(blocks.max()) + 1, 2, BLOCK, sizes.kv_rank + sizes.rope_dim), float("nan"))
     flat = pages.view(len(pages), 2, -1)
@@ -174,10 +175,10 @@ def args_of(**options: Any) -> ModelArgs:
 
 
 def test_the_form_follows_the_break_even() -> None:
-    sizes = args_of().latent
+    sizes = latent_of(args_of())
     assert sizes is not None
-    large = replace(sizes, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    assert 170 < large.break_even < 171 and replace(sizes, kv_rank=4).break_even == math.inf
+    large = structs.replace(sizes, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert 170 < large.break_even < 171 and structs.replace(sizes, kv_rank=4).break_even == math.inf
 
 
 def test_a_step_is_split_at_the_first_long_prompt() -> None:

@@ -30,6 +30,7 @@ from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.weights.units import load_units
 
+from ...support.changed_args import with_experts
 from ...support.fake_streams import fake_streams
 from ...support.filled_models import experts_plan
 from ...support.simulated_ranks import SIMULATED, owned
@@ -48,7 +49,7 @@ def seeded() -> Iterator[None]:
 def prefix(args: ModelArgs) -> str:
     """The beginning of the parameters' names in the first layer with experts."""
     assert args.moe is not None
-    return f"layers.{min(args.moe.layers)}.mlp."
+    return f"layers.{min(args.expert_layers)}.mlp."
 
 
 def block(family: str) -> tuple[ModelArgs, Any]:
@@ -71,7 +72,7 @@ def build_for(
         "cpu",
         str(dtype).removeprefix("torch."),
         ops=operations(args),
-        head_dim=args.head_dim,
+        head_dim=args.mixers[0].head_dim,
         forced={"linear": linear} if linear else None,
     )
     params = {param.name: param for param in layout(args, experts=experts)}
@@ -83,19 +84,23 @@ def build_for(
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
     at = prefix(args)
-    made, own = MoE(args, at[:-1], build), build.experts or range(theirs.experts.gate_up_proj.shape[0])
+    assert args.moe is not None
+    made, own = (
+        MoE(args.moe, at[:-1], args.hidden_size, build),
+        build.experts or range(theirs.experts.gate_up_proj.shape[0]),
+    )
     stored = {
         "router.weight": theirs.gate.weight,
         "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
         "experts.down": theirs.experts.down_proj[list(own)],
     }
-    if args.moe and args.moe.routing.bias:
+    if args.moe.routing.bias:
         stored["router.bias"] = theirs.gate.e_score_correction_bias
-    if args.moe and args.moe.shared_size:
+    if args.moe.shared_size:
         shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
         stored["shared.down.weight"] = shared.down_proj.weight
-    if args.moe and args.moe.shared_gate:
+    if args.moe.shared_gate:
         stored["shared_gate.weight"] = theirs.shared_expert_gate.weight
     params = [param for param in build.params.values() if param.name.startswith(at)]
     assert {param.name.removeprefix(at) for param in params} == stored.keys()
@@ -249,7 +254,8 @@ def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -
     on = "cpu" if kernel == "cpu" else "cuda"
     plan = experts_plan(args, "bfloat16", on, kernel, lambda need: "")
     build = replace(build_for(args, torch.bfloat16), device=torch.device(device), moe=plan)
-    assert MoE(args, prefix(args)[:-1], build).forks == forks
+    assert args.moe is not None
+    assert MoE(args.moe, prefix(args)[:-1], args.hidden_size, build).forks == forks
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -259,8 +265,7 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
     if linear == "cpu" and (why := missing_bf16()):
         pytest.skip(why)
     args, theirs = block("qwen3_moe")
-    assert args.moe is not None
-    args = replace(args, moe=replace(args.moe, router_float=exact))
+    args = with_experts(args, router_float=exact)
     theirs.gate.weight.zero_()
     theirs.gate.weight[3:5, 0] = 1.0
     theirs.gate.weight[4, 1] = 2.0**-9

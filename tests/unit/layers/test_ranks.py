@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.latent import LatentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
@@ -35,9 +36,9 @@ def arguments(family: str) -> ModelArgs:
 
 def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | None) -> DecoderBlock:
     """The last layer of a rank, of those with experts if there are any, with its slices of the checkpoint."""
-    layer = max(args.moe.layers) if args.moe else args.num_layers - 1
+    layer = max(args.expert_layers) if args.moe else args.num_layers - 1
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
-    kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
+    kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.mixers[0].head_dim)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     own = None if whole else tuple(rank.expert_ids)
     build = Build(
@@ -66,16 +67,17 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
 def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
-    rotary = Rotary(args.rope, args.rotary_dim, CPU, width=args.latent.rope_dim if args.latent else args.head_dim)
+    (mixer,) = args.mixers
+    rotary = Rotary(args.rope, mixer.rotary_dim, CPU, width=mixer.turned_dim)
     kv: KVView | LatentView
-    if args.latent:
+    if isinstance(mixer, LatentArgs):
         kv = LatentView(
-            torch.zeros(blocks + 1, 1, BLOCK, args.latent.kv_rank),
-            torch.zeros(blocks + 1, 1, BLOCK, args.latent.rope_dim),
+            torch.zeros(blocks + 1, 1, BLOCK, mixer.kv_rank),
+            torch.zeros(blocks + 1, 1, BLOCK, mixer.rope_dim),
         )
     else:
         heads = made.attention.num_kv_heads
-        kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, args.head_dim))
+        kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, mixer.head_dim))
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     meta = AttentionMeta(
         torch.tensor([0, TOKENS], dtype=torch.int32),

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.args.checkpoint import read_checkpoint_config
+from quire.args.families import FAMILIES as CONFIGURED
 from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
@@ -150,10 +150,10 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    geometry = resolve_geometry(kv_components(args, "float32"), args.num_layers, block)
+    geometry = resolve_geometry(kv_components(args.mixers[0], "float32"), args.num_layers, block)
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
     arena.data.view(torch.float32).fill_(torch.nan)
-    kv = kv_views(args, map(arena.views, range(args.num_layers)))
+    kv = kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers)))
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]

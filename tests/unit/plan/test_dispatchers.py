@@ -16,6 +16,8 @@ from quire.kernels.supports import SUPPORTS
 from quire.plan import dispatchers as module
 from quire.plan.dispatchers import Hardware, resolve_moe
 
+from ...support.changed_args import with_experts
+
 GPU = Hardware(
     device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"), ("ref", ""))
 )
@@ -64,7 +66,7 @@ def test_one_rank(model: ModelArgs) -> None:
         "  all-to-all + any: every rank already has the tokens that its experts need",
     ]
     assert model.moe is not None
-    assert plan(replace(model, moe=replace(model.moe, shared_size=0))).shared == "none"
+    assert plan(with_experts(model, shared_size=0)).shared == "none"
 
 
 @pytest.mark.parametrize(

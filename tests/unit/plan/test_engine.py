@@ -103,7 +103,10 @@ def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytes
         plan = planned(args, forced=forced)
         model = build_model(plan)
         load_dummy(model)
-        kv = [KVView(*torch.zeros(2, 2, args.num_kv_heads, 8, args.head_dim)) for _ in range(args.num_layers)]
+        kv = [
+            KVView(*torch.zeros(2, 2, args.mixers[0].num_kv_heads, 8, args.mixers[0].head_dim))
+            for _ in range(args.num_layers)
+        ]
         meta = AttentionMeta(
             torch.tensor([0, 4], dtype=torch.int32),
             torch.tensor([4], dtype=torch.int32),
@@ -133,7 +136,7 @@ def test_the_plan_of_experts_names_their_kernel_and_nothing_else_does(kernel: st
 def test_another_shape_in_a_plan_is_another_layer() -> None:
     """Half the width of a feed-forward layer: its two projections follow the parameters, not the configuration."""
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
-    plan, width = planned(args), args.intermediate_size // 2
+    plan, width = planned(args), args.layers[0].feed_forward.width // 2
     half = {param.name: param for param in planned(args, parallel=Parallel(tp=2)).params if ".mlp." in param.name}
     narrow = msgspec.structs.replace(plan, params=tuple(half.get(param.name, param) for param in plan.params))
     mlp = build_model(narrow).layers[0].mlp

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from quire.args.checkpoint import FAMILIES, parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.families import FAMILIES
 from quire.assemble.build import build_model
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
@@ -62,7 +63,9 @@ def test_a_family_without_a_row_of_its_own_is_told() -> None:
 
 
 def test_kv_components() -> None:
-    assert kv_components(ARGS, "bfloat16") == tuple(KVComponent(name, 2, 8, "bfloat16", 2) for name in ("k", "v"))
+    assert kv_components(ARGS.mixers[0], "bfloat16") == tuple(
+        KVComponent(name, 2, 8, "bfloat16", 2) for name in ("k", "v")
+    )
 
 
 def test_a_wrong_dtype_is_refused() -> None:

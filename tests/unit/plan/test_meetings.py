@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
@@ -27,6 +28,8 @@ from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, Ask
 from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
 from quire.plan.placement import parallel_sizes
+
+from ...support.changed_args import with_layers, with_mixer
 
 MOVES = EXAMPLES["EPLB"]
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -149,14 +152,15 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
     if more.pop("dense", False):
         args = parse_checkpoint_config(DRAFT)
     if heads := more.pop("heads", ()):
-        args = replace(args, num_heads=heads[0], num_kv_heads=heads[1])
+        args = with_mixer(args, num_heads=heads[0], num_kv_heads=heads[1])
     if layers := more.pop("layers", 0):
-        args = replace(args, num_layers=layers)
+        args = with_layers(args, layers)
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-        args = replace(args, latent=parse_checkpoint_config(raw).latent)
+        mixer = parse_checkpoint_config(raw).layers[0].mixer
+        args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
     if length := more.pop("length", 0):

@@ -1,7 +1,5 @@
 """Parts of the model by rank."""
 
-from dataclasses import replace
-
 import pytest
 
 from quire.args.checkpoint import ModelArgs
@@ -9,8 +7,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
-from quire.plan.placement import ranks, stages
+from quire.plan.placement import held_of, kv_heads, query_heads, ranks, stages
 
+from ...support.changed_args import with_mixer, without_experts
 from .test_collectives import args
 
 
@@ -39,14 +38,14 @@ def test_ranks_of_replicas_stages_and_places() -> None:
     found = list(ranks(args(), Parallel(tp=4, pp=2, dp=2, experts=True)))
     assert [rank.number for rank in found] == list(range(16))
     one = found[4 * 2 + 4 + 1]  # replica 1, stage 1, place 1
-    assert (one.replica, one.stage, one.place, one.layers, one.heads) == (1, 1, 1, (3, 6), (2, 4))
-    assert one.kv_heads == (0, 1), "two ranks share each of the two KV heads"
-    assert found[2].kv_heads == (1, 2)
+    assert (one.replica, one.stage, one.place, one.layers, query_heads(args(), one)) == (1, 1, 1, (3, 6), ((2, 4),))
+    assert kv_heads(args(), one) == ((0, 1),), "two ranks share each of the two KV heads"
+    assert kv_heads(args(), found[2]) == ((1, 2),)
     assert one.experts == (7, 8, 1), "the sixth of eight ranks of its stage, of which the first two have two experts"
     stage = [[*rank.expert_ids] for rank in found if rank.stage == 0]
     assert stage == [[0, 1], [2, 3], [4], [5], [6], [7], [8], [9]]
     assert [rank.last for rank in found] == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
-    assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
+    assert len({held_of(args(), rank) for rank in found}) == 4, "two stages, and ranks of one expert or two"
     sliced = list(ranks(args(), Parallel(tp=2)))
     assert [rank.expert_ids for rank in sliced] == [range(10)] * 2
 
@@ -57,7 +56,7 @@ def test_experts_in_turn() -> None:
     stage = [rank for rank in found if rank.stage == 1]
     assert [[*rank.expert_ids] for rank in stage] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
     assert all(stage[e % 4].expert_ids[e // 4] == e for e in range(10))
-    assert len({rank.kind for rank in found}) == 4 and [rank.number for rank in stage] == [2, 3, 6, 7]
+    assert len({held_of(args(), rank) for rank in found}) == 4 and [rank.number for rank in stage] == [2, 3, 6, 7]
     for alone in (Parallel(round_robin=True), Parallel(tp=2, round_robin=True)):
         assert [rank.expert_ids for rank in ranks(args(), alone)] == [range(10)] * alone.size
 
@@ -88,9 +87,9 @@ def test_sizes_that_do_not_fit(parallel: Parallel, said: str) -> None:
 def test_sizes_that_do_not_fit_heads_or_experts() -> None:
     check_parallel(args(), Parallel(tp=8, experts=True))
     with pytest.raises(ConfigError, match="3 KV heads can be neither .* evenly among 2 ranks: use -tp 1, 3, 6 or 12"):
-        check_parallel(replace(args(), num_kv_heads=3, num_heads=12), Parallel(tp=2))
+        check_parallel(with_mixer(args(), num_kv_heads=3, num_heads=12), Parallel(tp=2))
     with pytest.raises(ConfigError, match="has no experts"):
-        check_parallel(replace(args(), moe=None), Parallel(dp=2, experts=True))
+        check_parallel(without_experts(args()), Parallel(dp=2, experts=True))
 
 
 def test_only_sizes_that_differ_from_one_are_named() -> None:

@@ -134,13 +134,13 @@ def computed(model: Model, hidden: Tensor, first: int, caches: list[Any], layers
     meta = AttentionMeta(
         [0, len(rows)], [length], torch.zeros(1, 1, dtype=torch.int32), rows, row_positions=rows, decode_len=0
     )
-    ctx = StepContext(rows + first, (meta,), kv_views(model.args, caches))
+    ctx = StepContext(rows + first, (meta,), kv_views([one.mixer for one in model.held], caches))
     return run_layers(model, hidden, ctx, layers)
 
 
 def empty_caches(model: Model, length: int) -> list[tuple[Tensor, ...]]:
     return [
-        tuple(torch.zeros(1, c.num_heads, length, c.head_dim) for c in kv_components(model.args, "float32"))
+        tuple(torch.zeros(1, c.num_heads, length, c.head_dim) for c in kv_components(model.args.mixers[0], "float32"))
         for _ in model.layers
     ]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import DenseArgs, GroupedArgs
 from quire.kernels.attention import KVView
 from quire.kernels.select import Kernels
 
@@ -75,10 +76,23 @@ class KernelSetup:
         return self.dtype.itemsize
 
     @property
+    def attention(self) -> GroupedArgs:
+        """The model's first mixer, whose shapes are measured. Raises StopIteration for one without attention heads."""
+        return next(one for one in self.args.mixers if isinstance(one, GroupedArgs))
+
+    @property
+    def inner(self) -> int:
+        """Numbers inside the model's first dense MLP; of a model without one, inside a token's experts."""
+        parts = [one.feed_forward for one in self.args.layers]
+        dense = next((one.width for one in parts if isinstance(one, DenseArgs)), 0)
+        moe = self.args.moe
+        return dense or (moe.routing.top_k * moe.expert_size if moe else 0)
+
+    @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of a layer's projections and of the head, by name."""
-        args, hidden, inner = self.args, self.args.hidden_size, self.args.intermediate_size
-        q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        args, hidden, inner, attention = self.args, self.args.hidden_size, self.inner, self.attention
+        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         return {
             "qkv": (q + 2 * kv, hidden),
             "o": (hidden, q),

@@ -41,7 +41,7 @@ def norm_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
 def activation_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases of silu(gate) * up."""
-    size = setup.args.intermediate_size
+    size = setup.inner
 
     def pair(rows: int) -> Pair:
         x = setup.randn(rows, 2 * size)
@@ -62,7 +62,7 @@ def heads_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
     The written cache is compared, too.
     """
-    args, size = setup.args, setup.block_size
+    args, size = setup.attention, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
 
@@ -144,7 +144,7 @@ def shared_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 def _attention_case(setup: KernelSetup, sizes: tuple[int, int, int], front: int) -> KernelCase:
     """Make an attention case. `sizes`: sequences, new tokens of each, context of each; `front`: shared blocks."""
     (seqs, new, context), size, device = sizes, setup.block_size, setup.device
-    heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
+    heads, kv_heads, dim = setup.attention.num_heads, setup.attention.num_kv_heads, setup.attention.head_dim
 
     def pairs(count: int) -> list[Pair]:
         own = -(-context // size) - front
@@ -177,7 +177,7 @@ def _attention_case(setup: KernelSetup, sizes: tuple[int, int, int], front: int)
 
 def _attention_pair(setup: KernelSetup, kv: KVView, meta: AttentionMeta, sizes: tuple[int, int, int]) -> Pair:
     seqs, new, context = sizes
-    heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
+    heads, kv_heads, dim = setup.attention.num_heads, setup.attention.num_kv_heads, setup.attention.head_dim
     q, attend = setup.randn(seqs * new, heads, dim), setup.kernels.attention.paged_attention
     k, v = (
         part[meta.block_tables.long()].transpose(1, 2).reshape(seqs, kv_heads, -1, dim)[:, :, :context].contiguous()

@@ -52,7 +52,7 @@ def _linear_pair(setup: KernelSetup, scheme: Scheme, n: int, k: int, rows: int) 
 
 def expert_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases of experts with integer weights: those of the model, or 16 with a quarter of a dense model's MLP."""
-    moe, hidden, inner, count, k = setup.args.moe, setup.args.hidden_size, setup.args.intermediate_size // 4, 16, 4
+    moe, hidden, inner, count, k = setup.args.moe, setup.args.hidden_size, setup.inner // 4, 16, 4
     if moe:
         inner, count, k = moe.expert_size, moe.routing.num_experts, moe.routing.top_k
     for words, scheme in SCHEMES.items():

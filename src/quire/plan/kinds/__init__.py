@@ -4,24 +4,39 @@
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
-`mixer` and `feed_forward` are the only places that ask the arguments of a model for the kind of a layer.
+`MIXERS` and `FEED_FORWARDS` are the only places of the plan that ask for the kind of a layer.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from quire.args.checkpoint import ModelArgs
+from quire.args.experts import MoEArgs
+from quire.args.latent import LatentArgs
+from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
 
+MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {GroupedArgs: GroupedKind, LatentArgs: LatentKind}
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
+    DenseArgs: DenseKind,
+    MoEArgs: ExpertsKind,
+}
 
-def mixer(args: ModelArgs) -> Mixer:
-    """Return the kind of the mixers of a model's layers."""
-    return GroupedKind(args) if args.latent is None else LatentKind(args, args.latent)
+
+def mixer(args: MixerArgs) -> Mixer:
+    """Return the kind of a layer's mixer."""
+    return MIXERS[type(args)](args)
 
 
-def feed_forward(args: ModelArgs, layer: int) -> FeedForward:
-    """Return the kind of the feed-forward part of a layer. A draft layer is as the last layers are."""
-    if args.moe is not None and args.has_experts(layer):
-        return ExpertsKind(args, args.moe)
-    return DenseKind("mlp.", args.intermediate_size, args.mlp_bias)
+def feed_forward(args: FeedForwardArgs) -> FeedForward:
+    """Return the kind of a layer's feed-forward part."""
+    return FEED_FORWARDS[type(args)](args)
+
+
+def mixers(args: ModelArgs) -> tuple[Mixer, ...]:
+    """Return the kinds of the mixers of a model, each kind and size once, in the order of the layers."""
+    return tuple(map(mixer, args.mixers))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from quire.args.checkpoint import ModelArgs
 from quire.args.eagle import EagleArgs
 from quire.contracts.params import Param
-from quire.plan.kinds import feed_forward, mixer
+from quire.plan.kinds import feed_forward, mixer, mixers
 from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows
 
 AT = "layers.{i}."
@@ -14,9 +14,9 @@ AT = "layers.{i}."
 def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
     """Yield the parameters of a decoder layer: norm, mixer, norm, feed-forward part."""
     yield write.norm(AT + "attention_norm.weight", layer)
-    yield from mixer(args).params(write, layer, args.hidden_size)
+    yield from mixer(args.layers[layer].mixer).params(write, layer, args.hidden_size)
     yield write.norm(AT + "mlp_norm.weight", layer)
-    yield from feed_forward(args, layer).params(write, layer)
+    yield from feed_forward(args.layers[layer].feed_forward).params(write, layer)
 
 
 def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
@@ -25,8 +25,8 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
     if drafts:
         yield from (Call("norm.rms_norm", ("token_norm.weight",)), Call("norm.rms_norm", ("state_norm.weight",)))
         yield Call("linear.run", ("join.weight",))
-    yield from mixer(args).calls(step)
-    yield from feed_forward(args, layer).calls(step)
+    yield from mixer(args.layers[layer].mixer).calls(step)
+    yield from feed_forward(args.layers[layer].feed_forward).calls(step)
     if drafts:
         yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
 
@@ -51,14 +51,20 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
         yield write.param(AT + "join.bias", rows, layer=0)
     for norm in ("token_norm", "state_norm") if reads else ():
         yield write.norm(f"{AT}{norm}.weight", 0)
-    yield from mixer(args).params(write, 0, 2 * hidden if reads else hidden)
+    yield from mixer(args.layers[0].mixer).params(write, 0, 2 * hidden if reads else hidden)
     yield write.norm(AT + "mlp_norm.weight", 0)
-    yield from feed_forward(args, 0).params(write, 0)
+    yield from feed_forward(args.layers[0].feed_forward).params(write, 0)
     if reads:
         yield write.norm("norm.weight")
         yield write.param("head.weight", {"": vocab}, hidden, shard="rows")
     if reads and args.vocab_size != eagle.vocab_size:
         yield write.param("ids.offsets", {"": StoredRows(args.vocab_size)}, dtype="float32")
+
+
+def widest(args: ModelArgs) -> int:
+    """Return the most numbers that a token has inside a layer, of all ranks, without those of routed experts."""
+    inside = ((mixer(one.mixer).width, feed_forward(one.feed_forward).width) for one in set(args.layers))
+    return max(max(both) for both in inside)
 
 
 def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
@@ -67,4 +73,10 @@ def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
     blends   True: its KV is reused at other positions, too
     """
     more = ("routing",) * (args.moe is not None) + ("blend",) * blends
-    return ("norm", *mixer(args).operations, "activation", "linear", *more)
+    return (
+        "norm",
+        *dict.fromkeys(name for kind in mixers(args) for name in kind.operations),
+        "activation",
+        "linear",
+        *more,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from quire.args.layers import DenseArgs
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import Call, Features, LayerStep, ParamWriter, StoredRows, added, normed, weights
 
@@ -9,12 +10,16 @@ from quire.plan.kinds.interfaces import Call, Features, LayerStep, ParamWriter, 
 class DenseKind:
     """A gated MLP; a `FeedForward`.
 
-    at      its name below the layer, with a dot behind, such as "mlp."
-    width   numbers between gate and down
+    at   its name below the layer, with a dot behind
     """
 
-    def __init__(self, at: str, width: int, bias: bool = False) -> None:
-        self._at, self._width, self._bias = at, width, bias
+    def __init__(self, args: DenseArgs, at: str = "mlp.") -> None:
+        self._at, self._width, self._bias = at, args.width, args.bias
+
+    @property
+    def width(self) -> int:
+        """Numbers between gate and down."""
+        return self._width
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield the fused gate and up, and down."""

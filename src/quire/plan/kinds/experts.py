@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
+from quire.args.layers import DenseArgs
 from quire.contracts.params import Param
 from quire.plan.kinds.dense import DenseKind, gated
 from quire.plan.kinds.interfaces import SUM, Call, LayerStep, ParamWriter, StoredRows, product
@@ -14,8 +14,13 @@ AT = "layers.{i}.mlp."
 class ExpertsKind:
     """A mixture of experts; a `FeedForward`."""
 
-    def __init__(self, args: ModelArgs, moe: MoEArgs) -> None:
-        self._args, self._moe = args, moe
+    def __init__(self, args: MoEArgs) -> None:
+        self._moe = args
+
+    @property
+    def width(self) -> int:
+        """Numbers between gate and down of the shared experts; see `MoEPlan` for those of the others."""
+        return self._moe.shared_size
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
@@ -29,7 +34,7 @@ class ExpertsKind:
         yield write.param(AT + "experts.gate_up", gates, hidden, shard="experts", layer=layer)
         yield write.param(AT + "experts.down", downs, width, columns=own, shard="experts", layer=layer)
         if moe.shared_size:
-            yield from DenseKind("mlp.shared.", moe.shared_size).params(write, layer)
+            yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
             yield write.param(AT + "shared_gate.weight", {"": StoredRows(1)}, hidden, layer=layer)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs
+from quire.args.layers import GroupedArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
@@ -16,35 +16,46 @@ class GroupedKind:
     """Grouped-query attention; a `Mixer`."""
 
     operations = ("heads", "attention")
-    prompts = 0
+    prompts = past = 0
+    sizes = None
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: GroupedArgs) -> None:
         self._args = args
 
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield the fused q, k and v, the norms of heads, and the output."""
-        args, rank, dim = self._args, write.rank, self._args.head_dim
-        order = head_order(args.rotary_dim, dim)
+        args, (tp, place), dim = self._args, (write.rank.tp, write.rank.place), self._args.head_dim
+        order, kv_heads = head_order(args.rotary_dim, dim), self.kv_heads(tp, place)
 
         def rows(heads: int, own: tuple[int, int], order: tuple[int, ...]) -> StoredRows:
             return StoredRows(heads * dim, own[0] * dim, (own[1] - own[0]) * dim, order)
 
         parts = {
-            "q": rows(args.num_heads, rank.heads, order),
-            "k": rows(args.num_kv_heads, rank.kv_heads, order),
-            "v": rows(args.num_kv_heads, rank.kv_heads, ()),
+            "q": rows(args.num_heads, share(args.num_heads, tp, place), order),
+            "k": rows(args.num_kv_heads, kv_heads, order),
+            "v": rows(args.num_kv_heads, kv_heads, ()),
         }
         yield write.param(AT + "qkv.weight", parts, width, shard="rows", layer=layer)
-        if args.attention_bias:
+        if args.input_bias:
             yield write.param(AT + "qkv.bias", parts, shard="rows", layer=layer)
         for side in ("q", "k") if args.qk_norm else ():
             yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
 
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self._args.num_heads
+
+    @property
+    def width(self) -> int:
+        """Numbers of all query heads."""
+        return self._args.num_heads * self._args.head_dim
+
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return keys and values, each [kv head][token][head_dim]."""
-        heads = self._args.num_kv_heads if rank is None else rank.kv_heads[1] - rank.kv_heads[0]
-        return tuple(KVComponent(name, heads, self._args.head_dim, dtype, item_bytes) for name in ("k", "v"))
+        first, end = (0, self._args.num_kv_heads) if rank is None else self.kv_heads(rank.tp, rank.place)
+        return tuple(KVComponent(name, end - first, self._args.head_dim, dtype, item_bytes) for name in ("k", "v"))
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the KV heads of a rank; several ranks hold the same heads when there are fewer heads than ranks."""
@@ -59,7 +70,7 @@ class GroupedKind:
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the preparation of heads, attention, and the output."""
         args = self._args
-        yield from normed("attention_norm.weight", weights("attention.qkv", args.attention_bias), step.linear)
+        yield from normed("attention_norm.weight", weights("attention.qkv", args.input_bias), step.linear)
         yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
         yield from added("attention.output", args.output_bias, step)
@@ -74,5 +85,5 @@ class GroupedKind:
             "head_dim": args.head_dim,
             "value_dim": args.head_dim,
             "qk_norm": args.qk_norm,
-            "bias": args.attention_bias,
+            "bias": args.input_bias,
         }

@@ -122,6 +122,22 @@ class Mixer(Protocol):
     def prompts(self) -> int:
         """Most tokens of a step with prompts that is captured as a CUDA graph; 0: no limit."""
 
+    @property
+    def past(self) -> int:
+        """Tokens before those of the step in which a prompt costs the most memory."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of all ranks."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's queries, of all ranks."""
+
+    @property
+    def sizes(self) -> dict[str, Any] | None:
+        """Plain values about what it compresses, for `explain`; None: nothing."""
+
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield its parameters on a rank. width: of its input."""
 
@@ -143,6 +159,10 @@ class Mixer(Protocol):
 
 class FeedForward(Protocol):
     """A kind of feed-forward part: it reads a token alone."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token between its two projections, of all ranks; 0: it has none that every token passes."""
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield its parameters on a rank."""

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs
+from msgspec import structs
+
 from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank
@@ -12,6 +13,8 @@ from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows, added, normed
 
 AT = "layers.{i}.attention."
+NEVER = 1 << 30  # query rows: a number for JSON
+LATENT_CONTEXT = 32768  # tokens before the largest step: their expansion fills the workspace
 LATENT_TOKENS = 1024  # of a captured step with prompts: they are absorbed, which costs more the longer they are
 
 
@@ -19,18 +22,17 @@ class LatentKind:
     """Multi-head latent attention; a `Mixer`."""
 
     operations = ("latent",)
-    prompts = LATENT_TOKENS
+    prompts, past = LATENT_TOKENS, LATENT_CONTEXT
 
-    def __init__(self, args: ModelArgs, sizes: LatentArgs) -> None:
-        self._args, self._sizes = args, sizes
+    def __init__(self, args: LatentArgs) -> None:
+        self._sizes = args
 
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield the compressions of queries and of keys and values with their norms, the expansions, and the output."""
-        args, sizes, rank = self._args, self._sizes, write.rank
-        heads, first = rank.heads[1] - rank.heads[0], rank.heads[0]
-        turned, plain = _halves(sizes.rope_dim) if sizes.interleaved else (), args.head_dim - sizes.rope_dim
+        sizes, (first, heads) = self._sizes, write.share(self._sizes.num_heads)
+        turned, plain = _halves(sizes.rope_dim) if sizes.interleaved else (), sizes.nope_dim
         order = _behind(plain, turned)
-        q = StoredRows(args.num_heads * args.head_dim, first * args.head_dim, heads * args.head_dim, order)
+        q = StoredRows(sizes.num_heads * sizes.head_dim, first * sizes.head_dim, heads * sizes.head_dim, order)
         down = {"q_down": StoredRows(sizes.q_rank)} if sizes.q_rank else {"q": q}
         down["kv"] = StoredRows(sizes.kv_rank + sizes.rope_dim, order=_behind(sizes.kv_rank, turned))
         yield write.param(AT + "down.weight", down, width, shard="" if sizes.q_rank else "rows", layer=layer)
@@ -39,10 +41,28 @@ class LatentKind:
             yield write.param(AT + "q.weight", {"": q}, sizes.q_rank, shard="rows", layer=layer)
         yield write.norm(AT + "kv_norm.weight", layer, sizes.kv_rank)
         up, v_dim = sizes.nope_dim + sizes.v_dim, sizes.v_dim
-        rows = {"": StoredRows(args.num_heads * up, first * up, heads * up)}
+        rows = {"": StoredRows(sizes.num_heads * up, first * up, heads * up)}
         yield write.param(AT + "kv_up.weight", rows, sizes.kv_rank, shard="rows", layer=layer)
         values = StoredRows(0, first * v_dim, heads * v_dim)
-        yield from write.output(AT + "output.", args.num_heads * v_dim, values, False, layer)
+        yield from write.output(AT + "output.", sizes.num_heads * v_dim, values, False, layer)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self._sizes.num_heads
+
+    @property
+    def width(self) -> int:
+        """Numbers of all query heads."""
+        return self._sizes.num_heads * self._sizes.head_dim
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of latents, and the number of query tokens from which they are expanded."""
+        break_even = min(self._sizes.break_even, NEVER)
+        sizes = structs.asdict(self._sizes) | {"break_even": break_even}
+        del sizes["num_heads"]  # among `facts`
+        return sizes
 
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return the latent and the rotated key, which all heads share."""
@@ -71,19 +91,19 @@ class LatentKind:
         yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
         if many:
             yield Call("latent.expanded", up.parameters, many)
-        yield from added("attention.output", self._args.output_bias, step)
+        yield from added("attention.output", False, step)
 
     def facts(self) -> dict[str, Any]:
         """Return heads and sizes."""
-        args = self._args
+        sizes = self._sizes
         return {
             "kind": "latent",
-            "heads": args.num_heads,
+            "heads": sizes.num_heads,
             "kv_heads": None,
-            "head_dim": args.head_dim,
-            "value_dim": self._sizes.v_dim,
-            "qk_norm": args.qk_norm,
-            "bias": args.attention_bias,
+            "head_dim": sizes.head_dim,
+            "value_dim": sizes.v_dim,
+            "qk_norm": False,
+            "bias": False,
         }
 
 

@@ -5,7 +5,7 @@ from string import Formatter
 
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.step import CHECK_LAYER
-from quire.plan.kinds import mixer
+from quire.plan.kinds import mixers
 from quire.plan.meeting_rows import features
 from quire.plan.meeting_rows.records import Inputs
 
@@ -22,8 +22,8 @@ def listed_or(words: list[str]) -> str:
 
 
 def _fitting_tp(i: Inputs) -> str:
-    heads, kind = i.model.num_heads, mixer(i.model)
-    fits = [heads % tp == 0 and kind.divides(tp) for tp in range(1, heads + 1)]
+    kinds, most = mixers(i.model), min(kind.num_heads for kind in mixers(i.model))
+    fits = [all(kind.num_heads % tp == 0 and kind.divides(tp) for kind in kinds) for tp in range(1, most + 1)]
     return listed_or([str(tp) for tp, good in enumerate(fits, 1) if good])
 
 
@@ -59,8 +59,8 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "hosts": lambda i: i.config.hosts.nnodes,
     "local": lambda i: i.config.hosts.data_parallel_size_local,
     "fitting_hosts": _fitting_hosts,
-    "heads": lambda i: i.model.num_heads,
-    "kv_heads": lambda i: i.model.num_kv_heads,
+    "heads": lambda i: listed_or([str(kind.num_heads) for kind in mixers(i.model)]),
+    "kv_heads": lambda i: listed_or([str(end) for _, end in (kind.kv_heads(1, 0) for kind in mixers(i.model))]),
     "fitting_tp": _fitting_tp,
     "layers": lambda i: i.model.num_layers,
     "last_layer": lambda i: i.model.num_layers - 1,

@@ -9,7 +9,8 @@ from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.contracts.step import CHECK_LAYER
-from quire.plan.kinds import mixer
+from quire.plan.kinds import mixers
+from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
@@ -105,8 +106,12 @@ def _odd_stages(i: Inputs, model: ModelArgs) -> bool:
     return len(i.parallel.layers) != i.parallel.pp or sum(i.parallel.layers) != model.num_layers
 
 
-def _odd_kv_heads(i: Inputs, model: ModelArgs) -> bool:
-    return model.num_heads % i.parallel.tp == 0 and not mixer(model).divides(i.parallel.tp)
+def _uneven_heads(i: Inputs, model: ModelArgs) -> bool:
+    return any(kind.num_heads % i.parallel.tp for kind in mixers(model))
+
+
+def _uneven_kv_heads(i: Inputs, model: ModelArgs) -> bool:
+    return not _uneven_heads(i, model) and not all(kind.divides(i.parallel.tp) for kind in mixers(model))
 
 
 def _odd_slots(i: Inputs) -> bool:
@@ -160,10 +165,8 @@ RANKS: Mapping[str, Feature] = {
     "layer partition": Feature(lambda i: bool(i.parallel.layers), "layers of each stage", "--pipeline-layer-partition"),
     "other layers": Feature(of_model(_odd_stages), "stages or layers of another number"),
     "fewer layers": Feature(of_model(lambda i, m: i.parallel.pp > m.num_layers), "fewer layers than stages"),
-    "uneven heads": Feature(
-        of_model(lambda i, m: m.num_heads % i.parallel.tp > 0), "attention heads that ranks cannot share equally"
-    ),
-    "uneven KV heads": Feature(of_model(_odd_kv_heads), "KV heads that ranks can neither share nor copy equally"),
+    "uneven heads": Feature(of_model(_uneven_heads), "attention heads that ranks cannot share equally"),
+    "uneven KV heads": Feature(of_model(_uneven_kv_heads), "KV heads that ranks can neither share nor copy equally"),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
@@ -222,7 +225,7 @@ CACHE: Mapping[str, Feature] = {
     "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
     "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a sliding window"),
     "latent attention on a GPU": Feature(
-        of_model(lambda i, m: i.device == "cuda" and m.latent is not None), "latent attention on a GPU"
+        of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"

@@ -1,0 +1,71 @@
+"""Reader of grouped-query attention in config.json. No torch."""
+
+from quire.args.families import Family
+from quire.args.keys import Keys
+from quire.args.layers import GroupedArgs
+from quire.args.rope import RopeArgs, rope_settings
+
+
+def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
+    """Return the grouped-query attention that config.json describes. Raises ModelError or UnsupportedModel."""
+    heads = keys.size("num_attention_heads")
+    kv_heads = _kv_heads(keys, family, heads)
+    head_dim = _head_dim(keys, family, keys.size("hidden_size"), heads)
+    bias = keys.flag("attention_bias") if "attention_bias" in family.keys else False
+    return GroupedArgs(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(keys, family, head_dim, rope),
+        input_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias if family.output_bias is None else family.output_bias,
+        qk_norm=keys.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm,
+    )
+
+
+def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> int:
+    """Return the number of rotated dimensions of a head. Their two halves come first in the checkpoint."""
+    nested = rope_settings(keys)
+    if "partial_rotary_factor" not in family.keys:
+        if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
+            raise keys.unsupported(
+                f"partial_rotary_factor={nested['partial_rotary_factor']} is not implemented for "
+                "this family: use another model."
+            )
+        return head_dim
+    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
+    rotated = int(head_dim * part)
+    if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
+        raise keys.unsupported(
+            f"partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
+            f"with rope type {rope.kind!r}: use another model."
+        )
+    return rotated
+
+
+def _kv_heads(keys: Keys, family: Family, heads: int) -> int:
+    if keys.get("num_key_value_heads") is None and (family.one_kv_head_each or "num_key_value_heads" in keys):
+        return heads
+    kv_heads = keys.size("num_key_value_heads")
+    if heads % kv_heads:
+        raise keys.wrong(
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: correct the file."
+        )
+    return kv_heads
+
+
+def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
+    if keys.get("head_dim") is not None:
+        head_dim = keys.size("head_dim")
+    elif family.default_head_dim is not None and "head_dim" not in keys:
+        head_dim = family.default_head_dim
+    elif hidden % heads:
+        raise keys.wrong(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
+            "head_dim is missing: correct the file."
+        )
+    else:
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise keys.wrong(f"head_dim={head_dim} is odd, and rotary positions need pairs: correct the file.")
+    return head_dim

@@ -1,0 +1,46 @@
+"""A model's arguments with another mixer, other experts or fewer layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from quire.args.checkpoint import ModelArgs
+from quire.args.experts import MoEArgs
+from quire.args.latent import LatentArgs
+from quire.args.layers import DenseArgs, LayerArgs
+
+
+def with_mixer(args: ModelArgs, **changes: Any) -> ModelArgs:
+    """Change the mixers of all layers."""
+    return replace(
+        args, layers=tuple(structs.replace(one, mixer=structs.replace(one.mixer, **changes)) for one in args.layers)
+    )
+
+
+def with_experts(args: ModelArgs, **changes: Any) -> ModelArgs:
+    """Change the experts of all layers that have experts."""
+
+    def changed(one: LayerArgs) -> LayerArgs:
+        moe = one.feed_forward
+        return structs.replace(one, feed_forward=structs.replace(moe, **changes)) if isinstance(moe, MoEArgs) else one
+
+    return replace(args, layers=tuple(map(changed, args.layers)))
+
+
+def without_experts(args: ModelArgs) -> ModelArgs:
+    """Give all layers a dense feed-forward part."""
+    return replace(args, layers=tuple(structs.replace(one, feed_forward=DenseArgs(width=64)) for one in args.layers))
+
+
+def with_layers(args: ModelArgs, count: int) -> ModelArgs:
+    """Repeat or drop layers, so that there are `count`, and none that predicts several tokens."""
+    own = args.layers[: args.num_layers]
+    return replace(args, layers=tuple(own[i % len(own)] for i in range(count)), extra_layers=0, draft_layers=0)
+
+
+def latent_of(args: ModelArgs) -> LatentArgs:
+    """The latent attention of a model whose layers all have the same."""
+    (mixer,) = args.mixers
+    assert isinstance(mixer, LatentArgs)
+    return mixer
