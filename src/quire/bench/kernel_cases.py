@@ -31,6 +31,7 @@ from quire.kernels.cases.quantized import expert_cases, quantized_cases
 from quire.kernels.sampling import ref, triton
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.sampling.table import SamplingTable
+from quire.layers.context import StepContext
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
@@ -52,6 +53,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
     def pair(name: str, rows: int) -> Pair:
         (n, k), gated, added = shapes[name], name == "gate_up", name in ("o", "down")
         layer, weight = (GatedLinear if gated else Linear)(name, build), setup.randn(n, k, scale=k**-0.5)
+        step = StepContext(torch.empty(0, dtype=torch.int64), (), [])  # read by no projection of one request
         norm, x, residual = RMSNorm("norm", EPS, build), setup.randn(rows, k), setup.randn(rows, n)
         norm.take({"weight": setup.randn(k)}, 0)
         layer.take({"weight": weight.clone()}, 0)
@@ -61,7 +63,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
             y = F.linear(x if added else F.rms_norm(x, (k,), norm.weight, EPS), weight)
             return residual + y if added else F.silu(y[:, : n // 2]) * y[:, n // 2 :] if gated else y
 
-        return Pair(lambda: layer.add(x, ours) if added else layer.normed(x, norm), library)
+        return Pair(lambda: layer.add(x, ours, step) if added else layer.normed(x, norm, step), library)
 
     for name, words in (("qkv", "norm"), ("o", "add"), ("gate_up", "norm, gate"), ("down", "add")):
         n, k = shapes[name]

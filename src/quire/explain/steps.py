@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import KVView
+from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.latent import LatentAttention
 from quire.layers.moe import MoE
@@ -77,10 +78,10 @@ def _on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
     """Record the input of a projection, and its product without the residual."""
     add = linear.add
 
-    def tapped(x: Tensor, residual: Tensor) -> Tensor:
+    def tapped(x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
         keep(given, x)
-        keep(step, add(x.clone(), torch.zeros_like(residual)))
-        result: Tensor = add(x, residual)
+        keep(step, add(x.clone(), torch.zeros_like(residual), ctx))
+        result: Tensor = add(x, residual, ctx)
         return result
 
     linear.add = tapped
@@ -183,9 +184,9 @@ def _watch_shared(shared: Any, keep: Any) -> None:
         inner[:] = [result]
         keep("shared gate_proj, up_proj", result)
 
-    def tapped(x: Tensor, residual: Tensor) -> Tensor:
-        keep("shared down_proj", add(inner[0].clone(), torch.zeros_like(residual)))
-        result: Tensor = add(x, residual)
+    def tapped(x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
+        keep("shared down_proj", add(inner[0].clone(), torch.zeros_like(residual), ctx))
+        result: Tensor = add(x, residual, ctx)
         return result
 
     shared.gate_up.register_forward_hook(projected)

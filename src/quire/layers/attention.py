@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
         Writes the step's keys and values to `kv` before attention reads them.
         """
-        return self.attend(self.qkv.normed(hidden, norm), hidden, rotation, ctx, kv)
+        return self.attend(self.qkv.normed(hidden, norm, ctx), hidden, rotation, ctx, kv)
 
     def attend(self, qkv: Tensor, residual: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
         """Return residual [T, hidden] + the attention of queries, keys and values [T, .]. See `forward`."""
@@ -45,4 +45,4 @@ class Attention(nn.Module):
         meta = ctx.attention[self.group]
         q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *rotation, kv, meta.kv_slots)
         attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window)
-        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual)
+        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual, ctx)

@@ -79,7 +79,7 @@ class DraftLayer(nn.Module):
 
     def forward(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and hidden states of the tokens before, both [T, hidden] -> [T, hidden]."""
-        joined = self.join(torch.cat((self.token_norm(tokens), self.state_norm(states)), -1))
+        joined = self.join(torch.cat((self.token_norm(tokens), self.state_norm(states)), -1), ctx)
         hidden: Tensor = self.block(joined, rotation, ctx, kv)
         return hidden
 

@@ -51,12 +51,12 @@ class EagleLayer(nn.Module):
         It may reuse the memory of `states`.
         """
         if self.token_norm is None:
-            joined = residual = self.join(torch.cat((tokens, states), -1))
+            joined = residual = self.join(torch.cat((tokens, states), -1), ctx)
         else:
             normed = self.state_norm(states)
             joined = torch.cat((self.token_norm(tokens), normed), -1)
             residual = normed if self.eagle.norm_residual else states
-        hidden = self.attention.attend(self.attention.qkv(joined), residual, rotation, ctx, kv)
+        hidden = self.attention.attend(self.attention.qkv(joined, ctx), residual, rotation, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
@@ -66,11 +66,11 @@ class EagleLayer(nn.Module):
         for place, layer in enumerate(reads):
             layers[layer].register_forward_pre_hook(partial(self._keep, place))
 
-    def joined(self) -> Tensor:
+    def joined(self, ctx: StepContext) -> Tensor:
         """Return the states [T, hidden] of the step's tokens, of an EAGLE-3 head."""
         seen = [state for state in self._seen if state is not None]
         self._seen = [None] * len(seen)
-        states: Tensor = self.join(torch.cat(seen, -1))
+        states: Tensor = self.join(torch.cat(seen, -1), ctx)
         return states
 
     def _keep(self, place: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:

@@ -89,11 +89,11 @@ class LatentAttention(nn.Module):
         """
         sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
         up = self.kv_up.weight
-        down = self.down.normed(hidden, norm)
+        down = self.down.normed(hidden, norm, ctx)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
         if self.q is not None and self.q_norm is not None:
-            q = self.q.normed(q, self.q_norm)
+            q = self.q.normed(q, self.q_norm, ctx)
         q = self.kernel.prepare(
             q.unflatten(1, (self.num_heads, -1)),
             latent,
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
             self._absorb(q[:rows], up, kv, few, out[:rows])
         if naive:
             self.kernel.expanded(q, up, kv, replace(meta, prompts=naive), sizes.scale, out)
-        return self.output.add(out.flatten(1), hidden)
+        return self.output.add(out.flatten(1), hidden, ctx)
 
     def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
         """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V]."""

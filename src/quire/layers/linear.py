@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.pack.matrix import moved
-from quire.layers.context import Build
+from quire.layers.context import Build, StepContext
 from quire.layers.norm import RMSNorm
 
 
@@ -32,7 +32,8 @@ class Linear(nn.Module):
     """This rank's slice of a projection, [T, in_features] -> [T, out_features].
 
     With a slice of rows, each rank computes some of the outputs. With a slice of columns, each rank has some of the
-    inputs and its results are partial: `add` sums them over the ranks.
+    inputs and its results are partial: `add` sums them over the ranks. Every product gets the step, which tells what
+    rows belong to: a projection may depend on the request.
     """
 
     packed: PackedLinear
@@ -48,26 +49,26 @@ class Linear(nn.Module):
     def take(self, tensors: dict[str, Any], place: int) -> None:
         self.packed = pack_linear(self.kernel.pack, tensors, self.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
         if "norm" not in self.features:
-            return self(norm(x))
+            return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.tp is not None:
-            return self.tp.add(self(x), residual)
+            return self.tp.add(self(x, ctx), residual)
         if "add" in self.features:
             y: Tensor = self.kernel.run_add(x, *self.packed, residual)
             return y
-        return residual + self(x)
+        return residual + self(x, ctx)
 
 
 class GatedLinear(Linear):
@@ -84,17 +85,17 @@ class GatedLinear(Linear):
     def take(self, tensors: dict[str, Any], place: int) -> None:
         self.packed = pack_linear(self.kernel.pack_gated if self.fused else self.kernel.pack, tensors, self.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
         if not self.fused:
-            gated: Tensor = self.activation.silu_mul(super().forward(x))
+            gated: Tensor = self.activation.silu_mul(super().forward(x, ctx))
             return gated
         y: Tensor = self.kernel.run_gated(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
         if not self.fused or "norm" not in self.features:
-            return self(norm(x))
+            return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed)
         return y

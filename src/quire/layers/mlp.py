@@ -17,4 +17,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """Return hidden + mlp(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
-        return self.down.add(self.gate_up.normed(hidden, norm), hidden)
+        return self.down.add(self.gate_up.normed(hidden, norm, ctx), hidden, ctx)

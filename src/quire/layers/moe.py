@@ -173,14 +173,16 @@ class MoE(nn.Module):
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
-                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
                 return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
-                partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
+                partial = (
+                    None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x, ctx), ctx)
+                )
                 return self.tp.add(self.experts(x, weights, ids, partial), hidden)
             if self.shared is not None:
                 with fork.beside:
-                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
             return self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
 
     def join(self, ctx: StepContext) -> None:
@@ -204,9 +206,9 @@ class MoE(nn.Module):
         if isinstance(self.exchange, PullExchange):
             self.exchange.owner = (torch.arange(num_slots, dtype=torch.int32) // len(own)).to(self.experts.device)
 
-    def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
+    def _shared_inner(self, shared: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
         """The input of the shared experts' last projection."""
-        inner: Tensor = shared.gate_up(x)
+        inner: Tensor = shared.gate_up(x, ctx)
         if self.shared_gate is not None:
-            inner = inner * self.shared_gate(x).sigmoid()  # as good as to scale the output, and narrower
+            inner = inner * self.shared_gate(x, ctx).sigmoid()  # as good as to scale the output, and narrower
         return inner

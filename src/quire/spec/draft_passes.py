@@ -16,7 +16,7 @@ class Pass(Protocol):
 
     width: int  # of the states that are kept of the model
 
-    def keep(self, hidden: Tensor) -> Tensor:
+    def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states [T, width] to keep of the output of the model's layers, before the final norm."""
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
@@ -36,7 +36,7 @@ class PredictionPass:
         self._model, self._layer, self._kv = model, model.drafts[0], kv[0]
         self.width = model.args.hidden_size
 
-    def keep(self, hidden: Tensor) -> Tensor:
+    def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
         return self._model.norm(hidden)
 
@@ -63,9 +63,9 @@ class HeadPass:
         (self._layer,) = head.layers
         self.width = model.args.hidden_size
 
-    def keep(self, hidden: Tensor) -> Tensor:
+    def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
-        return self._layer.joined() if self._head.last else self._model.norm(hidden)
+        return self._layer.joined(ctx) if self._head.last else self._model.norm(hidden)
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run the layer. See `Pass`."""
@@ -96,7 +96,7 @@ class ModelPass:
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._kv = model, kv
 
-    def keep(self, hidden: Tensor) -> Tensor:
+    def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return states without numbers. See `Pass`."""
         return hidden[:, :0]
 

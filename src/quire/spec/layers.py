@@ -129,7 +129,7 @@ class LayerDrafter:
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
-        states, seqs = self._pass.keep(hidden), len(buffers.seq_lens)
+        states, seqs = self._pass.keep(hidden, ctx), len(buffers.seq_lens)
         slots = step.slots[:seqs].long()
         bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
         starts, ends = bounds[:-1], bounds[1:]

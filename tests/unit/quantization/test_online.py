@@ -18,6 +18,7 @@ from quire.explain.parity import verify
 from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, moved
 from quire.kernels.pack.nearest import quantized
+from quire.layers.context import StepContext
 
 from ...support.filled_models import sliced
 from ...support.tiny_models import Tiny, random_model
@@ -84,9 +85,10 @@ def test_an_engine(tmp_path: Path) -> None:
     weight = torch.cat([stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
     matrix = quantized(weight.float(), CHANNELS)
     gate, up = F.linear(quantized_ref.rounded(x, matrix), numbers(matrix)).chunk(2, 1)
-    torch.testing.assert_close(layer(x), F.silu(gate) * up)
+    step = StepContext(torch.arange(0), (), [])
+    torch.testing.assert_close(layer(x, step), F.silu(gate) * up)
     gate, up = (x @ weight.T).chunk(2, 1)
-    assert not torch.allclose(layer(x), F.silu(gate) * up, rtol=1e-4, atol=1e-4), "activations are not quantized"
+    assert not torch.allclose(layer(x, step), F.silu(gate) * up, rtol=1e-4, atol=1e-4), "activations are not quantized"
     engine.close()
     with LLM(model=str(tmp_path), **options) as llm:
         (answer,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, ignore_eos=True))
