@@ -162,7 +162,7 @@ class _Load:
             depth=case.depth,
         )
         component = KVComponent("k", 8, 128, "bfloat16", 2)
-        geometry = KVGeometry(block_size=BLOCK_SIZE, groups=(KVGroup(layers=(0,), components=(component,)),))
+        geometry = KVGeometry(groups=(KVGroup(block_size=BLOCK_SIZE, layers=(0,), components=(component,)),))
         root = namespace_digest(model="bench", revision="", dtype="bfloat16", block_size=BLOCK_SIZE, geometry=geometry)
         allocator = KVAllocator(BlockPool(num_blocks), geometry, num_slots=case.num_running)
         self.core = EngineCore(self.executor, config, allocator, root_key=root)

@@ -1,5 +1,8 @@
 """Geometry of the paged KV cache: the numbers shared by `kv/` (bookkeeping) and `kvstore/` (bytes)."""
 
+from bisect import bisect_right
+from math import prod
+
 import msgspec
 
 NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never allocated
@@ -7,7 +10,7 @@ PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of thi
 
 
 class KVComponent(msgspec.Struct, frozen=True):
-    """A tensor of a KV block for each layer of its group, such as keys or values. Layout: `[head][token][dim]`."""
+    """A tensor of a KV block for each layer of its group, such as keys or values. Layout: `[head][entry][dim]`."""
 
     name: str
     num_heads: int
@@ -15,62 +18,112 @@ class KVComponent(msgspec.Struct, frozen=True):
     dtype: str
     item_bytes: int
 
-    def num_bytes(self, block_size: int) -> int:
-        """Bytes of this component for one layer in one block of `block_size` tokens, rounded up to PAGE_ALIGN."""
-        exact = self.num_heads * block_size * self.head_dim * self.item_bytes
+    def num_bytes(self, entries: int) -> int:
+        """Bytes of this component for one layer in one block of so many entries, rounded up to PAGE_ALIGN."""
+        exact = self.num_heads * entries * self.head_dim * self.item_bytes
         return -(-exact // PAGE_ALIGN) * PAGE_ALIGN
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A set of layers whose KV has the same lifetime. Each request has one block table per group.
 
-    window   tokens that a query attends to, its own included; None for full attention
-    drafts   components of the last `num_drafts` layers, which are those of a draft model
+    block_size        tokens of a block
+    tokens_per_entry  tokens that share an entry of the cache; above 1 for caches that compress their tokens
+    window            tokens that a query attends to, its own included; None for full attention
+    drafts            components of the last `num_drafts` layers, which are those of a draft model
     """
 
     layers: tuple[int, ...]
     components: tuple[KVComponent, ...]
+    block_size: int
+    tokens_per_entry: int = 1
     window: int | None = None
     drafts: tuple[KVComponent, ...] = ()
     num_drafts: int = 0
+
+    @property
+    def entries(self) -> int:
+        """Entries of a block, in each component of a layer."""
+        return self.block_size // self.tokens_per_entry
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block: of the components of all layers of the group."""
+        return sum(one.num_bytes(self.entries) for layer in self.layers for one in self.of(layer))
 
     def of(self, layer: int) -> tuple[KVComponent, ...]:
         """Return the components of a layer of the group."""
         return self.drafts if layer in self.layers[len(self.layers) - self.num_drafts :] else self.components
 
-    def num_behind(self, position: int, block_size: int) -> int:
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold `num_tokens` tokens, if none is given back."""
+        return -(-num_tokens // self.block_size)
+
+    def num_behind(self, position: int) -> int:
         """Return the number of leading blocks that the window has passed for all queries from `position` on."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
+
+
+class StateComponent(msgspec.Struct, frozen=True):
+    """A tensor that a layer keeps of a request, whatever its length, such as a matrix per head. Layout: `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a layer's part of a slot, rounded up to PAGE_ALIGN."""
+        return -(-prod(self.shape) * self.item_bytes // PAGE_ALIGN) * PAGE_ALIGN
+
+
+class StateGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of layers with equal states. A slot has the states of all of them, of a running request."""
+
+    layers: tuple[int, ...]
+    components: tuple[StateComponent, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return len(self.layers) * sum(one.num_bytes for one in self.components)
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a KV block and the groups of layers. A block holds `block_size` tokens of every layer of one group."""
+    """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
-    block_size: int
+    Blocks of all groups come from the same pages, which must have one size (`quire.plan.kv_geometry` sees to it): a
+    group with fewer bytes per token has more tokens per block. There are no layers with states yet.
+    """
+
     groups: tuple[KVGroup, ...]
+    states: tuple[StateGroup, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, which are equal in all groups."""
+        (size,) = {group.block_size for group in self.groups}
+        return size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the memory of a KV block; equal for all groups (checked when the geometry is resolved)."""
-        group = self.groups[0]
-        return sum(c.num_bytes(self.block_size) for layer in group.layers for c in group.of(layer))
-
-    def request_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.
-
-        A group with a window gives blocks back early, so the request may need fewer.
-        """
-        return len(self.groups) * self.num_blocks(num_tokens)
-
-    def most_tokens(self, num_blocks: int) -> int:
-        """Return the length in tokens of the longest request that fits into `num_blocks` blocks over all groups."""
-        return num_blocks // len(self.groups) * self.block_size
+        """Bytes of a page, the memory of a KV block; equal in all groups."""
+        return self.groups[0].page_bytes
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group."""
         return tuple(group.window for group in self.groups)
 
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks of one group that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+    def request_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.
+
+        A group with a window gives blocks back early, so the request may need fewer.
+        """
+        return sum(group.num_blocks(num_tokens) for group in self.groups)
+
+    def most_tokens(self, num_blocks: int) -> int:
+        """Return the length in tokens of the longest request that fits into `num_blocks` blocks over all groups."""
+        most = num_blocks // len(self.groups) * max(group.block_size for group in self.groups)
+        return bisect_right(range(most + 1), num_blocks, key=self.request_blocks) - 1

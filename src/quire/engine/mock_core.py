@@ -61,7 +61,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         step_seconds=config.device.mock_step_ms / 1000,
     )
     component = KVComponent("mock", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
-    geometry = KVGeometry(block_size=size, groups=(KVGroup(layers=(0,), components=(component,)),))
+    geometry = KVGeometry(groups=(KVGroup(block_size=size, layers=(0,), components=(component,)),))
     return EngineCore(
         executor,
         scheduler,

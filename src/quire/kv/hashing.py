@@ -38,7 +38,9 @@ def namespace_digest(
     if weights:
         fields.append(("weights", weights))
     for index, group in enumerate(geometry.groups):
-        fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
+        own = f" block={group.block_size}" * (group.block_size != block_size)
+        own += f" entry={group.tokens_per_entry}" * (group.tokens_per_entry != 1)
+        fields.append(("group", f"{index} window={group.window}{own} layers={','.join(map(str, group.layers))}"))
         for c in (*group.components, *group.drafts):
             fields += [("component", c.name), ("shape", f"{c.num_heads}x{c.head_dim}"), ("component_dtype", c.dtype)]
     return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()

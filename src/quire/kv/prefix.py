@@ -70,7 +70,7 @@ class PrefixIndex:
             num = self._shrink(chain, num)
             keys = chain.keys(num)
             for index, group in self._windows:
-                first = group.num_behind(num * self._block_size, self._block_size)
+                first = group.num_behind(num * self._block_size)
                 seen = [self._pool.lookup(key) or NULL_BLOCK for key in group_keys(keys[first:], index)]
                 found[index] = [NULL_BLOCK] * first + seen
         if len(found) > 1:
@@ -96,7 +96,7 @@ class PrefixIndex:
             before = num
             for index, group in self._windows:
                 at = num - 1
-                while at >= group.num_behind(num * self._block_size, self._block_size):
+                while at >= group.num_behind(num * self._block_size):
                     if self._pool.lookup(group_keys(chain.keys(at + 1, at), index)[0]) is None:
                         num = at
                     at -= 1

@@ -12,7 +12,7 @@ Knows nothing of which request uses which page.
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry
+from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry, KVGroup
 from quire.kernels.native import memory
 from quire.kvstore.shards import place_layers
 
@@ -34,7 +34,7 @@ class KVArena:
         self.num_blocks = num_blocks
         self.page_bytes = geometry.page_bytes
         self._places = place_layers(geometry)
-        self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.of(i) for g in geometry.groups for i in g.layers}
+        self._groups: dict[int, KVGroup] = {layer: group for group in geometry.groups for layer in group.layers}
         size = num_blocks * self.page_bytes
         raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
@@ -43,15 +43,17 @@ class KVArena:
         (self.pages if device.type == "cuda" else self.pages[NULL_BLOCK]).zero_()
 
     def views(self, layer: int) -> tuple[Tensor, ...]:
-        """Return a view of each component of a layer, [num_blocks, num_heads, block_size, head_dim] in its own dtype.
+        """Return a view of each component of a layer, [num_blocks, num_heads, entries, head_dim] in its own dtype.
 
         The stride of the first dimension is a whole page. Offsets exceed 2^31 elements: kernels need 64-bit indices.
         """
-        return tuple(self._view(c, at) for c, at in zip(self._layers[layer], self._places[layer], strict=True))
+        group = self._groups[layer]
+        places = zip(group.of(layer), self._places[layer], strict=True)
+        return tuple(self._view(component, group.entries, at) for component, at in places)
 
-    def _view(self, component: KVComponent, offset: int) -> Tensor:
+    def _view(self, component: KVComponent, entries: int, offset: int) -> Tensor:
         typed = self.data.view(getattr(torch, component.dtype))
-        tokens, dim, item = self.geometry.block_size, component.head_dim, component.item_bytes
-        size = (self.num_blocks, component.num_heads, tokens, dim)
-        stride = (self.page_bytes // item, tokens * dim, dim, 1)
+        dim, item = component.head_dim, component.item_bytes
+        size = (self.num_blocks, component.num_heads, entries, dim)
+        stride = (self.page_bytes // item, entries * dim, dim, 1)
         return typed.as_strided(size, stride, typed.storage_offset() + offset // item)

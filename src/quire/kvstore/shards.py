@@ -92,7 +92,7 @@ def place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
             places[layer] = []
             for component in group.of(layer):
                 places[layer].append(at)
-                at += component.num_bytes(geometry.block_size)
+                at += component.num_bytes(group.entries)
         sizes.append(at)
     if len(set(sizes)) != 1:
         raise ConfigError(f"KV groups need pages of equal size, not {sizes} bytes: use groups of equally many layers.")
@@ -125,12 +125,12 @@ class PageFiles(ExitStack):
 
 
 def _pieces(shard: Shard, group: KVGroup) -> Iterator[_Piece]:
-    geometry, places = shard.geometry, place_layers(shard.geometry)
+    places = place_layers(shard.geometry)
     for layer in group.layers:
         own = group.of(layer)
         first = shard.head if own is group.components else shard.draft_head
         for part, start in zip(own, places[layer], strict=True):
-            size = geometry.block_size * part.head_dim * part.item_bytes
+            size = group.entries * part.head_dim * part.item_bytes
             yield _Piece((shard.layer + layer, part.name), first, first + part.num_heads, start, size)
 
 

@@ -89,7 +89,7 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
 def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:
     """Return the page of a model and its draft model."""
     ((own,), (other,)) = geometry.groups, draft.groups
-    assert geometry.block_size == draft.block_size, "both are of one device"
+    assert own.block_size == other.block_size, "both are of one device"
     group = msgspec.structs.replace(
         own,
         layers=tuple(range(len(own.layers) + len(other.layers))),

@@ -30,13 +30,15 @@ def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block
     groups: dict[tuple[KVComponent, ...], list[int]] = {}
     for own, layer in enumerate((*range(*rank.layers), *drafts)):
         groups.setdefault(kv_components(args.layers[layer].mixer, dtype, rank), []).append(own)
-    found = (KVGroup(layers=tuple(layers), components=components) for components, layers in groups.items())
-    return KVGeometry(block_size=size, groups=tuple(found))
+    found = (
+        KVGroup(layers=tuple(layers), components=components, block_size=size) for components, layers in groups.items()
+    )
+    return KVGeometry(groups=tuple(found))
 
 
 def resolve_geometry(
     components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
 ) -> KVGeometry:
     """Return the layout of KV blocks: `components` (keys, values) of all layers, `block_size` or `default` tokens."""
-    group = KVGroup(layers=tuple(range(num_layers)), components=components)
-    return KVGeometry(block_size=block_size or default, groups=(group,))
+    group = KVGroup(layers=tuple(range(num_layers)), components=components, block_size=block_size or default)
+    return KVGeometry(groups=(group,))

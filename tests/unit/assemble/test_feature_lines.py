@@ -23,7 +23,7 @@ def told(num_found: int = 0, **options: Any) -> dict[str, str]:
     plan = planned(ARGS, **options)
     store = None
     if plan.offload.host_bytes:
-        store = KVStore(BlockPool(8), (KVGroup(layers=(0,), components=()),), 16, num_host_blocks=1500)
+        store = KVStore(BlockPool(8), (KVGroup(block_size=16, layers=(0,), components=()),), 16, num_host_blocks=1500)
         store.num_found = num_found
     return turned_on(plan, store)
 

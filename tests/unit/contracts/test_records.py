@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.contracts import errors
-from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry, KVGroup
+from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry, KVGroup, StateComponent, StateGroup
 from quire.contracts.output import CompletionOutput, StepOutputs
 from quire.contracts.request import NewRequest, Request, RequestState
 from quire.contracts.sampling import SamplerSpec
@@ -76,10 +76,34 @@ def test_a_completion_is_finished_when_it_has_a_reason() -> None:
 def test_page_sizes() -> None:
     """128 tokens x 2 heads x 64 dims x 2 bytes = 32 KiB per component; small ones are padded to the alignment."""
     k = KVComponent("k", num_heads=2, head_dim=64, dtype="bfloat16", item_bytes=2)
-    geometry = KVGeometry(block_size=128, groups=(KVGroup(layers=(0, 1, 2), components=(k, k)),))
+    geometry = KVGeometry(groups=(KVGroup(block_size=128, layers=(0, 1, 2), components=(k, k)),))
     assert k.num_bytes(128) == 32768 and geometry.page_bytes == 3 * 2 * 32768
     assert KVComponent("s", 1, 1, "float32", 4).num_bytes(4) == PAGE_ALIGN
-    assert [geometry.num_blocks(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2] and NULL_BLOCK == 0
+    assert [geometry.request_blocks(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2] and NULL_BLOCK == 0
+
+
+def test_groups_of_equal_pages_with_other_blocks() -> None:
+    """Half the bytes of a token, twice the tokens of a block: pages are equal; 5 tokens take 2 blocks and 1."""
+    wide, narrow = KVComponent("k", 4, 64, "bfloat16", 2), KVComponent("k", 2, 64, "bfloat16", 2)
+    groups = (
+        KVGroup(layers=(0, 1), components=(wide,), block_size=4, window=8),
+        KVGroup(layers=(2, 3), components=(narrow,), block_size=8),
+    )
+    geometry = KVGeometry(groups=groups)
+    assert {group.page_bytes for group in groups} == {geometry.page_bytes} == {2 * 4 * 4 * 64 * 2}
+    assert [geometry.request_blocks(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 2, 2, 3, 3, 5]
+    assert [geometry.most_tokens(n) for n in range(6)] == [0, 0, 4, 8, 8, 12]
+    with pytest.raises(ValueError, match="too many values"):
+        geometry.block_size  # noqa: B018
+
+
+def test_entries_of_several_tokens_and_states() -> None:
+    """A cache that keeps one entry for 4 tokens; a layer's matrix of 2 heads and its columns, padded to PAGE_ALIGN."""
+    part = KVComponent("latent", 1, 512, "bfloat16", 2)
+    group = KVGroup(layers=(0,), components=(part,), block_size=128, tokens_per_entry=4)
+    assert group.entries == 32 and group.page_bytes == 32 * 512 * 2
+    matrix, columns = StateComponent("state", (2, 64, 64), "float32", 4), StateComponent("conv", (3, 5), "bfloat16", 2)
+    assert StateGroup(layers=(1, 2, 3), components=(matrix, columns)).slot_bytes == 3 * (2 * 64 * 64 * 4 + PAGE_ALIGN)
 
 
 def test_child_seeds_are_distinct_uint64_and_the_first_is_the_parents() -> None:

@@ -152,8 +152,11 @@ class EngineRig:
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
-        groups = tuple(KVGroup(layers=(i,), components=(component,), window=w) for i, w in enumerate(windows))
-        geometry = KVGeometry(block_size=block_size, groups=groups)
+        groups = tuple(
+            KVGroup(layers=(i,), components=(component,), window=w, block_size=block_size)
+            for i, w in enumerate(windows)
+        )
+        geometry = KVGeometry(groups=groups)
         self.pool = BlockPool(blocks)
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
         config = SchedulerConfig(

@@ -12,8 +12,8 @@ from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 
 SIZE = 4
-GROUP = KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
-GEOMETRY = KVGeometry(block_size=SIZE, groups=(GROUP,))
+GROUP = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
+GEOMETRY = KVGeometry(groups=(GROUP,))
 
 
 def allocator(num_blocks: int = 8, num_slots: int = 4) -> KVAllocator:
@@ -212,7 +212,7 @@ def test_check_counts_references_from_elsewhere():
 def grouped(*windows: int | None, num_blocks: int = 40, num_slots: int = 4) -> KVAllocator:
     """An allocator of groups with these windows."""
     groups = tuple(msgspec.structs.replace(GROUP, window=window) for window in windows)
-    geometry = KVGeometry(block_size=SIZE, groups=groups)
+    geometry = KVGeometry(groups=groups)
     return KVAllocator(BlockPool(num_blocks), geometry, num_slots=num_slots)
 
 

@@ -11,7 +11,7 @@ from quire.kv.hashing import KeyChain, block_key, extras_digest, namespace_diges
 
 def geometry(heads: int = 2, layers: tuple[int, ...] = (0, 1), window: int | None = None) -> KVGeometry:
     parts = tuple(KVComponent(name, heads, 64, "bfloat16", 2) for name in "kv")
-    return KVGeometry(block_size=4, groups=(KVGroup(layers=layers, components=parts, window=window),))
+    return KVGeometry(groups=(KVGroup(block_size=4, layers=layers, components=parts, window=window),))
 
 
 def namespace(**changes: object) -> bytes:

@@ -21,7 +21,7 @@ class Cache:
 
     def __init__(self, num_blocks: int = 400, *, enabled: bool = True) -> None:
         self.pool, self.now = BlockPool(num_blocks), 100.0
-        group = KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
+        group = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
         self.index = PrefixIndex(self.pool, SIZE, (group,))
         self.history = PrefixHistory(self.pool, enabled=enabled, clock=lambda: self.now)
         self.count = 0

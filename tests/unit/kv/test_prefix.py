@@ -11,7 +11,7 @@ from quire.kv.prefix import PrefixIndex
 
 ROOT = bytes(32)
 SIZE = 4
-GROUP = KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
+GROUP = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
 
 
 def chain(tokens, tags=()) -> KeyChain:

@@ -38,8 +38,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(3, 12), windows=st.sampled_from([(None,), (None, 3), (4,), (2, None, 5)]))
     def start(self, num_blocks: int, windows: tuple[int | None, ...]) -> None:
         component = KVComponent("k", 1, 8, "float32", 4)
-        self.groups = tuple(KVGroup(layers=(i,), components=(component,), window=w) for i, w in enumerate(windows))
-        geometry = KVGeometry(block_size=SIZE, groups=self.groups)
+        self.groups = tuple(
+            KVGroup(layers=(i,), components=(component,), window=w, block_size=SIZE) for i, w in enumerate(windows)
+        )
+        geometry = KVGeometry(groups=self.groups)
         self.alloc = KVAllocator(BlockPool(num_blocks * len(windows)), geometry, num_slots=NUM_SLOTS)
         self.running: dict[int, Running] = {}
         self.written: dict[int, Content] = {}
@@ -68,7 +70,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         match = self.alloc.match(request.chain, len(prompt) - 1 if use_cache else 0)
         assert match.num_tokens <= max(0, len(prompt) - 1)
         for group, blocks in enumerate(match.blocks):
-            for index in range(self.groups[group].num_behind(match.num_tokens, SIZE), match.num_blocks):
+            for index in range(self.groups[group].num_behind(match.num_tokens), match.num_blocks):
                 assert self.written[blocks[index]] == request.content(index, group), "a hit on other tokens"
         free, upto = self.alloc.pool.num_free, min(len(prompt), match.num_tokens + chunk)
         if not self.alloc.can_admit(match, len(prompt), headroom, upto):
@@ -181,7 +183,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert own == key, "a block contains other tokens than its key says"
         for slot, request in self.running.items():
             for group, table in enumerate(self.tables(slot)):
-                first = self.groups[group].num_behind(request.num_computed, SIZE)
+                first = self.groups[group].num_behind(request.num_computed)
                 for index in range(first, request.num_computed // SIZE):
                     assert self.written[table[index]] == request.content(index, group), "KV was overwritten"
 

@@ -14,7 +14,9 @@ from quire.kv.pool import BlockPool
 from quire.kv.sharing import LEASE_SECONDS
 from quire.kv.store import KVStore
 
-GROUP = KVGroup(layers=(0,), components=(KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4),))
+GROUP = KVGroup(
+    block_size=4, layers=(0,), components=(KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4),)
+)
 
 
 class Rig:

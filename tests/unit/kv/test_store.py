@@ -13,7 +13,9 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.store import BlockPlace, KVStore
 
 KEY = bytes(32)
-GROUP = KVGroup(layers=(0,), components=(KVComponent("k", num_heads=1, head_dim=1, dtype="uint8", item_bytes=1),))
+GROUP = KVGroup(
+    block_size=4, layers=(0,), components=(KVComponent("k", num_heads=1, head_dim=1, dtype="uint8", item_bytes=1),)
+)
 
 
 class Disk(set[bytes]):

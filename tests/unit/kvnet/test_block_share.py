@@ -30,7 +30,7 @@ KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
 def shard(heads: int, first: int = 0) -> Shard:
     """A part of a block of SIZE bytes with two heads."""
     part = KVComponent("kv", num_heads=heads, head_dim=SIZE // 16, dtype="float16", item_bytes=2)
-    return Shard(geometry=KVGeometry(block_size=4, groups=(KVGroup(layers=(0,), components=(part,)),)), head=first)
+    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), head=first)
 
 
 def name(number: int) -> bytes:

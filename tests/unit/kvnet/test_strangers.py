@@ -16,7 +16,9 @@ from quire.kvnet.block_share import BlockLine, Blocks, BlockShare, Shared
 from quire.procs.host_link import connect, welcome
 
 KEY, NAMESPACE = b"a key of both ends", b"the same model"
-GROUP = KVGroup(layers=(0,), components=(KVComponent("k", num_heads=1, head_dim=1, dtype="uint8", item_bytes=1),))
+GROUP = KVGroup(
+    block_size=4, layers=(0,), components=(KVComponent("k", num_heads=1, head_dim=1, dtype="uint8", item_bytes=1),)
+)
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ CPU = torch.device("cpu")
 POISON = 0xA5
 
 
-def group(layers=(0, 1, 2), dim: int = 24, dtype: str = "bfloat16", item: int = 2) -> KVGroup:
+def group(layers=(0, 1, 2), dim: int = 24, dtype: str = "bfloat16", item: int = 2, size: int = 3) -> KVGroup:
     """K, V and one scale per head and token: sizes that are not multiples of the alignment."""
     k, v = (KVComponent(name, 2, dim, dtype, item) for name in "kv")
     parts = (k, v, KVComponent("s", 2, 1, "float32", 4))
-    return KVGroup(layers=layers, components=parts)
+    return KVGroup(layers=layers, components=parts, block_size=size)
 
 
 def arena(num_blocks: int = 5, block_size: int = 3, **changes) -> KVArena:
-    return KVArena(KVGeometry(block_size=block_size, groups=(group(**changes),)), num_blocks, CPU)
+    return KVArena(KVGeometry(groups=(group(size=block_size, **changes),)), num_blocks, CPU)
 
 
 @pytest.mark.parametrize("dtype, item", [("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)])
@@ -89,11 +89,11 @@ def test_layers_are_named_by_the_model_not_by_position():
 
 
 def test_groups_of_equal_pages_share_the_arena():
-    geometry = KVGeometry(block_size=4, groups=(group((0, 2)), group((1, 3))))
+    geometry = KVGeometry(groups=(group((0, 2), size=4), group((1, 3), size=4)))
     cache = KVArena(geometry, 3, CPU)
     assert cache._places[0][0] == cache._places[1][0] == 0 and cache._places[2][0] == cache._places[3][0] > 0
 
 
 def test_groups_of_unequal_pages_are_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"\[2560, 1280\]"):
-        KVArena(KVGeometry(block_size=4, groups=(group((0, 1)), group((2,)))), 3, CPU)
+        KVArena(KVGeometry(groups=(group((0, 1), size=4), group((2,), size=4))), 3, CPU)

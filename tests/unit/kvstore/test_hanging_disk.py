@@ -41,7 +41,7 @@ class HangingSystem(FileSystem):
 
 def mover(folder: Path, system: FileSystem | None = None) -> BlockMover:
     component = KVComponent("k", num_heads=1, head_dim=4, dtype="float32", item_bytes=4)
-    geometry = KVGeometry(block_size=2, groups=(KVGroup(layers=(0,), components=(component,)),))
+    geometry = KVGeometry(groups=(KVGroup(block_size=2, layers=(0,), components=(component,)),))
     arena = KVArena(geometry, 2, torch.device("cpu"))
     held = BlockFiles(folder, bytes(32), "r", page_bytes=arena.page_bytes, most_bytes=1 << 20, system=system)
     for key in KEYS:

@@ -28,7 +28,7 @@ KEYS = tuple(bytes([i]) * 32 for i in range(4))
 def arena() -> KVArena:
     component = KVComponent("k", num_heads=2, head_dim=8, dtype="float32", item_bytes=4)
     return KVArena(
-        KVGeometry(block_size=4, groups=(KVGroup(layers=(0, 1), components=(component,)),)), 6, torch.device("cpu")
+        KVGeometry(groups=(KVGroup(block_size=4, layers=(0, 1), components=(component,)),)), 6, torch.device("cpu")
     )
 
 

@@ -16,7 +16,7 @@ from quire.kvstore.shards import PageFiles, Range, Shard, cut, place_layers
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
-from quire.plan.placement import ranks
+from quire.plan.placement import kv_heads, ranks
 
 from ...support.tiny_models import Tiny, tiny_config
 
@@ -55,8 +55,9 @@ def engine(model: str, layout: str, *, dtype: str = "float32") -> tuple[list[Sha
     check(met(Inputs(args=args, parallel=parallel)))
     for rank in ranks(args, parallel):
         geometry = rank_geometry(args, rank, dtype=dtype, device="cpu", block_size=4)
+        ((first, _),) = kv_heads(args, rank)
         pages, file = memory.shared((BLOCKS, geometry.page_bytes), torch.uint8)
-        shard = Shard(geometry=geometry, layer=rank.layers[0], head=rank.kv_heads[0], file=file, token=b"right")
+        shard = Shard(geometry=geometry, layer=rank.layers[0], head=first, file=file, token=b"right")
         for block in range(1, BLOCKS):
             for start, data in pieces(shard, block):
                 memoryview(pages[block].numpy())[start : start + len(data)] = data
@@ -103,13 +104,13 @@ def test_what_no_rank_holds_is_refused() -> None:
         cut(engine("heads", "tp1")[0][0], (shards[0],))
     parts = KVComponent("k", 2, 8, "float32", 4), KVComponent("k", 1, 8, "float32", 4)
     both, halves = (
-        [KVGroup(layers=(0, 1), components=(part,)), KVGroup(layers=layers, components=(part,))]
+        [KVGroup(layers=own, components=(part,), block_size=4) for own in ((0, 1), layers)]
         for part, layers in zip(parts, ((2, 3), (3, 2)), strict=True)
     )
     with pytest.raises(ConfigError, match="KV groups are divided in another way"):
         cut(
-            Shard(geometry=KVGeometry(block_size=4, groups=tuple(halves))),
-            (Shard(geometry=KVGeometry(block_size=4, groups=tuple(both))),),
+            Shard(geometry=KVGeometry(groups=tuple(halves))),
+            (Shard(geometry=KVGeometry(groups=tuple(both))),),
         )
 
 
@@ -149,8 +150,8 @@ def test_heads_of_drafts_are_found_by_their_own_numbers() -> None:
             tuple(KVComponent(name, count, dim, "float32", 4) for name in "kv")
             for count, dim in ((heads, 16), (drafts, 32))
         )
-        group = KVGroup(layers=(0, 1), components=own, drafts=other, num_drafts=1)
-        return Shard(geometry=KVGeometry(block_size=16, groups=(group,)), head=head, draft_head=draft_head)
+        group = KVGroup(layers=(0, 1), components=own, drafts=other, num_drafts=1, block_size=16)
+        return Shard(geometry=KVGeometry(groups=(group,)), head=head, draft_head=draft_head)
 
     two = tuple(shard(4, 4 * rank, 2, 2 * rank) for rank in range(2))
     for rank in range(8):
