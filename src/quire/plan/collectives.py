@@ -4,6 +4,7 @@ Pure arithmetic over a model's arguments; `layers/`, `worker/stage.py` and `work
 exchanges. A test compares the list with those of a real step. No torch.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs
 from quire.contracts.parallel import Parallel, Rank, ep_members, pp_members, tp_members, vocabulary_share
 from quire.contracts.scheme import AS_THEY_ARE, Wire
+from quire.plan.kinds.blocks import layer_exchanges
+from quire.plan.kinds.interfaces import CHOICE_BYTES, TOKEN, ExchangedRows, RankExchange
 
 LOGIT_BYTES = 4  # float32
 KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
@@ -20,17 +23,7 @@ SUM_BUFFERS = 3  # of sums through symmetric memory: `quire.kernels.comm`
 MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BOUNDS = (64, 256, 4096)  # tokens of a replica in an exchange between replicas
 TOKEN_BYTES = 4  # int32
-CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
-TOKEN, SAMPLED, SCORED = "token", "sampled row", "scored row"
-SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
-EVERY = "token of all replicas"
-CROSSING = "token and rank with an expert of it"
-# Phases of the dispatchers -> the steps in which replicas in lock-step exchange tokens. A replica without tokens joins.
-WHEN = {
-    ("prefill", "decode"): "a replica has tokens",
-    ("prefill",): "a replica has a prompt",
-    ("decode",): "no replica has a prompt",
-}
+SAMPLED, SCORED = "sampled row", "scored row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,93 +87,41 @@ def collectives(
     wire         form of rows on the way to experts
     rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
     """
-    found = _exchanges(args, parallel, item_bytes, spread or {}, wire, rank)
-    for kind, where, group, count, times, per, when in found:
+    for one, times in _exchanges(args, parallel, item_bytes, spread or {}, wire, rank):
         if times:
-            name, why = algorithm(kind, device)
-            yield Collective(
-                kind=kind,
-                where=where,
-                group=group,
-                message_bytes=count,
-                times=times,
-                per=per,
-                when=when,
-                algorithm=name,
-                why=why,
-            )
-
-
-Exchange = tuple[str, str, str, int, int, str, str]  # the fields of `Collective` up to `when`
+            name, why = algorithm(one.kind, device)
+            yield Collective(**one._asdict(), times=times, algorithm=name, why=why)
 
 
 def _exchanges(
     args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire, rank: Rank | None
-) -> Iterator[Exchange]:
+) -> Iterator[tuple[RankExchange, int]]:
+    """Yield each exchange, and the number of times that a step makes it."""
     row, slices = args.hidden_size * item_bytes, parallel.tp > 1
     first, last = (True, True) if rank is None else (rank.first, rank.last)
-    layers = range(*rank.layers) if rank else range(args.num_layers)
-    spreading = sum(layer in args.expert_layers for layer in layers) if parallel.lockstep else 0
-    sends = parallel.pp - 1 if rank is None else int(not last)
+    layers = args.layers[: args.num_layers] if rank is None else args.layers[slice(*rank.layers)]
     if rank is not None and not first:
-        yield "receive", "hidden states of the stage before", "pp", row, 1, TOKEN, ""
+        yield RankExchange("receive", "hidden states of the stage before", "pp", row), 1
     if slices:
-        yield "all-reduce", "embedding", "tp", row, int(first), TOKEN, ""
-        yield "all-reduce", "attention output", "tp", row, len(layers), TOKEN, ""
-        yield "all-reduce", "feed-forward output", "tp", row, len(layers) - spreading, TOKEN, ""
-        if args.moe and args.moe.shared_size:
-            yield "all-reduce", "output of shared experts", "tp", row, spreading, TOKEN, ""
-    if args.moe and spreading:
-        for dispatcher in dict.fromkeys(spread.values()):
-            when = WHEN[tuple(phase for phase, name in spread.items() if name == dispatcher)]
-            for kind, where, group, count, per in _between_replicas(args, parallel, item_bytes, dispatcher, wire):
-                yield kind, where, group, count, spreading, per, when
-    yield "send", "hidden states to the next stage", "pp", row, sends, TOKEN, ""
+        yield RankExchange("all-reduce", "embedding", "tp", row), int(first)
+    rows = ExchangedRows(args.hidden_size, item_bytes, parallel, spread, wire)
+    yield from Counter(one for layer in layers for one in layer_exchanges(layer, rows)).items()
+    sends = parallel.pp - 1 if rank is None else int(not last)
+    yield RankExchange("send", "hidden states to the next stage", "pp", row), sends
     if slices and last:
         logits = _widest_slice(args, parallel) * LOGIT_BYTES
-        yield (
-            "all-gather",
-            "each rank's best ids",
-            "tp",
-            KEY_BYTES,
-            1,
-            SAMPLED,
-            ("no row of the step has filters, penalties, bias or a mask"),
+        plain, edited = (
+            f"{rows} filters, penalties, bias or a mask" for rows in ("no row of the step has", "a row has")
         )
-        yield "all-gather", "logits", "tp", logits, 1, SAMPLED, "a row has filters, penalties, bias or a mask"
-        yield "all-gather", "logits", "tp", logits, 1, SCORED, "log-probabilities of tokens, or of the prompt"
+        scored = "log-probabilities of tokens, or of the prompt"
+        yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, plain), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SAMPLED, edited), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SCORED, scored), 1
     if parallel.pp > 1 and last:
-        yield "send", "tokens to the first stage", "tokens", TOKEN_BYTES, 1, SAMPLED, ""
+        yield RankExchange("send", "tokens to the first stage", "tokens", TOKEN_BYTES, SAMPLED), 1
     if parallel.pp > 1 and rank is not None and first:
-        yield "receive", "tokens of the last stage", "tokens", TOKEN_BYTES, 1, SAMPLED, "before the request's next step"
-
-
-def _between_replicas(
-    args: ModelArgs,
-    parallel: Parallel,
-    item_bytes: int,
-    dispatcher: str,
-    wire: Wire,
-) -> Iterator[tuple[str, str, str, int, str]]:
-    """Yield (kind, where, group, bytes, per) of a layer's exchanges between replicas; see `quire.layers.dispatch`."""
-    assert args.moe is not None
-    row, sent = args.hidden_size * item_bytes, wire.row_bytes(args.hidden_size, item_bytes)
-    top_k, own = args.moe.routing.top_k, SHARED if parallel.tp > 1 else TOKEN
-    choices = CHOICE_BYTES * top_k
-    to_experts, back = "tokens to experts" + f" {wire}" * bool(wire.values), "experts' outputs back"
-    if dispatcher == "all-gather":
-        yield "all-gather", f"{to_experts}, with ids and weights", "ep", sent + choices, own
-        yield "reduce-scatter", back, "ep", row, EVERY
-        if parallel.tp > 1:
-            yield "all-gather", "outputs of the replica's tokens", "tp", row, own
-    elif dispatcher == "pull":
-        yield "pull", "ids and weights of experts", "ep", choices, own
-        yield "pull", to_experts, "ep", sent, CROSSING
-        yield "pull", back, "ep", row, CROSSING
-    else:
-        copies = min(top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        yield dispatcher, to_experts, "ep", sent * copies, own
-        yield dispatcher, back, "ep", row * copies, own
+        when = "before the request's next step"
+        yield RankExchange("receive", "tokens of the last stage", "tokens", TOKEN_BYTES, SAMPLED, when), 1
 
 
 def groups(parallel: Parallel) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.eagle import EagleArgs
+from quire.args.layers import LayerArgs
 from quire.contracts.params import Param
 from quire.plan.kinds import feed_forward, mixer, mixers
-from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows
+from quire.plan.kinds.interfaces import Call, ExchangedRows, LayerStep, ParamWriter, RankExchange, StoredRows
 
 AT = "layers.{i}."
 
@@ -29,6 +30,12 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
     yield from feed_forward(args.layers[layer].feed_forward).calls(step)
     if drafts:
         yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
+
+
+def layer_exchanges(layer: LayerArgs, rows: ExchangedRows) -> Iterator[RankExchange]:
+    """Yield the exchanges of a layer between ranks."""
+    yield from mixer(layer.mixer).exchanges(rows)
+    yield from feed_forward(layer.feed_forward).exchanges(rows)
 
 
 def prediction_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Param]:

@@ -4,7 +4,18 @@ from collections.abc import Iterator
 
 from quire.args.layers import DenseArgs
 from quire.contracts.params import Param
-from quire.plan.kinds.interfaces import Call, Features, LayerStep, ParamWriter, StoredRows, added, normed, weights
+from quire.plan.kinds.interfaces import (
+    Call,
+    ExchangedRows,
+    Features,
+    LayerStep,
+    ParamWriter,
+    RankExchange,
+    StoredRows,
+    added,
+    normed,
+    weights,
+)
 
 
 class DenseKind:
@@ -37,6 +48,10 @@ class DenseKind:
         """Yield the projection with its activation, and the projection back."""
         yield from gated(self._at, self._bias, step.linear, "mlp_norm.weight")
         yield from added(f"{self._at}down", self._bias, step)
+
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield the sum of its outputs."""
+        return rows.summed("feed-forward output")
 
 
 def gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Call]:

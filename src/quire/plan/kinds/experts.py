@@ -6,9 +6,29 @@ from quire.args.experts import MoEArgs
 from quire.args.layers import DenseArgs
 from quire.contracts.params import Param
 from quire.plan.kinds.dense import DenseKind, gated
-from quire.plan.kinds.interfaces import SUM, Call, LayerStep, ParamWriter, StoredRows, product
+from quire.plan.kinds.interfaces import (
+    CHOICE_BYTES,
+    SUM,
+    TOKEN,
+    Call,
+    ExchangedRows,
+    LayerStep,
+    ParamWriter,
+    RankExchange,
+    StoredRows,
+    product,
+)
 
 AT = "layers.{i}.mlp."
+SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
+EVERY = "token of all replicas"
+CROSSING = "token and rank with an expert of it"
+# Phases of the dispatchers -> the steps in which replicas in lock-step exchange tokens. A replica without tokens joins.
+WHEN = {
+    ("prefill", "decode"): "a replica has tokens",
+    ("prefill",): "a replica has a prompt",
+    ("decode",): "no replica has a prompt",
+}
 
 
 class ExpertsKind:
@@ -57,6 +77,38 @@ class ExpertsKind:
         yield from (*shared, run)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
+
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield the sum of its outputs, or the ways of rows to the experts of other replicas and back."""
+        if not rows.parallel.lockstep:
+            yield from rows.summed("feed-forward output")
+            return
+        if self._moe.shared_size:
+            yield from rows.summed("output of shared experts")
+        for dispatcher in dict.fromkeys(rows.spread.values()):
+            when = WHEN[tuple(phase for phase, name in rows.spread.items() if name == dispatcher)]
+            for one in self._between_replicas(rows, dispatcher):
+                yield one._replace(when=when)
+
+    def _between_replicas(self, rows: ExchangedRows, dispatcher: str) -> Iterator[RankExchange]:
+        """Yield the exchanges of rows between replicas; see `quire.layers.dispatch`."""
+        row, sent = rows.num_bytes, rows.wire.row_bytes(rows.hidden, rows.item_bytes)
+        top_k, own = self._moe.routing.top_k, SHARED if rows.parallel.tp > 1 else TOKEN
+        choices = CHOICE_BYTES * top_k
+        to_experts, back = "tokens to experts" + f" {rows.wire}" * bool(rows.wire.values), "experts' outputs back"
+        if dispatcher == "all-gather":
+            yield RankExchange("all-gather", f"{to_experts}, with ids and weights", "ep", sent + choices, own)
+            yield RankExchange("reduce-scatter", back, "ep", row, EVERY)
+            if rows.parallel.tp > 1:
+                yield RankExchange("all-gather", "outputs of the replica's tokens", "tp", row, own)
+        elif dispatcher == "pull":
+            yield RankExchange("pull", "ids and weights of experts", "ep", choices, own)
+            yield RankExchange("pull", to_experts, "ep", sent, CROSSING)
+            yield RankExchange("pull", back, "ep", row, CROSSING)
+        else:
+            copies = min(top_k, rows.parallel.expert_ranks)  # of a token, at most one to a rank
+            yield RankExchange(dispatcher, to_experts, "ep", sent * copies, own)
+            yield RankExchange(dispatcher, back, "ep", row * copies, own)
 
     def _shared(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""

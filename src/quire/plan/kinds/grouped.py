@@ -7,7 +7,18 @@ from quire.args.layers import GroupedArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
-from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows, added, head_order, normed, weights
+from quire.plan.kinds.interfaces import (
+    Call,
+    ExchangedRows,
+    LayerStep,
+    ParamWriter,
+    RankExchange,
+    StoredRows,
+    added,
+    head_order,
+    normed,
+    weights,
+)
 
 AT = "layers.{i}.attention."
 
@@ -74,6 +85,10 @@ class GroupedKind:
         yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
         yield from added("attention.output", args.output_bias, step)
+
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield the sum of its outputs."""
+        return rows.summed("attention output")
 
     def facts(self) -> dict[str, Any]:
         """Return heads and sizes."""

@@ -4,9 +4,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quire.contracts.blocks import KVComponent
-from quire.contracts.parallel import Rank, share
+from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
+from quire.contracts.scheme import Wire
 
+TOKEN = "token"  # a unit of messages
+CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
 SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
 Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
 
@@ -96,6 +99,47 @@ class Call(NamedTuple):
     when: str = ""
 
 
+class RankExchange(NamedTuple):
+    """An exchange between the ranks of a group.
+
+    message_bytes   size of a rank's buffer for each token or row (see `per`). The bytes on the wire differ, because
+                    they depend on the algorithm
+    when            condition of the exchange, in words; "": in every step
+    """
+
+    kind: str
+    where: str
+    group: str
+    message_bytes: int
+    per: str = TOKEN
+    when: str = ""
+
+
+class ExchangedRows(NamedTuple):
+    """The rows that layers exchange between ranks.
+
+    hidden, item_bytes   numbers of a row, and bytes of a number
+    spread               phase -> name of the dispatcher that brings tokens to the experts of other replicas
+    wire                 form of rows on the way to experts
+    """
+
+    hidden: int
+    item_bytes: int
+    parallel: Parallel
+    spread: Mapping[str, str]
+    wire: Wire
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.hidden * self.item_bytes
+
+    def summed(self, where: str) -> Iterator[RankExchange]:
+        """Yield the sum of results over the ranks that share a layer, if several do."""
+        if self.parallel.tp > 1:
+            yield RankExchange("all-reduce", where, "tp", self.num_bytes)
+
+
 class LayerStep(NamedTuple):
     """The way in which the steps of an engine run a layer.
 
@@ -153,6 +197,9 @@ class Mixer(Protocol):
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of its kernels, from the norm before it to its output."""
 
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield its exchanges between ranks."""
+
     def facts(self) -> dict[str, Any]:
         """Return plain values about it, for `explain`."""
 
@@ -169,6 +216,9 @@ class FeedForward(Protocol):
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of its kernels, from the norm before it to the residual stream."""
+
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield its exchanges between ranks."""
 
 
 def weights(name: str, bias: bool) -> tuple[str, ...]:

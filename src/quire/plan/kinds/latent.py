@@ -10,7 +10,16 @@ from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
-from quire.plan.kinds.interfaces import Call, LayerStep, ParamWriter, StoredRows, added, normed
+from quire.plan.kinds.interfaces import (
+    Call,
+    ExchangedRows,
+    LayerStep,
+    ParamWriter,
+    RankExchange,
+    StoredRows,
+    added,
+    normed,
+)
 
 AT = "layers.{i}.attention."
 NEVER = 1 << 30  # query rows: a number for JSON
@@ -92,6 +101,10 @@ class LatentKind:
         if many:
             yield Call("latent.expanded", up.parameters, many)
         yield from added("attention.output", False, step)
+
+    def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
+        """Yield the sum of its outputs."""
+        return rows.summed("attention output")
 
     def facts(self) -> dict[str, Any]:
         """Return heads and sizes."""
