@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quire.args.checkpoint as checkpoint_reader
+import quire.args.grouped as grouped_reader
 import quire.assemble.cpu
 import quire.assemble.engine
 from quire import EngineConfig
@@ -239,7 +239,7 @@ def test_the_scale_of_latent_attention_is_named(checkpoint: Any, planted: Any) -
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2", "glm4_moe"])
 def test_small_errors_are_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)
-    width = read_checkpoint_config(folder).head_dim
+    width = read_checkpoint_config(folder).mixers[0].head_dim
     norm, query = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
 
     def nudge(rows: Callable[[str], Tensor]) -> None:
@@ -477,8 +477,8 @@ def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
         tensors={"self_attn.o_proj": "self_attn.out_proj"},
     )
     names = tuple((stored.replace("o_proj", "out_proj"), *rest) for stored, *rest in qwen2.NAME_MAP)
-    read = checkpoint_reader._kv_heads
-    monkeypatch.setattr(checkpoint_reader, "_kv_heads", kv_heads)
+    read = grouped_reader._kv_heads
+    monkeypatch.setattr(grouped_reader, "_kv_heads", kv_heads)
     monkeypatch.setitem(CONFIGURED, "qwen2_new", row)  # type: ignore[arg-type]
     monkeypatch.setitem(FAMILIES, "qwen2_new", case)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "quire.models.qwen2_new", SimpleNamespace(NAME_MAP=names))  # type: ignore[arg-type]

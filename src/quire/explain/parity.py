@@ -21,9 +21,11 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
 from quire.explain import reference as peer
+from quire.explain.differences import Differences, relative_difference
 from quire.explain.parameters import Changed, changed_parameters, reference_layout
 from quire.explain.quantized import QuantizedInputs, describe, write_dequantized
-from quire.explain.steps import FEED_FORWARD, Recording, stage_name, watch
+from quire.explain.recording import FEED_FORWARD, Recording, stage_name
+from quire.explain.steps import watch
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.text.tokenizer import TOKENIZER_FILE
@@ -102,7 +104,7 @@ def _report(
     folder: Path,
     tokens: list[int],
     alone: dict[str, Tensor],
-    found: peer.Differences,
+    found: Differences,
     changed: tuple[Changed, ...],
     *,
     quantized: tuple[str, bool],
@@ -118,7 +120,7 @@ def _report(
             Step(step, found.found.get((name, step), float("inf")), _bound(step, num_rows, rounds)) for step in steps
         )
         total = ours.result(name, parts[-1].name)
-        stages.append(Stage(name, parts, peer.relative_difference(total.flatten(1), alone[name])))
+        stages.append(Stage(name, parts, relative_difference(total.flatten(1), alone[name])))
     return Report(
         model=model,
         reference=str(folder),

@@ -5,8 +5,7 @@ and an error in a step shows in no other. Knows the names of transformers' modul
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import ModelError
-from quire.explain.steps import ATTENTION, FEED_FORWARD, Recording, stage_name
+from quire.explain.differences import Differences
+from quire.explain.recording import ATTENTION, FEED_FORWARD, Recording, stage_name
 
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
-# Steps whose module is not self_attn.STEP or mlp.STEP.
-MODULES = {
-    "input_layernorm": "input_layernorm",
-    "post_attention_layernorm": "post_attention_layernorm",
-    "router": "mlp.gate",
-}
-SHARED = ("mlp.shared_experts", "mlp.shared_expert")
-
-
-@dataclass
-class Differences:
-    """Differences between Quire and transformers: `found[stage, step]` is a `relative_difference`.
-
-    ours   Quire's results, by stage (a half of a layer, for example) and step (an operation in the stage)
-    A step that transformers never reached has no entry.
-    """
-
-    ours: Recording
-    found: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    def replace(self, stage: str, step: str, theirs: Tensor) -> Tensor:
-        """Return Quire's result of a step in the shape of `theirs`, the reference's result.
-
-        The difference between the two goes to `found`.
-        """
-        ours = self.ours.result(stage, step)
-        self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
-        return ours.reshape(theirs.shape)
-
-    def has(self, stage: str, step: str) -> bool:
-        """True for a step that Quire recorded."""
-        return step in self.ours.pieces.get(stage, {})
-
-
-def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference between `ours` and `theirs` [T, width], relative to the row of `theirs`.
-
-    The difference is divided by the largest value of the row, but at least by a tenth of the median row's largest:
-    sums near zero have rounding, too. Different shapes differ by infinity.
-    """
-    if ours.shape != theirs.shape:
-        return float("inf")
-    apart = (ours.double() - theirs.double()).abs().amax(-1)
-    size = theirs.double().abs().amax(-1)
-    size = size.clamp_min(max(float(size.median()) / 10, torch.finfo(torch.float32).tiny))
-    return float((apart / size).max())
+NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, not of one of its halves
 
 
 def load(folder: Path) -> Any:
@@ -132,28 +87,26 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
 
 def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple[str, Any]]:
     """Yield (step, module) for the steps of a stage that are the result of a module."""
-    room = "self_attn" if stage.endswith(ATTENTION) else "mlp"
-    shared = next((path for path in SHARED if _at(layer, path) is not None), "")
+    kind = differences.ours.kinds[stage]
     for step in differences.ours.pieces.get(stage, {}):
-        path = MODULES.get(step, f"{room}.{step}")
-        if step == "shared down_proj":
-            path = f"{shared}.down_proj"
-        module = layer if stage.endswith(FEED_FORWARD) and step == "sum" else _at(layer, path)
+        paths = (step,) if step in NORMS else kind.paths.get(step, (f"{kind.room}.{step}",))
+        module = layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths)
         if module is not None:
             yield step, module
 
 
 def _feed_products(layer: Any, differences: Differences, index: int) -> None:
     """Compare the steps that are the input of a module: gated products, and the sum after attention."""
-    stage = stage_name(index, FEED_FORWARD)
-    shared = (_at(layer, f"{path}.down_proj") for path in SHARED)
-    for module, where, step in (
-        (_at(layer, "mlp.down_proj"), stage, "gate_proj, up_proj"),
-        (next((module for module in shared if module is not None), None), stage, "shared gate_proj, up_proj"),
-        (layer.post_attention_layernorm, stage_name(index, ATTENTION), "sum"),
-    ):
-        if module is not None and differences.has(where, step):
-            _on_given(module, differences, where, step)
+    for stage in (stage_name(index, FEED_FORWARD), stage_name(index, ATTENTION)):
+        for step, paths in differences.ours.kinds[stage].inputs.items():
+            if (module := _first_at(layer, paths)) is not None and differences.has(stage, step):
+                _on_given(module, differences, stage, step)
+    _on_given(layer.post_attention_layernorm, differences, stage_name(index, ATTENTION), "sum")
+
+
+def _first_at(layer: Any, paths: Iterable[str]) -> Any:
+    """Return the first module that is at one of the paths, or None."""
+    return next((module for path in paths if (module := _at(layer, path)) is not None), None)
 
 
 def _at(module: Any, path: str) -> Any:
@@ -197,35 +150,10 @@ def _register_attention(differences: Differences) -> None:
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
         stage = stage_name(module.layer_idx, ATTENTION)
-        latent = not differences.has(stage, "values")
-        replace = _replace_latent if latent else _replace_heads
-        q, k, v = replace(differences, stage, q, k, v)
+        q, k, v = differences.ours.kinds[stage].replace(differences, stage, q, k, v)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         result, weights = eager(module, q, k, v, mask, **options)
         return differences.replace(stage, "attention", result), weights
 
     AttentionInterface.register(INTERFACE, attend)
     AttentionMaskInterface.register(INTERFACE, AttentionMaskInterface()["eager"])
-
-
-def _replace_heads(differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
-    """Compare queries, keys and values [1, H, T, D], and yield Quire's."""
-    for step, part in zip(("queries", "keys", "values"), parts, strict=True):
-        yield differences.replace(stage, step, part.transpose(1, 2)).transpose(1, 2)
-
-
-def _replace_latent(differences: Differences, stage: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Compare queries and the rotated part of keys. Families differ only in the order of the rotated pairs."""
-    width = differences.ours.result(stage, "keys").shape[-1]
-    found = []
-    for step, part in (("queries", q), ("keys", k[:, :1, :, -width:])):
-        ours, theirs = differences.ours.result(stage, step), part[0].transpose(0, 1)
-        ours = ours.view(theirs.shape)
-        first, second = ours[..., -width:].chunk(2, -1)
-        pairs = torch.cat((ours[..., :-width], torch.stack((first, second), -1).flatten(-2)), -1)
-        orders = [(relative_difference(one.flatten(1), theirs.flatten(1)), one) for one in (ours, pairs)]
-        differences.found[stage, step], chosen = min(orders, key=lambda pair: pair[0])
-        found.append(chosen.transpose(0, 1)[None])
-    k = k.clone()
-    k[..., -width:] = found[1]
-    return found[0], k, v

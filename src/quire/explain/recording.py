@@ -1,0 +1,54 @@
+"""Results of the steps of a model, and the wrappers that record them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.context import StepContext
+
+ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a layer
+
+
+class Recording:
+    """Results of the operations of a model, `pieces[stage][step]`, in the order in which they are computed.
+
+    stage    "embed", a half of a layer ("layer 3 attention"), "norm" or "logits"
+    step     an operation of the stage, such as "q_proj"
+    A piece is the result [T, ...] in a single engine step; `result` joins the pieces. kinds: of each half of a layer
+    """
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, dict[str, list[Tensor]]] = {}
+        self.kinds: dict[str, Any] = {}
+
+    def keep(self, stage: str, step: str, result: Tensor) -> None:
+        """Add a copy of the result of `step` in the next engine step. It is a copy, because kernels reuse memory."""
+        self.pieces.setdefault(stage, {}).setdefault(step, []).append(result.detach().clone())
+
+    def result(self, stage: str, step: str) -> Tensor:
+        """Return the result [T, ...] for all tokens, in their order."""
+        return torch.cat(self.pieces[stage][step])
+
+
+def stage_name(layer: int, half: str) -> str:
+    """Return the name of a half of a layer, such as "layer 3 attention"."""
+    return f"layer {layer} {half}"
+
+
+def on_result(module: Any, keep: Any, step: str) -> None:
+    """Record the result of a module."""
+    module.register_forward_hook(lambda module, given, result: keep(step, result))
+
+
+def on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
+    """Record the input of a projection, and its product without the residual."""
+    add = linear.add
+
+    def tapped(x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
+        keep(given, x)
+        keep(step, add(x.clone(), torch.zeros_like(residual), ctx))
+        result: Tensor = add(x, residual, ctx)
+        return result
+
+    linear.add = tapped

@@ -1,0 +1,24 @@
+"""The steps of each kind of layer halves: how to record ours, and where the reference has them.
+
+    grouped.py   latent.py   mixers
+    dense.py     experts.py  feed-forward parts
+
+`MIXERS` and `FEED_FORWARDS` tell the kind of a module of `layers/`.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from quire.explain.step_kinds.dense import DenseSteps
+from quire.explain.step_kinds.experts import ExpertSteps
+from quire.explain.step_kinds.grouped import GroupedSteps
+from quire.explain.step_kinds.interfaces import FeedForwardSteps, MixerSteps
+from quire.explain.step_kinds.latent import LatentSteps
+from quire.layers.attention import Attention
+from quire.layers.latent import LatentAttention
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE
+
+MIXERS: Mapping[type[nn.Module], MixerSteps] = {Attention: GroupedSteps(), LatentAttention: LatentSteps()}
+FEED_FORWARDS: Mapping[type[nn.Module], FeedForwardSteps] = {GatedMLP: DenseSteps(), MoE: ExpertSteps()}

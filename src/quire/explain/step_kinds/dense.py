@@ -1,0 +1,19 @@
+"""Steps of a gated MLP."""
+
+from collections.abc import Mapping
+
+from quire.explain.recording import on_sum
+from quire.explain.step_kinds.interfaces import Keep
+from quire.layers.mlp import GatedMLP
+
+
+class DenseSteps:
+    """The steps of a gated MLP. A `FeedForwardSteps`."""
+
+    room = "mlp"
+    paths: Mapping[str, tuple[str, ...]] = {}
+    inputs: Mapping[str, tuple[str, ...]] = {"gate_proj, up_proj": ("mlp.down_proj",)}
+
+    def watch(self, layer: GatedMLP, keep: Keep) -> None:
+        """Record the gated product and the projection back."""
+        on_sum(layer.down, keep, "gate_proj, up_proj", "down_proj")

@@ -1,0 +1,59 @@
+"""Steps of grouped-query attention."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.explain.differences import Differences
+from quire.explain.recording import on_sum
+from quire.explain.step_kinds.interfaces import Keep
+from quire.kernels.attention import KVView
+from quire.layers.attention import Attention
+from quire.plan.kinds.interfaces import head_order
+
+
+class GroupedSteps:
+    """The steps of grouped-query attention. A `MixerSteps`."""
+
+    room = "self_attn"
+    paths: Mapping[str, tuple[str, ...]] = {}
+    inputs: Mapping[str, tuple[str, ...]] = {}
+
+    def watch(self, layer: Attention, keep: Keep) -> None:
+        """Record projections, norms of heads, and queries, keys and values as attention reads them."""
+        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        plain = torch.tensor(head_order(layer.rotary_dim, width) or range(width)).argsort()
+        kernel = layer.kernels.heads
+
+        def projected(module: Any, given: Any, result: Tensor) -> None:
+            q, k, v = result.view(len(result), -1, width).split([heads, kv_heads, kv_heads], 1)
+            for name, part in {"q_proj": q[..., plain], "k_proj": k[..., plain], "v_proj": v}.items():
+                keep(name, part)
+
+        def prepare(qkv: Tensor, norm: Tensor | None, eps: float, *rest: Any) -> Tensor:
+            cos, sin, kv, slots = rest
+            if norm is not None:
+                places, shape = torch.arange(len(qkv)), (len(qkv), kv_heads, 1, width)
+                scratch = KVView(qkv.new_zeros(shape), qkv.new_zeros(shape))
+                unturned = torch.ones_like(cos), torch.zeros_like(sin)
+                keep("q_norm", kernel.prepare(qkv.clone(), norm, eps, *unturned, scratch, places)[..., plain])
+                keep("k_norm", scratch.k[:, :, 0][..., plain])
+            q: Tensor = kernel.prepare(qkv, norm, eps, cos, sin, kv, slots)
+            block, offset = slots // kv.block_size, slots % kv.block_size
+            keep("queries", q[..., plain])
+            keep("keys", kv.k[block, :, offset][..., plain])
+            keep("values", kv.v[block, :, offset])
+            return q
+
+        layer.qkv.register_forward_hook(projected)
+        layer.kernels = replace(layer.kernels, heads=SimpleNamespace(prepare=prepare))
+        on_sum(layer.output, keep, "attention", "o_proj")
+
+    def replace(self, differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
+        """Compare queries, keys and values [1, H, T, D], and yield Quire's."""
+        for step, part in zip(("queries", "keys", "values"), parts, strict=True):
+            yield differences.replace(stage, step, part.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,76 @@
+"""Steps of multi-head latent attention."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.explain.differences import Differences, relative_difference
+from quire.explain.recording import on_result, on_sum
+from quire.explain.step_kinds.interfaces import Keep
+from quire.layers.latent import LatentAttention
+
+
+class LatentSteps:
+    """The steps of latent attention. A `MixerSteps`."""
+
+    room = "self_attn"
+    paths: Mapping[str, tuple[str, ...]] = {}
+    inputs: Mapping[str, tuple[str, ...]] = {}
+
+    def watch(self, layer: LatentAttention, keep: Keep) -> None:
+        """Record projections and norms, and queries and rotated keys as attention reads them."""
+        sizes, kernel = layer.sizes, layer.kernel
+
+        def neighbours(x: Tensor) -> Tensor:
+            """Return x with its rotary part, which comes last, in interleaved pairs, as in the checkpoint."""
+            if not sizes.interleaved:
+                return x
+            first, second = x[..., -sizes.rope_dim :].chunk(2, -1)
+            return torch.cat((x[..., : -sizes.rope_dim], torch.stack((first, second), -1).flatten(-2)), -1)
+
+        def queries(name: str, q: Tensor) -> None:
+            keep(name, neighbours(q.unflatten(1, (layer.num_heads, -1))))
+
+        def projected(module: Any, given: Any, result: Tensor) -> None:
+            q, latent = result[:, : -(sizes.kv_rank + sizes.rope_dim)], result[:, -(sizes.kv_rank + sizes.rope_dim) :]
+            if layer.q is None:
+                queries("q_proj", q)
+            else:
+                keep("q_a_proj", q)
+            keep("kv_a_proj_with_mqa", neighbours(latent))
+
+        def prepare(q: Tensor, kv: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
+            *_, cache, slots = rest
+            q = kernel.prepare(q, kv, norm, eps, *rest)
+            block, offset = slots // cache.block_size, slots % cache.block_size
+            keep("kv_a_layernorm", cache.latent[block, 0, offset])
+            keep("queries", q)
+            keep("keys", cache.rope[block, 0, offset])
+            return q
+
+        layer.down.register_forward_hook(projected)
+        if layer.q is not None:
+            on_result(layer.q_norm, keep, "q_a_layernorm")
+            layer.q.register_forward_hook(lambda module, given, result: queries("q_b_proj", result))
+        others = {name: getattr(kernel, name) for name in ("project", "absorbed", "expanded")}
+        layer.kernel = SimpleNamespace(prepare=prepare, **others)
+        on_sum(layer.output, keep, "attention", "o_proj")
+
+    def replace(self, differences: Differences, stage: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Compare queries and the rotated part of keys. Families differ only in the order of the rotated pairs."""
+        width = differences.ours.result(stage, "keys").shape[-1]
+        found = []
+        for step, part in (("queries", q), ("keys", k[:, :1, :, -width:])):
+            ours, theirs = differences.ours.result(stage, step), part[0].transpose(0, 1)
+            ours = ours.view(theirs.shape)
+            first, second = ours[..., -width:].chunk(2, -1)
+            pairs = torch.cat((ours[..., :-width], torch.stack((first, second), -1).flatten(-2)), -1)
+            orders = [(relative_difference(one.flatten(1), theirs.flatten(1)), one) for one in (ours, pairs)]
+            differences.found[stage, step], chosen = min(orders, key=lambda pair: pair[0])
+            found.append(chosen.transpose(0, 1)[None])
+        k = k.clone()
+        k[..., -width:] = found[1]
+        return found[0], k, v
