@@ -6,20 +6,23 @@ devices or flags. No torch.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, read_moe
 from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_grouped
 from quire.args.keys import Keys
-from quire.args.latent import read_latent
-from quire.args.layers import DenseArgs, LayerArgs, MixerArgs
+from quire.args.latent import LatentArgs, read_latent
+from quire.args.layers import DenseArgs, FeedForwardArgs, LayerArgs, MixerArgs
 from quire.args.rope import RopeArgs, read_rope
+from quire.args.windows import read_windows
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 
@@ -114,7 +117,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, family.theta)
     context = max(max_positions, rope.extended_positions)
-    _refuse_window(keys, family, UNBOUNDED if eagle else context, layers)
+    windows = read_windows(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys)
     args = ModelArgs(
@@ -122,7 +125,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, rope, layers, extra),
+        layers=_layers(keys, family, rope, windows, extra),
         norm_eps=keys.positive("rms_norm_eps", family.norm_eps),
         rope=rope,
         tie_word_embeddings=keys.flag("tie_word_embeddings") or headless,
@@ -154,16 +157,27 @@ def _extra_layers(keys: Keys, family: Family) -> int:
     return keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
 
 
-def _layers(keys: Keys, family: Family, rope: RopeArgs, num_layers: int, extra: int) -> tuple[LayerArgs, ...]:
-    """Return the layers of the checkpoint. Those that predict several tokens have experts where any layer has."""
-    mixer = read_latent(keys, family.latent, rope) if family.latent else read_grouped(keys, family, rope)
+def _layers(
+    keys: Keys, family: Family, rope: RopeArgs, windows: Sequence[int | None], extra: int
+) -> tuple[LayerArgs, ...]:
+    """Return the layers of the checkpoint, with their windows; `extra` of them predict several tokens.
+
+    Those have full attention, and experts where any layer has.
+    """
+    full = read_latent(keys, family.latent, rope) if family.latent else read_grouped(keys, family, rope)
+    mixers: list[MixerArgs] = [full] * (len(windows) + extra)
+    for layer, window in enumerate(windows):
+        if window is not None:
+            if isinstance(full, LatentArgs):
+                raise keys.unsupported(f"sliding_window={window} is not implemented with latent attention.")
+            mixers[layer] = structs.replace(full, window=window)
     width, bias = keys.size("intermediate_size"), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
-    dense = LayerArgs(mixer=mixer, feed_forward=DenseArgs(width=width, bias=bias))
-    if not family.experts:
-        return (dense,) * (num_layers + extra)
-    moe, sparse = read_moe(keys, family.experts, num_layers)
-    mixed = LayerArgs(mixer=mixer, feed_forward=moe)
-    return (*(mixed if layer in sparse else dense for layer in range(num_layers)), *[mixed] * extra)
+    parts: list[FeedForwardArgs] = [DenseArgs(width=width, bias=bias)] * len(mixers)
+    if family.experts:
+        moe, sparse = read_moe(keys, family.experts, len(windows))
+        for layer in (*sparse, *range(len(windows), len(mixers))):
+            parts[layer] = moe
+    return tuple(LayerArgs(mixer=one, feed_forward=part) for one, part in zip(mixers, parts, strict=True))
 
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:
@@ -193,27 +207,6 @@ def _refuse_math(keys: Keys, family: Family) -> None:
         if key in keys and key not in family.reads and neutral is not None and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise keys.unsupported(f"{key}={shown} changes the math and is not implemented: use another model.")
-
-
-def _refuse_window(keys: Keys, family: Family, context: int, layers: int) -> None:
-    """Refuse an active sliding window shorter than the context: only full attention is implemented."""
-    kinds = sorted(set(keys.names("layer_types")) - {"full_attention"})
-    window = keys.count("sliding_window", family.window.default)
-    active = window is not None and window < context
-    if family.window.by_flag:
-        limit = keys.count("max_window_layers")
-        reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
-        listed = family.window.layers != "all" and keys.get("layer_types")
-        reached = bool(kinds) if listed else reaches[family.window.layers]
-        active = active and bool(keys.get("use_sliding_window")) and reached
-    if active:
-        default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise keys.unsupported(
-            f"sliding_window={window}{default} is shorter than the context of {context} tokens; "
-            "sliding window attention is not implemented: use another model."
-        )
-    if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
-        raise keys.unsupported(f"layer_types holds {kinds[0]!r}, which is not implemented: use another model.")
 
 
 def _dtype(keys: Keys) -> tuple[str, tuple[str, ...]]:

@@ -13,12 +13,13 @@ class Window:
 
     default   value of sliding_window when config.json lacks the key
     by_flag   True: sliding_window has an effect only with use_sliding_window=true
-    layers    layers with the window: "all"; or, without layer_types, "from" max_window_layers on, or "below" it
+    layers    layers with the window: "all"; or, without layer_types, "from" max_window_layers on, or "even below" it;
+              "": the family has no windows
     """
 
     default: int | None = None
     by_flag: bool = False
-    layers: str = "all"
+    layers: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +59,18 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
-    "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096)),
+    "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
                     default_head_dim=128, window=Window(default=4096, by_flag=True, layers="from"),
                     keys=frozenset({"attention_bias"})),
-    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral"),
+    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral",
+                      window=Window(layers="all")),
     "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True,
-                        window=Window(default=4096, by_flag=True, layers="below"), experts="qwen2_moe"),
+                        window=Window(default=4096, by_flag=True, layers="even below"), experts="qwen2_moe"),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        window=Window(default=4096, by_flag=True), experts="qwen3_moe",
+                        window=Window(default=4096, by_flag=True, layers="all"), experts="qwen3_moe",
                         keys=frozenset({"attention_bias"})),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
                           latent="deepseek_v2"),

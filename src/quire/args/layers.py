@@ -17,6 +17,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     head_dim, rotary_dim      dimensions of a query or key head, and the number of these that RoPE rotates
     input_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm                   RMS norm over head_dim of q and k before rotation
+    window                    tokens that a token attends to, its own included; None: all before it
     """
 
     one_scale: ClassVar[bool] = False  # keys and values of an 8-bit cache have a scale each
@@ -28,6 +29,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     input_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None
 
     @property
     def turned_dim(self) -> int:

@@ -93,8 +93,7 @@ class StateGroup(msgspec.Struct, frozen=True, kw_only=True):
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
-    Blocks of all groups come from the same pages, which must have one size (`quire.plan.kv_geometry` sees to it): a
-    group with fewer bytes per token has more tokens per block. There are no layers with states yet.
+    Blocks of all groups come from the same pages, which have room for the largest. There are no layers with states yet.
     """
 
     groups: tuple[KVGroup, ...]
@@ -108,8 +107,8 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the memory of a KV block; equal in all groups."""
-        return self.groups[0].page_bytes
+        """Bytes of a page, the memory of a KV block: those of the largest group."""
+        return max(group.page_bytes for group in self.groups)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -131,16 +131,18 @@ def test_biases_by_family() -> None:
     assert biases("qwen3", attention_bias=True) == (True, True, False)
 
 
+MIXED = ["full_attention", "sliding_attention"] * 2
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (family_config("mistral", sliding_window=4095), "sliding_window=4095"),
-        (family_config("mistral", max_position_embeddings=8192), "sliding_window=4096"),
         (family_config("llama", sliding_window=512), "sliding_window=512"),
-        (changed(use_sliding_window=True, sliding_window=512, max_window_layers=2), "sliding_window=512"),
-        (changed(use_sliding_window=True, sliding_window=512), "sliding_window=512"),
-        (changed(use_sliding_window=True, max_position_embeddings=8192), "sliding_window=4096"),
         (changed(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+        (
+            family_config("mistral", sliding_window=9, layer_types=["full_attention", "sliding_attention"] * 2),
+            "two kinds",
+        ),
         (changed(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
         (changed(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
         (changed(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
@@ -173,47 +175,67 @@ MOE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def windows(raw: dict[str, Any]) -> list[int | None]:
+    return [one.mixer.window for one in parse_checkpoint_config(raw).layers if isinstance(one.mixer, GroupedArgs)]
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
-def test_a_window_is_compared_with_the_context_that_is_served(model_type: str) -> None:
-    """YaRN makes it longer than max_position_embeddings."""
-    raw = family_config(model_type, sliding_window=4096, use_sliding_window=True, **MOE.get(model_type, {}))
-    assert parse_checkpoint_config(raw).max_position_embeddings == 4096
-    with pytest.raises(UnsupportedModel, match="sliding_window=4096 is shorter than the context of 16384 tokens"):
-        parse_checkpoint_config(raw | {"rope_scaling": YARN})
+def test_a_window_is_compared_with_the_context_of_the_model(model_type: str) -> None:
+    """A window as long as the context changes nothing; YaRN makes the context longer than max_position_embeddings."""
+    raw = family_config(
+        model_type, sliding_window=4096, use_sliding_window=True, max_window_layers=1, **MOE.get(model_type, {})
+    )
+    args = parse_checkpoint_config(raw)
+    assert args.max_position_embeddings == 4096 and windows(raw) == [None] * 4 and not args.notes
+    assert 4096 in windows(raw | {"rope_scaling": YARN})
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_a_window_without_a_length_is_transformers_default(model_type: str) -> None:
-    raw = family_config(model_type, use_sliding_window=True, max_position_embeddings=4097, **MOE.get(model_type, {}))
-    with pytest.raises(UnsupportedModel, match=r"sliding_window=4096 \(missing, which means 4096\) is shorter"):
-        parse_checkpoint_config({key: value for key, value in raw.items() if key != "sliding_window"})
+    raw = family_config(
+        model_type,
+        use_sliding_window=True,
+        max_position_embeddings=4097,
+        max_window_layers=1,
+        **MOE.get(model_type, {}),
+    )
+    assert 4096 in windows({key: value for key, value in raw.items() if key != "sliding_window"})
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "windowed"),
+    ("model_type", "changes", "layers"),
     [
-        ("qwen3_moe", {"max_window_layers": 4}, True),  # every layer, whatever these two say
-        ("qwen3_moe", {"layer_types": ["full_attention"] * 4}, True),
-        ("qwen2_moe", {"max_window_layers": 28}, True),  # every second layer below it
-        ("qwen2_moe", {"max_window_layers": 1}, True),
-        ("qwen2_moe", {"max_window_layers": 0}, False),
-        ("qwen2_moe", {"layer_types": ["full_attention"] * 4}, False),
-        ("qwen2_moe", {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"] * 2}, True),
-        ("qwen2", {"max_window_layers": 3}, True),  # the layers from there on
-        ("qwen2", {"max_window_layers": 4}, False),
+        ("mistral", {}, {0, 1, 2, 3}),
+        ("mixtral", {}, {0, 1, 2, 3}),
+        ("qwen3_moe", {"max_window_layers": 4}, {0, 1, 2, 3}),  # every layer, whatever these two say
+        ("qwen3_moe", {"layer_types": ["full_attention"] * 4}, {0, 1, 2, 3}),
+        ("qwen2_moe", {"max_window_layers": 28}, {0, 2}),  # every second layer below it
+        ("qwen2_moe", {"max_window_layers": 1}, {0}),
+        ("qwen2_moe", {"max_window_layers": 0}, set()),
+        ("qwen2_moe", {"layer_types": ["full_attention"] * 4}, set()),
+        ("qwen2_moe", {"max_window_layers": 0, "layer_types": MIXED}, {1, 3}),
+        ("qwen2", {"max_window_layers": 3}, {3}),  # the layers from there on
+        ("qwen2", {"max_window_layers": 0}, {0, 1, 2, 3}),
+        ("qwen2", {"max_window_layers": 4}, set()),
+        ("qwen2", {}, set()),  # from the 28th on
     ],
     ids=str,
 )
 def test_which_layers_have_the_window_is_the_family_s_rule(
-    model_type: str, changes: dict[str, Any], windowed: bool
+    model_type: str, changes: dict[str, Any], layers: set[int]
 ) -> None:
     raw = family_config(model_type, sliding_window=512, use_sliding_window=True, **MOE.get(model_type, {}), **changes)
-    assert parse_checkpoint_config(raw | {"use_sliding_window": False}).notes == ()
-    if not windowed:
-        assert parse_checkpoint_config(raw).notes == ()
-        return
-    with pytest.raises(UnsupportedModel, match="sliding_window=512"):
-        parse_checkpoint_config(raw)
+    assert {layer for layer, window in enumerate(windows(raw)) if window == 512} == layers
+    if model_type not in ("mistral", "mixtral"):
+        assert windows(raw | {"use_sliding_window": False}) == [None] * 4
+    assert parse_checkpoint_config(raw).notes == ()
+
+
+def test_windows_that_are_no_windows() -> None:
+    with pytest.raises(ModelError, match="sliding_window=0 lets a token attend to nothing"):
+        parse_checkpoint_config(family_config("mistral", sliding_window=0))
+    with pytest.raises(ModelError, match="layer_types names 2 of 4 layers"):
+        parse_checkpoint_config(changed(layer_types=["full_attention"] * 2))
 
 
 def test_a_model_without_head_embeds_and_says_so() -> None:

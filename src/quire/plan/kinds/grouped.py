@@ -54,6 +54,11 @@ class GroupedKind:
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a token attends to, its own included; None: all before it."""
+        return self._args.window
+
+    @property
     def num_heads(self) -> int:
         """Query heads."""
         return self._args.num_heads

@@ -167,6 +167,10 @@ class Mixer(Protocol):
         """Most tokens of a step with prompts that is captured as a CUDA graph; 0: no limit."""
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a token attends to, its own included; None: all before it."""
+
+    @property
     def past(self) -> int:
         """Tokens before those of the step in which a prompt costs the most memory."""
 

@@ -31,7 +31,7 @@ class LatentKind:
     """Multi-head latent attention; a `Mixer`."""
 
     operations = ("latent",)
-    prompts, past = LATENT_TOKENS, LATENT_CONTEXT
+    prompts, past, window = LATENT_TOKENS, LATENT_CONTEXT, None
 
     def __init__(self, args: LatentArgs) -> None:
         self._sizes = args
