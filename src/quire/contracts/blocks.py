@@ -93,8 +93,8 @@ class StateGroup(msgspec.Struct, frozen=True, kw_only=True):
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
-    Blocks of all groups come from the same pages, which must have one size (`quire.plan.kv_geometry` sees to it): a
-    group with fewer bytes per token has more tokens per block. There are no layers with states yet.
+    Blocks of all groups come from the same pages, which must have one size: `quire.kvstore.arena` refuses others. A
+    group with fewer bytes per token may have more tokens per block. There are no layers with states yet.
     """
 
     groups: tuple[KVGroup, ...]
