@@ -34,7 +34,7 @@ from quire.distributed.process_group import BACKENDS, ProcessGroup
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.exchange_ref import Replica, combined, dispatched
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.layers.dispatch import AllGatherExchange
+from quire.layers.expert_dispatch import AllGatherExchange
 
 EXPERTS, TOP_K, CALLS, REPLAYS = 128, 8, 20, 10
 WIRES = {"plain": AS_THEY_ARE, "fp8": Wire("e4m3", 128), "fp8-row": Wire("e4m3"), "int8": Wire("int8")}

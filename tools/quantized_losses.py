@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.assemble.quantize import Recipe, quantize_checkpoint
-from quire.quantization.schemes import SCHEMES, has_groups
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
+from quire.quantization.written_schemes import SCHEMES, has_groups
 
 WINDOW, LENGTH = 1024, 24  # tokens
 OPTIONS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.assemble.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.engine.drafts import MeasuredGain

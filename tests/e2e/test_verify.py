@@ -24,9 +24,9 @@ from quire.args.families import FAMILIES as CONFIGURED
 from quire.args.keys import Keys
 from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
-from quire.explain import parity
-from quire.explain.parity import NUM_TOKENS, verify
-from quire.explain.verdict import Report, Stage, Step
+from quire.explain.verify import parity
+from quire.explain.verify.parity import NUM_TOKENS, verify
+from quire.explain.verify.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
 from quire.models import qwen2
 from quire.plan.layout import layout

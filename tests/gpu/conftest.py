@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.cache import use_cache_folder
+from quire.kernels.compile_cache import use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.platforms.cuda import CudaFacts, read_cuda_facts
 

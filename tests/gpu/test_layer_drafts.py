@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.assemble.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.kernels.cache import compiling_ahead
+from quire.kernels.compile_cache import compiling_ahead
 from quire.kernels.triton_runtime import jit, tl
 from quire.layers.decoder import Decoder
 from quire.plan.layout import layout

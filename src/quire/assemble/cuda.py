@@ -20,7 +20,7 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
-from quire.kernels.cache import compiling_ahead, use_cache_folder
+from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
 from quire.kernels.step.state import Limits
 from quire.kernels.triton_runtime import missing

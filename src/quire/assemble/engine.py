@@ -16,12 +16,12 @@ import torch
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import PoolingPlan
+from quire.assemble.early_checks import check_early
 from quire.assemble.feature_lines import OFF, turned_on
 from quire.assemble.loaded import Loading, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.rank import load_rank
-from quire.assemble.refusals import check_early
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu

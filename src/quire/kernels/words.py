@@ -1,7 +1,7 @@
 """Words for a product of quantized weights in a trace; see `way` of the kernels. No torch."""
 
 from quire.contracts.scheme import Scheme
-from quire.quantization.scheme import weight_words
+from quire.quantization.scheme_words import weight_words
 
 RULES = {
     "": "activations are not quantized",

@@ -1,7 +1,8 @@
 """The feed-forward layer as a mixture of experts: router -> dispatcher -> experts -> combine.
 
 With dispatcher "none" of `plan/dispatchers.py` every rank has every token. A rank's sum leaves out the experts of
-other ranks and is then partial. With replicas of attention, `layers/dispatch.py` brings tokens to experts and back.
+other ranks and is then partial. With replicas of attention, `layers/expert_dispatch.py` brings tokens to experts and
+back.
 """
 
 import functools
@@ -18,7 +19,7 @@ from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build, StepContext
-from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
+from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm

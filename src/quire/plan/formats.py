@@ -15,7 +15,7 @@ from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
-from quire.quantization.scheme import scheme_words
+from quire.quantization.scheme_words import scheme_words
 from quire.quantization.slices import mixes_groups, packed_scheme
 
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")

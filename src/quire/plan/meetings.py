@@ -1,4 +1,4 @@
-"""The table of what works with what: which features meet, what becomes of it, and why.
+"""The table of what works with what (compatibility of features): which features meet, what becomes of it, and why.
 
 Rows lie by theme in `meeting_rows/`. Resolving an engine collects all rows that apply, and tells them together. Errors
 about one option alone, or about the content of a checkpoint, are raised where they are found.

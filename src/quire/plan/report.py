@@ -42,7 +42,7 @@ from quire.plan.placement import held_of, rank_facts, ranks
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import raw_tensors
 from quire.quantization.read import format_words, quantization_notes
-from quire.quantization.scheme import scheme_words
+from quire.quantization.scheme_words import scheme_words
 from quire.weights.cache_scales import scale_names
 from quire.weights.files import Checkpoint, StoredTensor, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES

@@ -16,7 +16,7 @@ from quire.contracts.errors import WeightsError
 from quire.kernels.pack.nearest import quantized, relative_error
 from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
-from quire.quantization.schemes import Stored, scale_type
+from quire.quantization.written_schemes import Stored, scale_type
 from quire.weights.files import INDEX, StoredTensor
 from quire.weights.load import DTYPES
 

@@ -25,10 +25,10 @@ from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
+from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
-from quire.worker.scoring import PromptScorer
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
 from quire.worker.step_drafts import StepDrafts

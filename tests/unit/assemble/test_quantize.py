@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.assemble.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.contracts.errors import UserError
 from quire.entry.cli.main import main
 from quire.kernels.pack.matrix import QuantizedMatrix

@@ -9,8 +9,8 @@ import pytest
 
 import quire.assemble.engine
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.assemble.early_checks import check_early, check_folder
 from quire.assemble.engine import assemble
-from quire.assemble.refusals import check_early, check_folder
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.layers.dispatch import AllGatherExchange
+from quire.layers.expert_dispatch import AllGatherExchange
 from quire.plan import engine as plans
 
 from ...support.full import full_rows

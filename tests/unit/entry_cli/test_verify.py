@@ -27,9 +27,9 @@ def test_the_report_decides(
         calls.append((model, config.model.dtype, prompt, reference))
         return Report()
 
-    module = types.ModuleType("quire.explain.parity")
+    module = types.ModuleType("quire.explain.verify.parity")
     module.verify = verify  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quire.explain.parity", module)
+    monkeypatch.setitem(sys.modules, "quire.explain.verify.parity", module)
     if "quire.explain" not in sys.modules:
         monkeypatch.setitem(sys.modules, "quire.explain", types.ModuleType("quire.explain"))
     assert main(["verify", "some/model", "-p", "text", "--dtype", "float32", "--reference", "other"]) == code

@@ -13,7 +13,7 @@ from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.describe import plan_engine
 from quire.plan.engine import EnginePlan, ModelFacts, resolve_engine
-from quire.quantization.scheme import scheme_words
+from quire.quantization.scheme_words import scheme_words
 from quire.weights.files import StoredTensor, read_checkpoint
 
 from ...support.explained import explained

@@ -6,7 +6,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
-from quire.explain import parity
+from quire.explain.verify import parity
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, plan, ref
+from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, ref
+from quire.kernels.attention import cpu_plan as plan
 from quire.kernels.select import here
 from quire.kernels.supports import SUPPORTS
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels import cache, triton_runtime
-from quire.kernels.cache import CompileReport, use_cache_folder
+from quire.kernels import compile_cache as cache
+from quire.kernels import triton_runtime
+from quire.kernels.compile_cache import CompileReport, use_cache_folder
 
 # Runs in a process of its own: the interpreter must be off, the driver is replaced for the whole process.
 PROGRAM = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.assemble.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
 
 NUM_TOKENS = 640

@@ -14,7 +14,7 @@ from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme
-from quire.explain.parity import verify
+from quire.explain.verify.parity import verify
 from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, moved
 from quire.kernels.pack.nearest import quantized

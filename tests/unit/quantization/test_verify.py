@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.assemble.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.config.engine import EngineConfig
-from quire.explain.parity import verify
-from quire.quantization.schemes import SCHEMES, has_groups
+from quire.explain.verify.parity import verify
+from quire.quantization.written_schemes import SCHEMES, has_groups
 
 from .test_formats import written
 
@@ -30,6 +30,6 @@ def test_activations_that_are_not_quantized_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     quantize_checkpoint(written(tmp_path, "qwen3"), tmp_path / "out", Recipe(scheme=scheme))
-    monkeypatch.setattr("quire.explain.quantized.rounded", lambda x, matrix: x)
+    monkeypatch.setattr("quire.explain.verify.dequantized.rounded", lambda x, matrix: x)
     report = verify(str(tmp_path / "out"), CONFIG)
     assert report.first_divergent == ("layer 0 attention", "q_proj")

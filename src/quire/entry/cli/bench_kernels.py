@@ -55,8 +55,8 @@ def _measure(
 
     import torch
 
-    from quire.kernels.cache import use_cache_folder
     from quire.kernels.cases.timing import measure_rates
+    from quire.kernels.compile_cache import use_cache_folder
 
     use_cache_folder()
     result: dict[str, Any] = {"device": device, "rows": []}

@@ -14,7 +14,7 @@ SUMMARY = "write a quantized checkpoint of a model, rounded to the nearest: FP8,
 
 def configure(parser: FlagParser) -> None:
     """Add the flags of `quire quantize`."""
-    from quire.quantization.schemes import GROUP, SCHEMES
+    from quire.quantization.written_schemes import GROUP, SCHEMES
 
     schemes = ", ".join(SCHEMES)
     add_model_argument(parser)
@@ -46,7 +46,7 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the quantized checkpoint and print a summary."""
-    from quire.assemble.quantize import Recipe, check_out, quantize_checkpoint
+    from quire.assemble.quantize_checkpoint import Recipe, check_out, quantize_checkpoint
     from quire.weights.folder import fetch_weights, resolve_folders
 
     config, began = engine_config(args), perf_counter()

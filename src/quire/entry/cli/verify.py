@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if config.load.load_format == "dummy":
         raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
     check_one_device(config.parallel, "quire verify")
-    from quire.explain.parity import verify
+    from quire.explain.verify.parity import verify
 
     report = verify(config.model.model, config, args.prompt, reference=args.reference)
     print(report.render())

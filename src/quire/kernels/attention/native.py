@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
 from quire.kernels.attention.cpu import write_kv
-from quire.kernels.attention.plan import ChunkPlan, plan_chunk
+from quire.kernels.attention.cpu_plan import ChunkPlan, plan_chunk
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded, missing_amx
 

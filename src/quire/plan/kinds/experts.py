@@ -91,7 +91,7 @@ class ExpertsKind:
                 yield one._replace(when=when)
 
     def _between_replicas(self, rows: ExchangedRows, dispatcher: str) -> Iterator[RankExchange]:
-        """Yield the exchanges of rows between replicas; see `quire.layers.dispatch`."""
+        """Yield the exchanges of rows between replicas; see `quire.layers.expert_dispatch`."""
         row, sent = rows.num_bytes, rows.wire.row_bytes(rows.hidden, rows.item_bytes)
         top_k, own = self._moe.routing.top_k, SHARED if rows.parallel.tp > 1 else TOKEN
         choices = CHOICE_BYTES * top_k

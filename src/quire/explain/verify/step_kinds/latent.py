@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.explain.differences import Differences, relative_difference
-from quire.explain.recording import on_result, on_sum
-from quire.explain.step_kinds.interfaces import Keep
+from quire.explain.verify.differences import Differences, relative_difference
+from quire.explain.verify.recording import on_result, on_sum
+from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.latent import LatentAttention
 
 

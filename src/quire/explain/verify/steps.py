@@ -7,8 +7,8 @@ layers order their rows; knows nothing of the reference. A watched model serves 
 from functools import partial
 from typing import Any
 
-from quire.explain.recording import ATTENTION, FEED_FORWARD, Recording, on_result, stage_name
-from quire.explain.step_kinds import FEED_FORWARDS, MIXERS
+from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, on_result, stage_name
+from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
 from quire.layers.decoder import Decoder
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.explain.recording import on_result
-from quire.explain.step_kinds.interfaces import Keep
+from quire.explain.verify.recording import on_result
+from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.context import StepContext
 from quire.layers.moe import MoE
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.explain.differences import Differences
-from quire.explain.recording import on_sum
-from quire.explain.step_kinds.interfaces import Keep
+from quire.explain.verify.differences import Differences
+from quire.explain.verify.recording import on_sum
+from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.kernels.attention import KVView
 from quire.layers.attention import Attention
 from quire.plan.kinds.interfaces import head_order

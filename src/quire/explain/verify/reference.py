@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import ModelError
-from quire.explain.differences import Differences
-from quire.explain.recording import ATTENTION, FEED_FORWARD, Recording, stage_name
+from quire.explain.verify.differences import Differences
+from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, stage_name
 
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
 NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, not of one of its halves

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from quire.explain.step_kinds.dense import DenseSteps
-from quire.explain.step_kinds.experts import ExpertSteps
-from quire.explain.step_kinds.grouped import GroupedSteps
-from quire.explain.step_kinds.interfaces import FeedForwardSteps, MixerSteps
-from quire.explain.step_kinds.latent import LatentSteps
+from quire.explain.verify.step_kinds.dense import DenseSteps
+from quire.explain.verify.step_kinds.experts import ExpertSteps
+from quire.explain.verify.step_kinds.grouped import GroupedSteps
+from quire.explain.verify.step_kinds.interfaces import FeedForwardSteps, MixerSteps
+from quire.explain.verify.step_kinds.latent import LatentSteps
 from quire.layers.attention import Attention
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
-from quire.explain.parameters import Changed
+from quire.explain.verify.parameters import Changed
 
 TIE = 1e-3  # of the largest logit: rounding in many layers may reverse a smaller lead
 SHOWN = 6  # lines of a list before "and N more"

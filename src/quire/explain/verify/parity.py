@@ -20,13 +20,13 @@ from quire.contracts.errors import ConfigError, RequestFailed
 from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
-from quire.explain import reference as peer
-from quire.explain.differences import Differences, relative_difference
-from quire.explain.parameters import Changed, changed_parameters, reference_layout
-from quire.explain.quantized import QuantizedInputs, describe, write_dequantized
-from quire.explain.recording import FEED_FORWARD, Recording, stage_name
-from quire.explain.steps import watch
-from quire.explain.verdict import Report, Stage, Step
+from quire.explain.verify import reference as peer
+from quire.explain.verify.dequantized import QuantizedInputs, describe, write_dequantized
+from quire.explain.verify.differences import Differences, relative_difference
+from quire.explain.verify.parameters import Changed, changed_parameters, reference_layout
+from quire.explain.verify.recording import FEED_FORWARD, Recording, stage_name
+from quire.explain.verify.steps import watch
+from quire.explain.verify.verdict import Report, Stage, Step
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.text.tokenizer import TOKENIZER_FILE
 from quire.worker.taps import HiddenTap

@@ -20,7 +20,14 @@ from quire.plan.layout import layout
 from quire.quantization.kfirst import AWQ
 from quire.quantization.read import KEY, find_quantization
 from quire.quantization.rules import HEAD, Rule
-from quire.quantization.schemes import Stored, has_groups, method_of, quantization_config, scheme_rule, stored_of
+from quire.quantization.written_schemes import (
+    Stored,
+    has_groups,
+    method_of,
+    quantization_config,
+    scheme_rule,
+    stored_of,
+)
 from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint
 from quire.weights.match import match_tensors
 from quire.weights.tied import EMBEDDING

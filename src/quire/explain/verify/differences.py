@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.explain.recording import Recording
+from quire.explain.verify.recording import Recording
 
 
 @dataclass

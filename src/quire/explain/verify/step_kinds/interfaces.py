@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quire.explain.differences import Differences
+from quire.explain.verify.differences import Differences
 
 Keep = Callable[[str, Tensor], None]  # records the result of a step
 

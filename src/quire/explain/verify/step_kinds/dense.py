@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from quire.explain.recording import on_sum
-from quire.explain.step_kinds.interfaces import Keep
+from quire.explain.verify.recording import on_sum
+from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.mlp import GatedMLP
 
 

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from quire.args.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
-from quire.explain.parameters import unordered
+from quire.explain.verify.parameters import unordered
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
-from quire.quantization.scheme import scheme_words
+from quire.quantization.scheme_words import scheme_words
 from quire.weights.load import load_weights
 
 Rules = Mapping[str, QuantizedMatrix]  # stored name of a weight -> its scheme and activation scale, without numbers
