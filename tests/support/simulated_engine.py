@@ -25,7 +25,8 @@ from quire.distributed.checked_group import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
-from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.engine import EnginePlan
+from quire.plan.sizing import resolve_sizing
 from quire.plan.meetings import check
 from quire.plan.memory import shared_sizes
 from quire.text.grammar import GrammarCompiler

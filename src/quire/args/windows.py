@@ -28,9 +28,9 @@ def read_windows(keys: Keys, family: Family, context: int, num_layers: int) -> t
         raise keys.unsupported(f"{what} is not implemented for this family, which has no such rule: use another model.")
     if named and rule.layers != "all":
         return tuple(window if KINDS[one] else None for one in named[:num_layers])
-    has = {
-        "all": lambda layer: True,
-        "from": lambda layer: layer >= limit,
-        "even below": lambda layer: layer % 2 == 0 and layer < limit,
+    own = {
+        "all": range(num_layers),
+        "from": range(limit, num_layers),
+        "even below": range(0, limit, 2),
     }[rule.layers]
-    return tuple(window if has(layer) else None for layer in range(num_layers))
+    return tuple(window if layer in own else None for layer in range(num_layers))

@@ -20,10 +20,11 @@ from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
 
 
-def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
+def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan | None = None) -> Decoder:
     """Build the model of a rank, without weights. `quire.weights` loads them into its layers, which pack them.
 
     groups   of this rank: `tp` shares every layer, `ep` divides the experts
+    target   plan of the model for which this one drafts; None: it drafts for none
     """
     args, rank, tp = plan.args, plan.mesh.rank, groups.tp
     kernels = load_kernels(plan.kernels)
@@ -39,7 +40,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
         ep=groups.ep,
         slots=groups.slots,
         owners=owners(plan) if groups.ep is not None else (),
-        kv_groups=plan.geometry.groups,
+        kv_groups=(target or plan).geometry.groups,
+        before=0 if target is None else len(range(*target.mesh.rank.layers)),
         moe=plan.experts,
         layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
@@ -48,7 +50,7 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
     if plan.draft is not None:
-        model.draft = build_model(plan.draft, groups)
+        model.draft = build_model(plan.draft, groups, plan)
         if plan.draft.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:

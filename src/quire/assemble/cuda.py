@@ -165,7 +165,7 @@ def _rehearse(
     (tables) and per token (activations). With replicas in lock-step they include the exchange in the graphs' memory.
     """
     geometry = plan.geometry
-    blocks = geometry.request_blocks(limits.step_tokens) + len(geometry.groups) * limits.num_slots + 2
+    blocks = geometry.table_entries(limits.step_tokens) + len(geometry.groups) * limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker, _ = _worker(model, geometry, blocks, limits, scales, groups, speculation=plan.speculation)
     tables = torch.cuda.memory_allocated(DEVICE) - before

@@ -17,10 +17,11 @@ from quire.kvnet.event_publisher import EventPublisher
 from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.engine import EnginePlan, host_blocks, resolve_sizing
+from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
 from quire.plan.memory import GIB
 from quire.plan.sharing import Place
+from quire.plan.sizing import host_blocks, resolve_sizing
 
 
 def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:

@@ -44,7 +44,7 @@ from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine, resolve_sizing
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
 from quire.plan.packed_bytes import kept_weights
@@ -52,6 +52,7 @@ from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
 from quire.plan.rank_report import rank_lines
 from quire.plan.report import PlanReport
+from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device

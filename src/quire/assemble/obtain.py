@@ -130,6 +130,7 @@ def obtain_weights(
                 config.model,
                 config.cache,
                 context=args.max_position_embeddings,
+                chunk=config.scheduler.token_budget(),
                 max_num_seqs=config.scheduler.sequences(),
                 free_bytes=free_bytes - weights,
             )

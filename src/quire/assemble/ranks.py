@@ -14,10 +14,11 @@ from quire.assemble.loaded import Loading, Parts
 from quire.assemble.offload import check_host_memory, namespace
 from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan, shared_sizes
 from quire.plan.placement import hosts_note
 from quire.plan.rank_report import rank_name
+from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.ranks.executor import RankProcesses, RanksExecutor
 from quire.ranks.launchers import Place

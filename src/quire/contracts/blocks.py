@@ -59,6 +59,14 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of blocks that hold `num_tokens` tokens, if none is given back."""
         return -(-num_tokens // self.block_size)
 
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks that a request of so many tokens holds at any time.
+
+        chunk   most tokens of the request in unfinished steps; a window keeps blocks for these, too
+        """
+        whole = self.num_blocks(num_tokens)
+        return whole if self.window is None else min(whole, (self.window + chunk - 3) // self.block_size + 2)
+
     def num_behind(self, position: int) -> int:
         """Return the number of leading blocks that the window has passed for all queries from `position` on."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
@@ -115,14 +123,17 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         """The window of each group."""
         return tuple(group.window for group in self.groups)
 
-    def request_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.
-
-        A group with a window gives blocks back early, so the request may need fewer.
-        """
+    def table_entries(self, num_tokens: int) -> int:
+        """Return the entries that the block tables of all groups have for a request of so many tokens."""
         return sum(group.num_blocks(num_tokens) for group in self.groups)
 
-    def most_tokens(self, num_blocks: int) -> int:
-        """Return the length in tokens of the longest request that fits into `num_blocks` blocks over all groups."""
-        most = num_blocks // len(self.groups) * max(group.block_size for group in self.groups)
-        return bisect_right(range(most + 1), num_blocks, key=self.request_blocks) - 1
+    def request_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds at any time.
+
+        chunk   most tokens of the request in unfinished steps
+        """
+        return sum(group.most_blocks(num_tokens, chunk) for group in self.groups)
+
+    def most_tokens(self, num_blocks: int, chunk: int, upto: int) -> int:
+        """Return the length of the longest request, of at most `upto` tokens, that fits into `num_blocks` blocks."""
+        return bisect_right(range(upto + 1), num_blocks, key=lambda length: self.request_blocks(length, chunk)) - 1

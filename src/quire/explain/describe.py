@@ -20,12 +20,13 @@ from quire.kernels.select import probe_of
 from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.drafts import draft_config, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
-from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine, resolve_sizing
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine
 from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
 from quire.plan.placement import held_of, parallel_sizes
 from quire.plan.report import PlanReport
+from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization

@@ -59,9 +59,7 @@ class KVAllocator:
 
         chunk   most tokens of the request in unfinished steps; groups with a window keep blocks for these, too
         """
-        whole = -(-num_tokens // self.block_size)
-        windows = sum(min(whole, self._peak(group, chunk)) for group in self._windows) if self.has_windows else 0
-        return whole * (len(self.groups) - len(self._windows)) + windows
+        return sum(group.most_blocks(num_tokens, chunk) for group in self.groups)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0, upto: int | None = None) -> bool:
         """True when `admit` would succeed and leave `headroom` free blocks; num_tokens, upto as in `admit`.
@@ -72,9 +70,10 @@ class KVAllocator:
         whole, held = -(-num_tokens // self.block_size), match.blocks[0]
         missing = (whole - len(held)) * (len(self.groups) - len(self._windows))
         for group in self._windows:
-            blocks = match.blocks[group]
-            peak = self._peak(group, (num_tokens if upto is None else upto) - match.num_tokens)
-            missing += min(whole, blocks.count(NULL_BLOCK) + peak) - len(blocks)
+            blocks, chunk = match.blocks[group], (num_tokens if upto is None else upto) - match.num_tokens
+            behind = blocks.count(NULL_BLOCK)
+            ahead = self.groups[group].most_blocks(num_tokens - behind * self.block_size, chunk)
+            missing += behind + ahead - len(blocks)
         if self.has_windows or len(self.groups) > 1:
             held = [block for blocks in match.blocks for block in blocks if block]
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
@@ -82,12 +81,6 @@ class KVAllocator:
     def _present(self, blocks: list[int]) -> list[int]:
         """Return the blocks of a table or a match without the entries that a window has passed."""
         return [block for block in blocks if block != NULL_BLOCK] if self.has_windows else blocks
-
-    def _peak(self, group: int, chunk: int) -> int:
-        """Return the most blocks that a group with a window holds for a chunk and the window of its first row."""
-        window = self.groups[group].window
-        assert window is not None
-        return (window + chunk - 3) // self.block_size + 2
 
     def admit(self, slot: int, match: PrefixMatch, num_tokens: int, upto: int | None = None) -> tuple[I32, ...]:
         """Give an empty slot the matched blocks, and new ones up to `num_tokens` tokens in all.

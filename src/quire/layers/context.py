@@ -34,7 +34,9 @@ class Build:
     vocabulary   this rank's slice of the vocabulary; None: all of it
     layers       first layer of this rank, and the end of its range; None: it has all layers
     moe          kernel and dispatcher of the experts; None: a model without experts
-    kv_groups    KV groups of this rank's layers; (): all layers form a group without a sliding window
+    kv_groups    KV groups of this rank's layers, behind which those of a draft model stand; (): all layers form a group
+                 without a sliding window
+    before       number of layers before those of the model that is built: for a draft model those of the model
     """
 
     dtype: torch.dtype
@@ -51,12 +53,13 @@ class Build:
     layers: tuple[int, int] | None = None
     moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
+    before: int = 0
 
     def group_of(self, layer: int) -> int:
         """Return the number of the KV group of a layer."""
         if not self.kv_groups:
             return 0
-        own = layer - (self.layers[0] if self.layers else 0)  # groups count the layers of this rank
+        own = self.before + layer - (self.layers[0] if self.layers else 0)  # groups count the layers of this rank
         return next(number for number, group in enumerate(self.kv_groups) if own in group.layers)
 
     def window(self, group: int) -> int | None:

@@ -36,7 +36,7 @@ class EagleLayer(nn.Module):
         assert args.eagle is not None and isinstance(mixer, GroupedArgs), "the layer of a head is that of a Llama"
         at, self.eagle = f"layers.{layer}", args.eagle
         self.join = Linear(f"{at}.join", build)
-        self.attention = Attention(mixer, f"{at}.attention", args.norm_eps, build)
+        self.attention = Attention(mixer, f"{at}.attention", args.norm_eps, build, build.group_of(layer))
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp = GatedMLP(f"{at}.mlp", build)
         self.token_norm: RMSNorm | None = None

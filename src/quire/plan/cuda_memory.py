@@ -99,11 +99,12 @@ def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
 
 
 def resolve_cuda_memory(
-    geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int, dtype: str
+    geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int, chunk: int, dtype: str
 ) -> MemoryPlan:
     """Return the size of the KV cache and the context length on a GPU.
 
     context, dtype   the model's longest sequence in tokens, and the weights' dtype for messages
+    chunk            most tokens of a request in unfinished steps
     The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size. An unset
     max_model_len shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
@@ -111,7 +112,7 @@ def resolve_cuda_memory(
     asked, page = config.model.max_model_len, geometry.page_bytes
     length = asked or context
     num_blocks, source = _num_blocks(config, memory, page)
-    wanted = ((geometry.request_blocks(length) if asked else len(geometry.groups)) + 1) * page
+    wanted = ((geometry.request_blocks(length, chunk) if asked else len(geometry.groups)) + 1) * page
     given = max(0, (num_blocks + 1) * page)
     forced = source != "gpu_memory_utilization"
     room = max(0, memory.free - memory.later - SPARE)
@@ -122,7 +123,7 @@ def resolve_cuda_memory(
             f"free: lower it to {most}, or leave it out."
         )
     if given < wanted:
-        shorter = geometry.most_tokens(num_blocks) if asked else 0
+        shorter = geometry.most_tokens(num_blocks, chunk, length) if asked else 0
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
         cause = (
@@ -135,8 +136,8 @@ def resolve_cuda_memory(
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
         raise ConfigError(f"{cause}{held}, and {there_is}: {_size(missing)} are missing. Try {cut}{more}")
     notes: tuple[str, ...] = ()
-    if geometry.most_tokens(num_blocks) < length:
-        length = geometry.most_tokens(num_blocks)
+    if geometry.most_tokens(num_blocks, chunk, length) < length:
+        length = geometry.most_tokens(num_blocks, chunk, length)
         notes = (
             f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
             "holds no more.",

@@ -87,13 +87,24 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
 
 
 def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:
-    """Return the page of a model and its draft model."""
-    ((own,), (other,)) = geometry.groups, draft.groups
-    assert own.block_size == other.block_size, "both are of one device"
-    group = msgspec.structs.replace(
-        own,
-        layers=tuple(range(len(own.layers) + len(other.layers))),
-        drafts=other.components,
-        num_drafts=len(other.layers),
-    )
-    return msgspec.structs.replace(geometry, groups=(group,))
+    """Return the KV cache of a model and its draft model, whose layers follow those of the model.
+
+    A group of the draft model joins the model's group with the same window that has the fewest layers, or stands alone.
+    """
+    first = sum(len(group.layers) for group in geometry.groups)
+    groups = list(geometry.groups)
+    for other in draft.groups:
+        assert other.block_size == groups[0].block_size, "both are of one device"
+        alike = [one for one in groups if one.window == other.window and not one.num_drafts]
+        own = min(alike, key=lambda one: len(one.layers)) if alike else None
+        joint = msgspec.structs.replace(
+            own or msgspec.structs.replace(other, layers=(), components=()),
+            layers=(*(own.layers if own else ()), *(first + layer for layer in other.layers)),
+            drafts=other.components,
+            num_drafts=len(other.layers),
+        )
+        if own:
+            groups[groups.index(own)] = joint
+        else:
+            groups.append(joint)
+    return msgspec.structs.replace(geometry, groups=tuple(groups))

@@ -32,7 +32,7 @@ from quire.kernels.select import (
 )
 from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
-from quire.plan.cuda_memory import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
+from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
@@ -44,7 +44,6 @@ from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
-from quire.plan.memory import GIB, MemoryPlan, resolve_memory
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
 from quire.plan.tiers import OffloadPlan, resolve_offload
@@ -405,44 +404,3 @@ def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str
                 f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
                 "--kv-cache-dtype to the dtype of the computation, such as bfloat16."
             )
-
-
-def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
-    """Size the KV cache and the context length.
-
-    measured   a GPU's memory after the largest step. On a CPU: free bytes beside the weights, before the buffers for
-               exchanges with other ranks are allocated
-    Raises ConfigError, which names options that make the model fit.
-    """
-    config, context = plan.config, plan.args.max_position_embeddings
-    if isinstance(measured, DeviceMemory):
-        sizes = resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
-    else:
-        same = plan.machine.device == "cpu"  # the host's memory is the device's
-        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
-        if offloaded > measured:
-            raise ConfigError(
-                f"kv_offload_gb={plan.offload.host_bytes / GIB:g}: each rank needs {offloaded / GIB:.1f} "
-                f"GiB of host memory, and {measured / GIB:.1f} GiB are free: lower kv_offload_gb."
-            )
-        sizes = resolve_memory(
-            plan.geometry,
-            config.model,
-            config.cache,
-            context=context,
-            max_num_seqs=config.scheduler.sequences(),
-            free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
-        )
-    return replace(sizes, host_blocks=host_blocks(plan))
-
-
-def host_blocks(plan: EnginePlan) -> int:
-    """Return the blocks of the host tier of this rank. Raises ConfigError when it does not hold one."""
-    page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
-    blocks = plan.offload.host_bytes // ranks // page
-    if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
-        raise ConfigError(
-            f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
-            f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
-        )
-    return blocks

@@ -67,11 +67,19 @@ def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
 
 
 def resolve_memory(
-    geometry: KVGeometry, model: ModelConfig, cache: CacheConfig, *, context: int, max_num_seqs: int, free_bytes: int
+    geometry: KVGeometry,
+    model: ModelConfig,
+    cache: CacheConfig,
+    *,
+    context: int,
+    chunk: int,
+    max_num_seqs: int,
+    free_bytes: int,
 ) -> MemoryPlan:
     """Size the KV cache and the context length.
 
     context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
+    chunk                 most tokens of a request in unfinished steps
     By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
     need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
     fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
@@ -79,10 +87,14 @@ def resolve_memory(
     asked = model.max_model_len
     check_context(model, context)
     length = asked or context
-    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.request_blocks(length), free_bytes)
-    if asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked):  # the default share grows
+    num_blocks, source, remedy = _budget(
+        geometry, cache, max_num_seqs * geometry.request_blocks(length, chunk), free_bytes
+    )
+    if (
+        asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked, chunk)
+    ):  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
-        if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
+        if (most := min(geometry.request_blocks(asked, chunk), room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
         raise ConfigError(
@@ -90,14 +102,16 @@ def resolve_memory(
             f"{remedy}, or choose a smaller model."
         )
     notes: tuple[str, ...] = ()
-    if geometry.most_tokens(num_blocks) < length:
+    if geometry.most_tokens(num_blocks, chunk, length) < length:
         if asked is not None:
-            needed, given = (as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
+            needed, given = (
+                as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length, chunk), num_blocks)
+            )
             raise ConfigError(
                 f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
-                f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}."
+                f"max_model_len to {geometry.most_tokens(num_blocks, chunk, length)}, or {remedy}."
             )
-        length = geometry.most_tokens(num_blocks)
+        length = geometry.most_tokens(num_blocks, chunk, length)
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
@@ -129,7 +143,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
     """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block."""
-    return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
+    return SLOT_BYTES + 4 * (max_model_len + geometry.table_entries(max_model_len))
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:

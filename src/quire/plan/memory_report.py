@@ -32,19 +32,23 @@ def describe_memory(
     scales    scales of an 8-bit cache: (tensor, reason)
     loading   as of `describe_loading`
     """
-    page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
+    page, size, group = cache.page_bytes, cache.block_size, max(cache.groups, key=lambda one: one.page_bytes)
+    drafting = next((one for one in cache.groups if one.num_drafts), group)
+    full = [one for one in cache.groups if one.window is None]
     known = {
         "rank": rank.number,
         "weights": weights,
         "buffers": of_rank(whole, rank).buffer_bytes,
-        "kv_bytes_per_token": page / size,
+        "kv_bytes_per_token": len(full) * page / size,
         "block_size": size,
         "block_bytes": page // len(group.layers),
         "page_bytes": page,
         "page_layers": len(group.layers),
+        "full_groups": len(full),
+        "windows": [[count, window] for window, count in Counter(cache.windows).items() if window is not None],
         "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
-        "draft_layers": group.num_drafts,
-        "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
+        "draft_layers": drafting.num_drafts,
+        "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in drafting.drafts],
         "cache_reason": whole.cache.reason,
         "cache_scales": scales,
         "widened_tokens": whole.widened_tokens,

@@ -1,10 +1,11 @@
 """Facts of a model that `quire explain` shows beside its parameters: attention, rotary positions, router. No torch."""
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.plan.kinds import mixers
+from quire.plan.kinds import mixer, mixers
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
@@ -12,10 +13,12 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 
     The value of "router" is None for a model without experts.
     """
-    moe, (attention, *others) = args.moe, mixers(args)
-    assert not others, "layers of several kinds have lines of their own"
+    moe, facts = args.moe, [kind.facts() for kind in mixers(args)]
+    (attention,) = [one for i, one in enumerate(facts) if one not in facts[:i]]
+    windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
+    full = windows.pop(None, 0)
     return {
-        "attention": attention.facts(),
+        "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},
         "rope": asdict(args.rope) | {"rotary_dim": args.mixers[0].rotary_dim, "head_dim": args.mixers[0].head_dim},
         "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
@@ -30,8 +33,10 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         if latent
         else (f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
     )
+    windowed = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
+    windowed += [f"{attention['full']} layers without"] * (bool(windowed) and attention["full"] > 0)
     more = ", normalized queries and keys" * attention["qk_norm"] + ", biased q, k and v" * attention["bias"]
-    lines = [f"attention: {attention['kind']}, {heads}{more}", f"rope: {_rope(rope, ' (partial)' * (not latent))}"]
+    lines = [f"attention: {attention['kind']}, {heads}{more}{"; " * bool(windowed)}{", ".join(windowed)}", f"rope: {_rope(rope, ' (partial)' * (not latent))}"]
     return lines + ([f"router: {_router(router)}"] if router else [])
 
 

@@ -81,13 +81,13 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
 
 
 def query_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of query heads that a rank holds, of each kind and size of mixers."""
-    return tuple(share(kind.num_heads, rank.tp, rank.place) for kind in mixers(args))
+    """Return the ranges of query heads that a rank holds, each range once."""
+    return tuple(dict.fromkeys(share(kind.num_heads, rank.tp, rank.place) for kind in mixers(args)))
 
 
 def kv_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of KV heads that a rank holds, of each kind and size of mixers."""
-    return tuple(kind.kv_heads(rank.tp, rank.place) for kind in mixers(args))
+    """Return the ranges of KV heads that a rank holds, each range once."""
+    return tuple(dict.fromkeys(kind.kv_heads(rank.tp, rank.place) for kind in mixers(args)))
 
 
 def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:

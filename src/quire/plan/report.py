@@ -160,9 +160,9 @@ class PlanReport:
             own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
             return own + max(1, k) * other
 
-        group, size = self.plan.geometry.groups[0], self.plan.geometry.block_size
-        of_drafts = group.layers[len(group.layers) - (group.num_drafts or args.draft_layers) :] if layered else ()
-        cache = sum(part.num_bytes(size) for layer in of_drafts for part in group.of(layer))
+        size, own = self.plan.geometry.block_size, len(range(*self.plan.mesh.rank.layers))
+        every = [(group, layer) for group in self.plan.geometry.groups for layer in group.layers]
+        cache = sum(one.num_bytes(size) for group, at in every if layered and at >= own for one in group.of(at))
         return {
             "drafter": str(speculation),
             "weights": other + sum(map(self.num_bytes, drafts)),

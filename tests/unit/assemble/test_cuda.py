@@ -28,7 +28,8 @@ from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.step.state import Limits
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import Machine, ModelFacts, resolve_engine, resolve_sizing
+from quire.plan.engine import Machine, ModelFacts, resolve_engine
+from quire.plan.sizing import resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30

@@ -12,7 +12,8 @@ from quire.assemble import offload
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.drafts import joined
-from quire.plan.engine import Drafting, EnginePlan, resolve_sizing
+from quire.plan.engine import Drafting, EnginePlan
+from quire.plan.sizing import resolve_sizing
 from quire.plan.memory import GIB
 
 from ...support.filled_models import planned

@@ -13,7 +13,8 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
-from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.engine import EnginePlan
+from quire.plan.sizing import resolve_sizing
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.report import PlanReport
 from quire.quantization.read import find_quantization
