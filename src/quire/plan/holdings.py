@@ -77,7 +77,8 @@ class Holdings:
 
         experts   number of such parameters that are stacked, if `param` is of experts
         """
-        return kept_of(self.plan, param, self.headers, experts)
+        packed = self.plan.machine.device == "cpu" and param.scheme is not None  # others do not need the headers
+        return kept_of(self.plan, param, self.headers if packed else {}, experts)
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""
