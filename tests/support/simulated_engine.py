@@ -26,9 +26,9 @@ from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
 from quire.plan.engine import EnginePlan
-from quire.plan.sizing import resolve_sizing
 from quire.plan.meetings import check
 from quire.plan.memory import shared_sizes
+from quire.plan.sizing import resolve_sizing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer

@@ -15,8 +15,6 @@ def read_windows(keys: Keys, family: Family, context: int, num_layers: int) -> t
     named = keys.names("layer_types")
     if other := sorted(set(named) - KINDS.keys()):
         raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
-    if named and len(named) < num_layers:
-        raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
     rule, window = family.window, keys.count("sliding_window", family.window.default)
     limit = keys.count("max_window_layers", 28) or 0
     if window is None or window >= context or (rule.by_flag and not keys.get("use_sliding_window")):
@@ -27,6 +25,8 @@ def read_windows(keys: Keys, family: Family, context: int, num_layers: int) -> t
         what = "layer_types of two kinds" if rule.layers else f"sliding_window={window}"
         raise keys.unsupported(f"{what} is not implemented for this family, which has no such rule: use another model.")
     if named and rule.layers != "all":
+        if len(named) < num_layers:
+            raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
         return tuple(window if KINDS[one] else None for one in named[:num_layers])
     own = {
         "all": range(num_layers),

@@ -45,6 +45,7 @@ from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine
+from quire.plan.holdings import Holdings
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
 from quire.plan.packed_bytes import kept_weights
@@ -351,7 +352,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
-    report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)
+    report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
     pool = BlockPool(memory.num_blocks)
     store = make_store(plan, memory, pool, parts.shards, parts.namespace)
     facts = ExecutorFacts(

@@ -85,7 +85,8 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
     found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
     if not found.config:
         return found
-    return found._replace(config=settled(found.config, layout(args), _stored_types(config, folder)))
+    stored = _stored_types(config, folder)
+    return found._replace(config=settled(found.config, layout(args), stored)) if stored else found
 
 
 def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 No torch. `plan/layout.py` computes them, the loaders fill them, layers take their sizes from them.
 """
 
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -10,8 +11,10 @@ import msgspec
 from quire.contracts.scheme import Scheme
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A slice of a checkpoint tensor. The parts of a parameter fill the parameter's rows one after the other.
+
+    The garbage collector does not track parts: a large model has 45,000 of them, and none can be in a cycle.
 
     stored   name of the tensor in the checkpoint
     shape    shape of the whole tensor in the checkpoint
@@ -102,8 +105,18 @@ def of_expert(param: Param, place: int, count: int) -> Param:
     return msgspec.structs.replace(param, shape=shape, parts=parts)
 
 
+def num_experts(param: Param) -> int:
+    """Return the number of experts that a parameter stacks; 1 for other parameters."""
+    return fused(param)[0] if param.shard == "experts" else 1
+
+
+def first_expert(param: Param) -> Param:
+    """Return the parameter of the first expert of a stack alone; another parameter as it is."""
+    return of_expert(param, 0, num_experts(param))
+
+
 def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:
     """Return how many experts `param` stacks (1 if none), and (name, number of rows) of each part of an expert."""
     stem = param.parts[0].name.rpartition(".")[0]
-    own = [part for part in param.parts if part.name.rpartition(".")[0] == stem]
+    own = tuple(takewhile(lambda part: part.name.rpartition(".")[0] == stem, param.parts))
     return len(param.parts) // len(own), tuple((part.name.rpartition(".")[2], part.rows) for part in own)

@@ -21,6 +21,7 @@ from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.drafts import draft_config, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine
+from quire.plan.holdings import Holdings
 from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
@@ -82,13 +83,13 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
     if other is not None and not plan.missing:
         draft = plan_engine(other, described, head_method(config))
         plan = with_draft_model(plan, draft.plan)
-    report = _with_headers(PlanReport(plan=plan, memory=""), folder)
-    if draft is not None and draft.load_error:
-        report = replace(report, load_error=report.load_error or draft.load_error)
-    memory, fullest = _tightest(report, gpu, facts.free_memory)
+    holdings, error = _holdings(plan, folder)
+    if draft is not None:
+        error = error or draft.load_error
+    memory, fullest = _tightest(holdings, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None:
-        memory += _larger(report, gpu)
-    return replace(report, memory=memory, fullest=fullest)
+        memory += _larger(plan, gpu)
+    return PlanReport(holdings=holdings, memory=memory, fullest=fullest, load_error=error)
 
 
 def _draft_args(config: EngineConfig, head: str) -> ModelArgs | None:
@@ -114,25 +115,25 @@ def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[s
         return find_quantization(folder, read_raw_config(folder), config.load.quantization).config
 
 
-def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
-    """Add to a report the error that the loader would raise for the weights, in `folder` or on the hub.
+def _holdings(plan: EnginePlan, folder: Path) -> tuple[Holdings, str]:
+    """Return the holdings of the ranks, and the error that the loader would raise for the weights; "": none.
 
-    Weights on the hub add their headers, too.
+    The weights are in `folder`, or on the hub: then their headers are read.
     """
-    config, args = report.plan.config, report.plan.args
+    holdings, config = Holdings(plan=plan), plan.config
     if config.load.load_format == "dummy":
-        return report
+        return holdings, ""
     repository = absent_weights(config, folder)
     if repository is None:
-        return replace(report, load_error=load_error(folder, report.params_of(), args))
-    headers, refused = None, ""
+        return holdings, load_error(folder, holdings.layout, plan.args)
     try:
         headers = repository.read_headers(folder)
+        holdings = Holdings(plan=plan, checkpoint=headers)
         with repository.named(folder):
-            match_tensors(headers, report.params_of(), args)
+            match_tensors(headers, holdings.layout, plan.args)
     except (ModelNotFound, WeightsError) as error:
-        refused = str(error)
-    return replace(report, headers=headers, load_error=refused)
+        return holdings, str(error)
+    return holdings, ""
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
@@ -151,24 +152,23 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
 
 
-def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
+def _tightest(holdings: Holdings, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
     """Return the memory of the rank with the least room, or the reason why nothing fits there, and its number."""
-    kinds = {held_of(report.plan.args, rank): rank for rank, _ in reversed(report.held)}
+    kinds = {held_of(holdings.plan.args, rank): rank for rank, _ in reversed(holdings.held)}
     memory = list[tuple[MemoryPlan, int]]()
-    for rank in sorted(kinds.values(), key=lambda rank: (-report.held[rank.number][1], rank.number)):
+    for rank in sorted(kinds.values(), key=lambda rank: (-holdings.held[rank.number][1], rank.number)):
         try:
-            memory.append((_memory(report, gpu, free, rank), rank.number))
+            memory.append((_memory(holdings, gpu, free, rank), rank.number))
         except ConfigError as error:
             return str(error), rank.number
     return min(memory, key=lambda one: one[0].num_blocks)
 
 
-def _larger(report: PlanReport, gpu: Gpu) -> str:
+def _larger(plan: EnginePlan, gpu: Gpu) -> str:
     """Return a sentence with the smallest number of such GPUs that holds the model and its parallel sizes, or "".
 
     Doubles tensor parallelism inside a machine, then pipeline stages; replicas stay as they are asked for.
     """
-    plan = report.plan
     asked, layers = plan.mesh.parallel, plan.args.num_layers
     doubled = [
         replace(asked, tp=asked.tp << i, pp=asked.pp << j)
@@ -180,7 +180,7 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
         other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
         try:
             check(met(inputs_of(plan.config, plan.args, "cuda", parallel=sizes)), planned=True)
-            memory, _ = _tightest(PlanReport(plan=other, memory=""), gpu, 0)
+            memory, _ = _tightest(Holdings(plan=other), gpu, 0)
         except ConfigError:  # a size does not divide the model, or a slice would cut a group of a quantized matrix
             continue
         if not isinstance(memory, str):
@@ -188,14 +188,14 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
     return ""
 
 
-def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
+def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """Size the memory of a rank; `free`: bytes of a CPU's memory, which all ranks share, before weights are loaded."""
-    weights = report.held[rank.number][1]
-    plan = msgspec.structs.replace(of_rank(report.plan, rank), geometry=report.page(rank))
+    weights = holdings.held[rank.number][1]
+    plan = msgspec.structs.replace(of_rank(holdings.plan, rank), geometry=holdings.page(rank))
     if gpu is None:
-        every = sum(held for _, held in report.held)
+        every = sum(held for _, held in holdings.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
-        return resolve_sizing(plan, (free - every) // len(report.held))
+        return resolve_sizing(plan, (free - every) // len(holdings.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
     ours += plan.buffer_bytes + plan.scratch_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too

@@ -202,8 +202,13 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         + ", ".join(
             f"{number:,} x {device} {size(count)}" + " each" * (number > 1) for (device, count), number in held.items()
         ),
-        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})"
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['full_layers']} layers (each: {parts})"
         + _cache_words(memory),
+        *[
+            f"windows: {count} group{'s' * (count > 1)} of up to {memory['page_layers']} layers keep the last "
+            f"{window:,} tokens of a request"
+            for count, window in memory["windows"]
+        ],
         f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
         f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
         *[

@@ -103,8 +103,7 @@ def resolve_cuda_memory(
 ) -> MemoryPlan:
     """Return the size of the KV cache and the context length on a GPU.
 
-    context, dtype   the model's longest sequence in tokens, and the weights' dtype for messages
-    chunk            most tokens of a request in unfinished steps
+    context, chunk   the model's longest sequence, and the most tokens of a request in unfinished steps
     The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size. An unset
     max_model_len shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """

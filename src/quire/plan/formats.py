@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
-from quire.contracts.params import FLOATS, Param, Part, fused
+from quire.contracts.params import FLOATS, Param, Part, first_expert
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
 from quire.quantization.read import ONLINE
@@ -76,8 +76,9 @@ def decided_by(param: Param, config: Mapping[str, Any]) -> str:
         return ""
     if config["quant_method"] == ONLINE:
         return "--quantization"
-    plain = config.get(FOUND, {}).get("plain", ())
-    named = any(_module(part) in plain or _module(part) == HEAD and FOUND in config for part in param.parts)
+    if FOUND not in config:
+        return "quantization_config"
+    named = any(module in config[FOUND]["plain"] or module == HEAD for module in map(_module, param.parts))
     return "names of stored tensors" if named else "quantization_config"
 
 
@@ -96,29 +97,23 @@ def _with_found(config: Mapping[str, Any]) -> Rules:
 
 
 def _with_format(param: Param, rules: Rules) -> Param:
-    found = {part.stored: rules(_module(part)) for part in param.parts}
-    first, *others = dict.fromkeys(found.values())
-    if others:
-        one, other = (next(name for name, rule in found.items() if rule == each) for each in (first, others[0]))
-        raise UnsupportedModel(
-            f"{_words(one, first)}, {_words(other, others[0])}: they form one matrix, so they must "
-            "have one format: use a checkpoint that quantizes both alike."
-        )
+    first = rules(_module(param.parts[0]))
+    for part in param.parts:
+        if (other := rules(_module(part))) != first:
+            raise UnsupportedModel(
+                f"{_words(param.parts[0].stored, first)}, {_words(part.stored, other)}: they form one matrix, so they "
+                "must have one format: use a checkpoint that quantizes both alike."
+            )
     if first is None:
         return param
-    stored, parts = first.scheme, param.parts
+    stored = first.scheme
     _check_groups(param, stored)
-    each = parts[: len(parts) // _experts(param)]
-    made = replace(
-        param,
-        format=first.format,
-        stored=stored,
-        scheme=None if _is_dequantized(param, stored) else packed_scheme(each, stored),
-    )
-    if why := FORMATS[made.format].objection(made):
+    one = replace(first_expert(param), format=first.format, stored=stored)  # slices of all experts are cut alike
+    scheme = None if _is_dequantized(param, stored) else packed_scheme(one.parts, stored)
+    if why := FORMATS[one.format].objection(one):
         whole = ", or whole experts for each rank (--enable-expert-parallel)" * (param.shard == "experts")
         raise ConfigError(f"{why}: use a smaller -tp{whole}.")
-    return made
+    return replace(param, format=first.format, stored=stored, scheme=scheme)
 
 
 def _is_dequantized(param: Param, stored: Scheme) -> bool:
@@ -165,11 +160,6 @@ def _online(param: Param) -> Param:
 
 def _words(stored: str, rule: Rule | None) -> str:
     return f"{stored} is " + ("unquantized" if rule is None else f"{rule.format} ({scheme_words(rule.scheme)})")
-
-
-def _experts(param: Param) -> int:
-    """Number of experts that a parameter stacks."""
-    return fused(param)[0] if param.shard == "experts" else 1
 
 
 def _module(part: Part) -> str:

@@ -16,7 +16,7 @@ from quire.models.names import NameMap
 from quire.plan.kinds.blocks import block_params, head_params, prediction_params
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
-from quire.quantization.formats import raw_tensors, spare_names
+from quire.quantization.formats import spare_names, tensor_names
 
 
 def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
@@ -45,7 +45,7 @@ def stored_names(params: Iterable[Param]) -> Iterator[str]:
     Also yields tensors that checkpoints store beside quantized parameters, and that need not be read.
     """
     for param in params:
-        yield from (part.stored for raw in raw_tensors(param) for part in raw.parts)
+        yield from tensor_names(param)
         yield from spare_names(param)
 
 
@@ -67,10 +67,11 @@ def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
     return found
 
 
-def parameters_per_token(args: ModelArgs) -> float:
+def parameters_per_token(args: ModelArgs) -> int:
     """Return the number of weights that multiply each token: all of a dense model, of experts only the chosen ones."""
-    chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
-    return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
+    chosen = args.moe.routing.top_k if args.moe else 1
+    with_one = layout(args, experts=range(1))
+    return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1) for param in with_one)
 
 
 def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:

@@ -1,12 +1,13 @@
 """The memory of a plan as plain values: weights, buffers, KV cache, tiers below the device. No torch."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.parallel import Rank
-from quire.contracts.params import Param, fused, of_expert
+from quire.contracts.params import Param, first_expert
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -39,12 +40,12 @@ def describe_memory(
         "rank": rank.number,
         "weights": weights,
         "buffers": of_rank(whole, rank).buffer_bytes,
-        "kv_bytes_per_token": len(full) * page / size,
+        "kv_bytes_per_token": sum(one.page_bytes / one.block_size for one in full),
         "block_size": size,
         "block_bytes": page // len(group.layers),
         "page_bytes": page,
         "page_layers": len(group.layers),
-        "full_groups": len(full),
+        "full_layers": sum(len(one.layers) for one in full),
         "windows": [[count, window] for window, count in Counter(cache.windows).items() if window is not None],
         "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
         "draft_layers": drafting.num_drafts,
@@ -83,7 +84,8 @@ def describe_loading(
 ) -> dict[str, Any]:
     """Return the most bytes that loading takes on the device that loads, and the parts of them.
 
-    params     parameters of the rank, in the order of the layers; `weights`: their bytes as they are kept
+    params     parameters of the rank, in the order of the layers, with at least one expert
+    weights    bytes of the rank's parameters as they are kept
     num_bytes  returns the bytes of a parameter as it is kept
     in_place   returns True for the name of experts that are loaded into the memory where they are kept
 
@@ -97,8 +99,7 @@ def describe_loading(
         if alike in seen or own[0].shard == "experts" and in_place(own[0].name):
             continue
         seen.add(alike)
-        count = fused(own[0])[0] if own[0].shard == "experts" else 1
-        one = [of_expert(param, 0, count) for param in own]
+        one = list(map(first_expert, own))
         raws = [raw for param in one for raw in FORMATS[param.format].tensors(param)]
         units = max(units, 2 * LoadUnit(module, 0, tuple(raws)).num_bytes(item))
         packed = max(packed, *map(num_bytes, one))

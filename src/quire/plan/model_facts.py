@@ -33,10 +33,13 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         if latent
         else (f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
     )
-    windowed = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
-    windowed += [f"{attention['full']} layers without"] * (bool(windowed) and attention["full"] > 0)
     more = ", normalized queries and keys" * attention["qk_norm"] + ", biased q, k and v" * attention["bias"]
-    lines = [f"attention: {attention['kind']}, {heads}{more}{"; " * bool(windowed)}{", ".join(windowed)}", f"rope: {_rope(rope, ' (partial)' * (not latent))}"]
+    windows = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
+    windows += [f"{attention['full']} layers without"] * (bool(windows) and attention["full"] > 0)
+    lines = [
+        "; ".join((f"attention: {attention['kind']}, {heads}{more}", *([", ".join(windows)] if windows else []))),
+        f"rope: {_rope(rope, ' (partial)' * (not latent))}",
+    ]
     return lines + ([f"router: {_router(router)}"] if router else [])
 
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.contracts.errors import WeightsError
-from quire.contracts.params import Param, fused
+from quire.contracts.params import Param, first_expert, num_experts
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.panel_sizes import kept_bytes, panels_of
 from quire.plan.engine import EnginePlan
 from quire.plan.weight_bytes import ITEM_BYTES
-from quire.quantization.formats import num_bytes, raw_tensors
+from quire.quantization.formats import FORMATS, num_bytes
 from quire.weights.files import StoredTensor, read_checkpoint
 
 EXACT = ("F16", "BF16")  # stored types of scales that float16 holds, as far as scales of weights go
@@ -33,21 +33,23 @@ def headers_of(plan: EnginePlan) -> Mapping[str, StoredTensor]:
         return {}
 
 
-def kept_of(plan: EnginePlan, param: Param, headers: Mapping[str, StoredTensor]) -> int:
+def kept_of(plan: EnginePlan, param: Param, headers: Mapping[str, StoredTensor], experts: int = 1) -> int:
     """Return the bytes of a parameter of the model or of a rank, with its scales.
 
-    headers   stored tensor -> its header, which tells the type of the scales; {}: unknown, they are float32
+    headers   stored tensor -> its header. Scales have the type of the first expert's; {}: unknown, they are float32
+    experts   number of such parameters that are stacked, if `param` is of experts
     Of a quantized matrix that `panels` runs, the bytes are those of the packed matrix; of others those before packing.
     """
-    scheme = param.scheme
+    scheme, copies = param.scheme, experts if param.shard == "experts" else 1
     if scheme is None or plan.machine.device != "cpu" or _kernel(plan, param) != "panels":
-        return num_bytes(param, ITEM_BYTES[param.dtype or plan.dtype.dtype])
-    count, native = fused(param)[0] if param.shard == "experts" else 1, loaded()
+        return copies * num_bytes(param, ITEM_BYTES[param.dtype or plan.dtype.dtype])
+    count, native = num_experts(param), loaded()
     shape, gated = (param.shape[0] // count, param.shape[1]), param.name.endswith(("gate_up.weight", ".gate_up"))
     made = panels_of(shape, scheme, gated=gated, lanes=native.quire_lanes(), quads=bool(native.quire_quads()))
-    names = [part.stored for raw in raw_tensors(param) if raw.name.endswith(".scale") for part in raw.parts]
+    raws = FORMATS[param.format].tensors(first_expert(param))
+    names = [part.stored for raw in raws if raw.name.endswith(".scale") for part in raw.parts]
     exact = bool(names) and all(name in headers and headers[name].dtype in EXACT for name in names)
-    return kept_bytes(made, shape, scheme, count, 2 if exact else 4)
+    return kept_bytes(made, shape, scheme, count * copies, 2 if exact else 4)
 
 
 def _kernel(plan: EnginePlan, param: Param) -> str:

@@ -23,22 +23,22 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
     slices   each slice of a stored tensor that the loader reads: `start` to `end` (not included) along `axis`, of
              `total`. For quantized tensors these count stored elements, such as packed words and scales
     """
-    if not 0 <= number < len(report.held):
-        raise ConfigError(f"--rank {number} does not exist: this plan has the ranks 0 to {len(report.held) - 1}.")
-    rank, held = report.held[number]
-    parallel = report.plan.mesh.parallel
+    every, parallel = report.holdings.held, report.plan.mesh.parallel
+    if not 0 <= number < len(every):
+        raise ConfigError(f"--rank {number} does not exist: this plan has the ranks 0 to {len(every) - 1}.")
+    rank, held = every[number]
     own = [one | {"members": members} for one in groups(parallel) for members in one["members"] if number in members]
     return {
         **described(report.plan.meetings),
         "parallel": str(parallel),
-        "ranks": len(report.held),
+        "ranks": len(every),
         "replicas": parallel.dp,
         **report.describe_rank(rank, held),
         "latent": any(kind.sizes for kind in mixers(report.plan.args)),
         **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),
-        "slices": [one for param in report.params_of(rank) for one in _slices(report, param)],
+        "slices": [one for param in report.holdings.params_of(rank) for one in _slices(report, param)],
     }
 
 
@@ -58,7 +58,8 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
 
     "ranks": their number, groups and way of exchange; "each rank": its weights, KV cache and buffers.
     """
-    parallel, every = report.plan.mesh.parallel, [report.describe_rank(rank, held) for rank, held in report.held]
+    parallel = report.plan.mesh.parallel
+    every = [report.describe_rank(rank, held) for rank, held in report.holdings.held]
     if parallel.size == 1:
         return {}
     share = "in lock-step, which share experts" if parallel.lockstep else "which share nothing"
@@ -83,7 +84,7 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
 def _routing(report: PlanReport, rank: Rank) -> dict[str, list[list[int]]]:
     """Return the places of the experts of the rank's layers at the start: routing_table and copies."""
     places, copies = dict[int, list[int]](), list[list[int]]()
-    for other, _ in report.held if rank.whole_experts else ():
+    for other, _ in report.holdings.held if rank.whole_experts else ():
         for slot, expert in enumerate(other.expert_ids if other.stage == rank.stage else ()):
             if expert in places:
                 copies.append([expert, other.number, slot])
@@ -98,7 +99,7 @@ def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:
             yield {
                 "parameter": param.name,
                 "tensor": part.stored,
-                "file": report.files.get(part.stored),
+                "file": report.holdings.files.get(part.stored),
                 "axis": part.axis,
                 "start": part.start,
                 "end": part.start + part.count,

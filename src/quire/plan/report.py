@@ -3,48 +3,42 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import cycle, groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
-from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import Rank
-from quire.contracts.params import Param, fused
+from quire.contracts.params import Param, first_expert, fused
 from quire.contracts.scheme import Scheme
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
-from quire.plan.drafts import joined
-from quire.plan.engine import EnginePlan, keep_stored, of_rank
-from quire.plan.formats import decided_by, with_formats
+from quire.plan.engine import EnginePlan, of_rank
+from quire.plan.formats import decided_by
+from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, LayerStep
-from quire.plan.kv_geometry import rank_geometry
-from quire.plan.layout import alone, layout, stored_names
+from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
 from quire.plan.memory_report import describe_loading, describe_memory
 from quire.plan.model_facts import model_facts
 from quire.plan.outer_calls import embedding_calls, head_calls, pack_function
-from quire.plan.packed_bytes import headers_of, kept_of
 from quire.plan.parallel_notes import order_notes, parallel_notes
-from quire.plan.placement import held_of, rank_facts, ranks
+from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
-from quire.quantization.formats import raw_tensors
+from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
 from quire.weights.cache_scales import scale_names
-from quire.weights.files import Checkpoint, StoredTensor, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
@@ -68,18 +62,21 @@ DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs":
 class PlanReport:
     """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
 
-    plan         plan of any rank: the parameters of all ranks follow from its mesh
+    holdings     the plan of any rank, and the parts of the model that all ranks hold
     memory       memory of rank number `fullest`, or the reason why no KV cache fits there
     fullest      number of the rank with the least free memory
     load_error   error that the loader would raise for the weights; "": none
-    headers      headers of the weights, if the folder lacks the weights; else None
     """
 
-    plan: EnginePlan
+    holdings: Holdings
     memory: MemoryPlan | str
     fullest: int = 0
     load_error: str = ""
-    headers: Checkpoint | None = None
+
+    @property
+    def plan(self) -> EnginePlan:
+        """The plan of a rank."""
+        return self.holdings.plan
 
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
@@ -98,14 +95,14 @@ class PlanReport:
                 "name": config.model.model or NAME,
                 "type": args.model_type,
                 "architecture": args.architecture,
-                "parameters": sum(prod(param.shape) for param in self.layout),
-                "bytes": sum(map(self.num_bytes, self.layout)),
+                "parameters": sum(prod(param.shape) for param in self.holdings.layout),
+                "bytes": sum(map(self.holdings.num_bytes, self.holdings.layout)),
                 "dtype": self.plan.dtype.dtype,
                 "dtype_reason": self.plan.dtype.reason,
                 "notes": (*args.notes, *notes),
                 "format": format_words(self.plan.quantization) or "unquantized",
                 **model_facts(args),
-                "embedding": str(read_pooling(self._folder, config.model.pooler_config)),
+                "embedding": str(read_pooling(Path(self.plan.folder), config.model.pooler_config)),
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
@@ -116,16 +113,11 @@ class PlanReport:
             "blend": self._blend(),
             "not_read": self._not_read(),
             "memory": self._memory(),
-            "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
+            "ranks": [self.describe_rank(rank, held) for rank, held in self.holdings.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
             "phases": self._phases(),
         }
-
-    @cached_property
-    def layout(self) -> tuple[Param, ...]:
-        """The parameters of the whole model, not of a rank; their schemes are those that the ranks pack."""
-        return self._as_packed(self.params_of())
 
     def _phases(self) -> dict[str, str]:
         """Return start-up phase -> its work, in order."""
@@ -145,15 +137,16 @@ class PlanReport:
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
             return None
-        drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
+        holdings = self.holdings
+        drafts = [one for one in holdings.layout if _layer(one.name) >= args.num_layers]
         skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
-        model = [one for one in self.layout if one.name not in skipped]
+        model = [one for one in holdings.layout if one.name not in skipped]
         other, layered = 0, speculation.layered
         if self.plan.draft is not None:
-            report = PlanReport(plan=self.plan.draft, memory="")
-            other = sum(map(report.num_bytes, report.layout))
+            drafter = Holdings(plan=self.plan.draft)
+            other = sum(map(drafter.num_bytes, drafter.layout))
         shared = drafts or speculation.method == "eagle"
-        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if shared else 0
+        head = holdings.num_bytes(holdings.layout[0] if args.tie_word_embeddings else model[-1]) if shared else 0
 
         def read(k: int) -> int:
             later = max(0, k - 1)
@@ -165,7 +158,7 @@ class PlanReport:
         cache = sum(one.num_bytes(size) for group, at in every if layered and at >= own for one in group.of(at))
         return {
             "drafter": str(speculation),
-            "weights": other + sum(map(self.num_bytes, drafts)),
+            "weights": other + sum(map(holdings.num_bytes, drafts)),
             "cache": cache / size,
             "read": {k: read(k) for k in (0, *speculation.lengths)},
         }
@@ -174,7 +167,7 @@ class PlanReport:
         """Return the bytes of weights that so many tokens read at once, of the experts as in `_speculation`."""
         moe = self.plan.args.moe
         hit = 1 - (1 - moe.routing.top_k / moe.routing.num_experts) ** tokens if moe else 0
-        return sum(round(self.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
+        return sum(round(self.holdings.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
 
     def _blend(self) -> dict[str, Any] | None:
         """Return the settings of CacheBlend as plain values; None without it."""
@@ -205,10 +198,14 @@ class PlanReport:
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory of the rank with the least room."""
-        plan, (rank, weights) = self.memory, self.held[self.fullest]
-        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
-        loads: dict[str, Any] = {"device": self.load_device, "num_bytes": self.num_bytes, "in_place": self.in_place}
-        loading = describe_loading(self.plan, self.params_of(rank), weights, **loads)
+        plan, (rank, weights) = self.memory, self.holdings.held[self.fullest]
+        cache = self.holdings.page(rank) if isinstance(plan, str) else plan.geometry
+        loads: dict[str, Any] = {
+            "device": self.load_device,
+            "num_bytes": self.holdings.num_bytes,
+            "in_place": self.in_place,
+        }
+        loading = describe_loading(self.plan, self.holdings.with_one_expert(rank), weights, **loads)
         known: dict[str, Any] = {"weights": weights, "scales": self.cache_scales, "loading": loading}
         return describe_memory(self.plan, plan, rank, cache, **known)
 
@@ -220,68 +217,11 @@ class PlanReport:
             "expert_ids": list(rank.expert_ids),
             "balanced": self.plan.mesh.parallel.redundant is not None,
             "bytes": held,
-            "kv_bytes": blocks * self.page(rank).page_bytes,
+            "kv_bytes": blocks * self.holdings.page(rank).page_bytes,
             "buffers": of_rank(self.plan, rank).buffer_bytes,
         }
 
-    def params_of(self, rank: Rank | None = None) -> tuple[Param, ...]:
-        """Return the parameters of a rank; None: of the whole model."""
-        plan = self.plan
-        return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
-
-    def _as_packed(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
-        """Return whole parameters with the schemes of their slices: a slice may cut the blocks of the whole matrix."""
-        packed = {param.name: param.scheme for own in self._by_kind.values() for param in own}
-        return tuple(structs.replace(one, scheme=packed.get(one.name, one.scheme)) for one in params)
-
-    @cached_property
-    def _by_kind(self) -> dict[tuple[object, ...], tuple[Param, ...]]:
-        """Kind of ranks -> parameters of a rank of this kind."""
-        kinds = {held_of(self.plan.args, rank): rank for rank in ranks(self.plan.args, self.plan.mesh.parallel)}
-        return {kind: self.params_of(rank) for kind, rank in kinds.items()}
-
-    @cached_property
-    def held(self) -> list[tuple[Rank, int]]:
-        """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
-        drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
-        held = {kind: drafts + sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
-        return [(rank, held[held_of(self.plan.args, rank)]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
-
-    def page(self, rank: Rank) -> KVGeometry:
-        """Return the layout of a page of a rank's KV cache."""
-        own = rank_geometry(
-            self.plan.args,
-            rank,
-            dtype=self.plan.cache.dtype,
-            device=self.plan.machine.device,
-            block_size=self.plan.geometry.block_size,
-        )
-        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
-
-    def num_bytes(self, param: Param) -> int:
-        """Return the bytes of a parameter of the model or of a rank, with scales, as far as known as it is packed."""
-        return kept_of(self.plan, param, self._headers)
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.plan.folder)
-
     # --- layers and their weights ---------------------------------------------------------------------------------
-
-    @cached_property
-    def files(self) -> Mapping[str, str]:
-        """Stored tensor -> its file; {} where the files cannot be read (`load_error` tells why)."""
-        if self.headers is not None:
-            return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
-        try:
-            return {} if self.plan.config.load.load_format == "dummy" else stored_in(self._folder)
-        except WeightsError:
-            return {}
-
-    @cached_property
-    def _headers(self) -> Mapping[str, StoredTensor]:
-        """Stored tensor -> its header; {} where there are no safetensors files that can be read."""
-        return self.headers.tensors if self.headers is not None else headers_of(self.plan)
 
     @cached_property
     def _chosen(self) -> dict[str, Choice]:
@@ -297,9 +237,10 @@ class PlanReport:
     @cached_property
     def _listed(self) -> tuple[Param, ...]:
         """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
-        if self.plan.mesh.parallel.pp == 1 or not self.plan.args.tie_word_embeddings:
-            return self.layout
-        return self.layout[:1] + self._as_packed(self.params_of(replace(alone(self.plan.args), first=False)))
+        holdings, args = self.holdings, self.plan.args
+        if self.plan.mesh.parallel.pp == 1 or not args.tie_word_embeddings:
+            return holdings.layout
+        return holdings.layout[:1] + holdings.as_packed(holdings.params_of(replace(alone(args), first=False)))
 
     def _features(self, at: str, name: str) -> tuple[str, ...]:
         """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
@@ -375,7 +316,7 @@ class PlanReport:
         }
         experts, parts = fused(param)
         rule = scheme_words(param.scheme) if param.scheme else ""
-        stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
+        stored = list(tensor_names(param))
         return {
             "name": param.name,
             "shape": param.shape,
@@ -384,26 +325,29 @@ class PlanReport:
             "experts": experts if param.shard == "experts" else 0,
             "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
             "dtype": rule or param.dtype or self.plan.dtype.dtype,
-            "bytes": self.num_bytes(param),
+            "bytes": self.holdings.num_bytes(param),
             **steps,
             "format": param.format,
             "stored_as": scheme_words(param.stored) if param.stored else "",
             "decided_by": decided_by(param, self.plan.quantization),
-            "raw_bytes": self._raw_bytes(param),
+            "raw_bytes": self._raw_bytes(param, stored),
             "load_device": self.load_device,
             "device": self.plan.machine.device,
-            "stored": {name: self.files.get(name) for name in stored},
+            "stored": {name: self.holdings.files.get(name) for name in stored},
         }
 
-    def _raw_bytes(self, param: Param) -> int:
-        """Return the bytes that are read for a parameter: in their stored types, as far as the headers are known."""
-        item, found = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], 0
-        for raw in raw_tensors(param):
-            for part in raw.parts:
-                stored, count = self._headers.get(part.stored), prod(part.local_shape)
-                whole = prod(stored.shape) if stored is not None else 0
-                own = stored.num_bytes // whole if stored is not None and whole else RAW_BYTES.get(raw.dtype, item)
-                found += count * own
+    def _raw_bytes(self, param: Param, names: Iterable[str]) -> int:
+        """Return the bytes that are read for a parameter: in their stored types, as far as the headers are known.
+
+        names   of its stored tensors: those of the first expert, then those of the others, which have the same shapes
+        """
+        item, headers, found = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], self.holdings.headers, 0
+        raws = FORMATS[param.format].tensors(first_expert(param))
+        sizes = [(prod(part.local_shape), RAW_BYTES.get(raw.dtype, item)) for raw in raws for part in raw.parts]
+        for name, (count, known) in zip(names, cycle(sizes), strict=False):
+            stored = headers.get(name)
+            whole = prod(stored.shape) if stored is not None else 0
+            found += count * (stored.num_bytes // whole if stored is not None and whole else known)
         return found
 
     def _cut(self, param: Param) -> str:
@@ -420,16 +364,17 @@ class PlanReport:
     def cache_scales(self) -> list[tuple[str, str]]:
         """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
         try:
-            return scale_names(self.files, self.plan.args) if self.plan.cache.scaled else []
+            return scale_names(self.holdings.files, self.plan.args) if self.plan.cache.scaled else []
         except WeightsError:
             return []
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read, args = set(stored_names(self.layout)).union(*self.cache_scales), self.plan.args
+        files, args = self.holdings.files, self.plan.args
         layers = [f"model.layers.{args.num_layers + i}." for i in range(args.draft_layers, args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
-        for name in sorted(self.files.keys() - read):
+        read = set(stored_names(self.holdings.layout) if files else ()).union(*self.cache_scales)
+        for name in sorted(files.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
             found[shown] = found.get(shown, 0) + 1
         return found

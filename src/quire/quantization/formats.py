@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Protocol
 
-from quire.contracts.params import Param, RawTensor, fused, of_expert
+from quire.contracts.params import Param, Part, RawTensor, first_expert, num_experts, of_expert
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
 from quire.quantization.rows import FBGEMM, FLOAT, FP8, INT, MODELOPT, PACKED
 from quire.quantization.unquantized import ONLINE, UNQUANTIZED
@@ -35,9 +35,30 @@ FORMATS: dict[str, WeightFormat] = {
 
 def raw_tensors(param: Param) -> Iterator[RawTensor]:
     """Yield the stored tensors of a parameter, with the slices to read; of stacked experts, those of all experts."""
-    count = fused(param)[0] if param.shard == "experts" else 1
+    count = num_experts(param)
     for place in range(count):
         yield from FORMATS[param.format].tensors(of_expert(param, place, count))
+
+
+def tensor_names(param: Param) -> Iterator[str]:
+    """Yield the names of the stored tensors of a parameter, in the order of `raw_tensors`.
+
+    The tensors beside the weight of an expert are named after this weight, in the same way for all experts.
+    """
+    one = first_expert(param)
+    places = {part.name: place for place, part in enumerate(one.parts)}
+    ends = [
+        (places[part.name], part.stored.removeprefix(_module(one.parts[places[part.name]])))
+        for raw in FORMATS[param.format].tensors(one)
+        for part in raw.parts
+    ]
+    for first in range(0, len(param.parts), len(one.parts)):
+        modules = [_module(part) for part in param.parts[first : first + len(one.parts)]]
+        yield from (modules[place] + end for place, end in ends)
+
+
+def _module(part: Part) -> str:
+    return part.stored.rpartition(".")[0]
 
 
 def spare_names(param: Param) -> Iterator[str]:
@@ -52,5 +73,5 @@ def num_bytes(param: Param, item_bytes: int) -> int:
     """
     if param.scheme is None:
         return prod(param.shape) * item_bytes
-    count = fused(param)[0] if param.shard == "experts" else 1
+    count = num_experts(param)
     return count * param.scheme.num_bytes(param.shape[0] // count, param.shape[1])

@@ -54,10 +54,10 @@ def refused(what: str) -> UnsupportedModel:
 
 def is_kept(module: str, kept: Iterable[str]) -> bool:
     """True when `kept` (modules_to_not_convert) names the module by its full name, or by its first or last words."""
-    words, names = module.removesuffix(".weight").split("."), frozenset(kept)
-    return bool(names) and any(
-        ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words))
-    )
+    if not (names := frozenset(kept)):
+        return False
+    words = module.removesuffix(".weight").split(".")
+    return any(".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))
 
 
 # --- fp8, fbgemm_fp8, modelopt ----------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def test_windows_that_are_no_windows() -> None:
     with pytest.raises(ModelError, match="sliding_window=0 lets a token attend to nothing"):
         parse_checkpoint_config(family_config("mistral", sliding_window=0))
     with pytest.raises(ModelError, match="layer_types names 2 of 4 layers"):
-        parse_checkpoint_config(changed(layer_types=["full_attention"] * 2))
+        parse_checkpoint_config(changed(use_sliding_window=True, sliding_window=9, layer_types=["full_attention"] * 2))
 
 
 def test_a_model_without_head_embeds_and_says_so() -> None:

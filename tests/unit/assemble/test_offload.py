@@ -13,8 +13,8 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.drafts import joined
 from quire.plan.engine import Drafting, EnginePlan
-from quire.plan.sizing import resolve_sizing
 from quire.plan.memory import GIB
+from quire.plan.sizing import resolve_sizing
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config

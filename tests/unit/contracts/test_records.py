@@ -79,7 +79,7 @@ def test_page_sizes() -> None:
     geometry = KVGeometry(groups=(KVGroup(block_size=128, layers=(0, 1, 2), components=(k, k)),))
     assert k.num_bytes(128) == 32768 and geometry.page_bytes == 3 * 2 * 32768
     assert KVComponent("s", 1, 1, "float32", 4).num_bytes(4) == PAGE_ALIGN
-    assert [geometry.request_blocks(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2] and NULL_BLOCK == 0
+    assert [geometry.request_blocks(n, 1) for n in (0, 1, 128, 129)] == [0, 1, 1, 2] and NULL_BLOCK == 0
 
 
 def test_groups_of_equal_pages_with_other_blocks() -> None:
@@ -91,8 +91,9 @@ def test_groups_of_equal_pages_with_other_blocks() -> None:
     )
     geometry = KVGeometry(groups=groups)
     assert {group.page_bytes for group in groups} == {geometry.page_bytes} == {2 * 4 * 4 * 64 * 2}
-    assert [geometry.request_blocks(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 2, 2, 3, 3, 5]
-    assert [geometry.most_tokens(n) for n in range(6)] == [0, 0, 4, 8, 8, 12]
+    assert [geometry.table_entries(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 2, 2, 3, 3, 5]
+    assert [geometry.request_blocks(n, 1) for n in (0, 1, 4, 5, 8, 9, 100)] == [0, 2, 2, 3, 3, 5, 13 + 3]
+    assert [geometry.most_tokens(n, 1, 40) for n in (0, 1, 2, 3, 5, 6, 9)] == [0, 0, 4, 8, 16, 24, 40]
     with pytest.raises(ValueError, match="too many values"):
         geometry.block_size  # noqa: B018
 

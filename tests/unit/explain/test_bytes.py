@@ -122,7 +122,7 @@ def planned(folder: Path, parallel: Parallel = ALONE) -> dict[str, Any]:
 
 
 def held_in_all(folder: Path, parallel: Parallel) -> int:
-    return sum(num_bytes for _, num_bytes in engine_plan(folder, parallel).held)
+    return sum(num_bytes for _, num_bytes in engine_plan(folder, parallel).holdings.held)
 
 
 def held(tensor: StoredTensor, rank: int, raw: dict[str, Any]) -> int:
@@ -175,7 +175,7 @@ def test_bytes_of_ranks_that_share(folder: Path) -> None:
 
 def test_slices_of_experts_and_stages_hold_everything_once(folder: Path) -> None:
     """Without norms, routers and what else every rank has, the parts add up to the whole."""
-    whole, parts = engine_plan(folder), {"": 0, "rows": 0, "columns": 0, "experts": 0}
+    whole, parts = engine_plan(folder).holdings, {"": 0, "rows": 0, "columns": 0, "experts": 0}
     for param in whole.layout:
         parts[param.shard] += whole.num_bytes(param)
     total = sum(parts.values())
@@ -324,7 +324,7 @@ def test_sizes_of_groups_of_4_bits(shared: Path, tmp_path: Path) -> None:
     assert qkv["dtype"] == "4-bit in groups of 128, zero points"
     assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["decided_by"] == ""
     shared_out = engine_plan(tmp_path, Parallel(tp=4))
-    assert shared_out.held[0][1] < plan["model"]["bytes"] / 2
+    assert shared_out.holdings.held[0][1] < plan["model"]["bytes"] / 2
 
 
 @pytest.mark.parametrize(

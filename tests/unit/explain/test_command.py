@@ -41,9 +41,10 @@ for flags in ([], ["--device", "cpu", "--json"], ["--device", "h200"]):
 
 def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--json", "--device", "h100", "-tp", "2", "--max-model-len", "1024"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    text = capsys.readouterr().out
     config = EngineConfig.from_flat(model=TINY, max_model_len=1024, tensor_parallel_size=2)
-    assert printed == json.loads(json.dumps(plan_engine(config, "h100").describe()))
+    assert text == json.dumps(plan_engine(config, "h100").describe(), indent=1) + "\n"
+    printed = json.loads(text)
     assert printed["memory"]["max_model_len"] == 1024 and len(printed["ranks"]) == 2
 
 
@@ -233,7 +234,7 @@ def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = EngineConfig.from_flat(model=str(tmp_path), kv_cache_memory_bytes=1 << 20)
     plan = explained(config, Parallel(pp=3), "h200")
-    held = [num_bytes for _, num_bytes in plan.held]
+    held = [num_bytes for _, num_bytes in plan.holdings.held]
     assert held[0] == held[1] != held[2]
     assert plan.fullest == 1 and plan.describe()["memory"]["page_bytes"] == 2 * 2 * 128 * 64 * 2
 

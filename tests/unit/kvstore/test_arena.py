@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
-from quire.contracts.errors import ConfigError
 from quire.kernels.native import memory
 from quire.kvstore.arena import KVArena
 
@@ -94,6 +93,7 @@ def test_groups_of_equal_pages_share_the_arena():
     assert cache._places[0][0] == cache._places[1][0] == 0 and cache._places[2][0] == cache._places[3][0] > 0
 
 
-def test_groups_of_unequal_pages_are_refused_with_the_numbers():
-    with pytest.raises(ConfigError, match=r"\[2560, 1280\]"):
-        KVArena(KVGeometry(groups=(group((0, 1), size=4), group((2,), size=4))), 3, CPU)
+def test_a_page_has_room_for_the_largest_group():
+    cache = KVArena(KVGeometry(groups=(group((0, 1), size=4), group((2,), size=4))), 3, CPU)
+    assert cache.page_bytes == 2560 and cache._places[2] == cache._places[0]
+    assert {view.stride(0) * view.element_size() for layer in range(3) for view in cache.views(layer)} == {2560}

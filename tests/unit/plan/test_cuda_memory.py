@@ -39,7 +39,9 @@ SMALL = DeviceMemory(
 
 
 def plan(memory: DeviceMemory = H200, *, dtype: str = "bfloat16", **options: object) -> MemoryPlan:
-    return resolve_cuda_memory(GEOMETRY, EngineConfig.from_flat(**options), memory, context=40960, dtype=dtype)
+    return resolve_cuda_memory(
+        GEOMETRY, EngineConfig.from_flat(**options), memory, context=40960, chunk=2048, dtype=dtype
+    )
 
 
 def refusal(memory: DeviceMemory, *, dtype: str = "bfloat16", **options: object) -> str:
@@ -68,7 +70,7 @@ def test_the_cache_takes_what_is_left_of_the_share() -> None:
 
 def test_a_tiny_page_does_not_make_millions_of_blocks() -> None:
     tiny = resolve_geometry((KVComponent("k", 1, 16, "bfloat16", 2),), 1, None, CUDA_BLOCK_SIZE)
-    found = resolve_cuda_memory(tiny, EngineConfig(), H200, context=128, dtype="bfloat16")
+    found = resolve_cuda_memory(tiny, EngineConfig(), H200, context=128, chunk=64, dtype="bfloat16")
     assert found.num_blocks == MAX_BLOCKS
 
 

@@ -18,9 +18,9 @@ from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.plan.engine import EnginePlan
+from quire.plan.holdings import Holdings
 from quire.plan.meeting_rows.records import IDLE, MISSING
 from quire.plan.meetings import Meeting, check
-from quire.plan.report import PlanReport
 from quire.weights.dummy import load_dummy
 
 from ...support.filled_models import planned
@@ -154,7 +154,7 @@ def test_matrices_keep_their_stored_type_where_kernels_read_it(kind: str) -> Non
     whole = planned(args, probe=lambda need: "")
     assert not any(param.dtype == "bfloat16" for param in whole.params)
     assert 0.45 * whole.weight_bytes < plan.weight_bytes < 0.6 * whole.weight_bytes
-    assert PlanReport(plan=plan, memory="").held[0][1] == plan.weight_bytes
+    assert Holdings(plan=plan).held[0][1] == plan.weight_bytes
 
 
 def test_without_native_kernels_weights_are_converted_and_the_reason_is_told() -> None:

@@ -2,25 +2,30 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from msgspec import structs
 
-from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.families import FAMILIES
 from quire.assemble.build import build_model
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import ALONE, Parallel
 from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.context import StepContext
 from quire.layers.linear import Linear
+from quire.plan.drafts import joined
 from quire.plan.kinds.blocks import operations
-from quire.plan.kv_geometry import kv_components
+from quire.plan.kv_geometry import kv_components, layer_groups, rank_geometry
 from quire.plan.layout import checkpoint_names, layout
 from quire.plan.linears import linear_plans
+from quire.plan.placement import ranks
 from quire.plan.weight_bytes import unpacked_bytes
 
 from ...support.filled_models import built, fill, planned
@@ -163,3 +168,66 @@ def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
         plans = linear_plans(args, layout(args), [Choice("linear", "fast", "because", features=features)])
         assert plans["layers.0.mlp.router"].layout == kernel
         assert {one.layout for name, one in plans.items() if not name.endswith(".router")} == {"fast"}
+
+
+def windowed(pattern: str, window: int = 16) -> ModelArgs:
+    """The model with a layer for each letter: S has a sliding window, F has none."""
+    full = ARGS.layers[0]
+    sliding = structs.replace(full, mixer=structs.replace(full.mixer, window=window))
+    return replace(ARGS, layers=tuple(sliding if one == "S" else full for one in pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        ("FFFF", [4]),
+        ("SSSS", [4]),
+        ("SFSFSF", [3, 3]),
+        ("SSSSSF" * 8, [8] * 6),
+        ("SSSSSF" * 4 + "SS", [4] * 5 + [3] * 2),  # 22 with a window, 4 without
+        ("SSSSSF" * 5 + "SSSS", [5] * 5 + [4] + [5]),  # 29 and 5
+        ("S" * 13 + "F" * 12, [13, 12]),  # nearly as many: no group is divided
+        ("F" * 21 + "S" * 7, [7] * 4),
+    ],
+)
+def test_layers_are_divided_into_groups_of_about_equal_size(pattern: str, sizes: list[int]) -> None:
+    args = windowed(pattern)
+    groups = layer_groups(args)
+    assert sorted(map(len, groups)) == sorted(sizes)
+    assert sorted(layer for group in groups for layer in group) == list(range(len(pattern)))
+    assert all(len({pattern[layer] for layer in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_have_the_same_groups_and_equal_pages(pp: int) -> None:
+    """A request has the same block tables on every stage; each has its layers of every group."""
+    args = windowed("SSSSSF" * 8)
+    whole = [*layer_groups(args)]
+    stages = [
+        rank_geometry(args, rank, dtype="bfloat16", device="cpu", block_size=16)
+        for rank in ranks(args, Parallel(pp=pp))
+    ]
+    assert all(stage.windows == stages[0].windows == (*[16] * 5, None) for stage in stages)
+    for rank, stage in zip(ranks(args, Parallel(pp=pp)), stages, strict=True):
+        held = [[rank.layers[0] + layer for layer in group.layers] for group in stage.groups]
+        assert held == [[layer for layer in group if layer in range(*rank.layers)] for group in whole]
+        assert len({group.page_bytes for group in stage.groups}) == 1 and stage.page_bytes == 8 // pp * 2 * 512
+
+
+def geometry_of(args: ModelArgs) -> KVGeometry:
+    """The KV cache of a model on one device."""
+    (rank,) = ranks(args, ALONE)
+    return rank_geometry(args, rank, dtype="bfloat16", device="cpu", block_size=16)
+
+
+def test_a_draft_model_joins_the_group_with_its_window() -> None:
+    for pattern, groups in (
+        ("F", [((0,), 0), ((1,), 0), ((2, 3), 1)]),
+        ("SF", [((0, 3), 1), ((1,), 0), ((2, 4), 1)]),
+    ):
+        both = joined(geometry_of(windowed("SSF")), geometry_of(windowed(pattern)))
+        assert [(group.layers, group.num_drafts) for group in both.groups] == groups
+    own, other = geometry_of(windowed("SS")), geometry_of(windowed("F"))
+    alone = joined(own, other)
+    assert [(one.layers, one.window, one.num_drafts) for one in alone.groups] == [((0, 1), 16, 0), ((2,), None, 1)]
+    assert alone.groups[1].of(2) == other.groups[0].components and alone.page_bytes == own.page_bytes

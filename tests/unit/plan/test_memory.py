@@ -18,7 +18,7 @@ def plan(free: int = 1 << 34, context: int = 4096, **options: int) -> MemoryPlan
     model = ModelConfig(max_model_len=options.pop("max_model_len", None))
     num_seqs = options.pop("max_num_seqs", 4)
     return resolve_memory(
-        GEOMETRY, model, CacheConfig(**options), context=context, max_num_seqs=num_seqs, free_bytes=free
+        GEOMETRY, model, CacheConfig(**options), context=context, chunk=256, max_num_seqs=num_seqs, free_bytes=free
     )
 
 

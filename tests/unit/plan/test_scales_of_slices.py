@@ -14,9 +14,10 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan
-from quire.plan.sizing import resolve_sizing
+from quire.plan.holdings import Holdings
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.report import PlanReport
+from quire.plan.sizing import resolve_sizing
 from quire.quantization.read import find_quantization
 
 from ...support.filled_models import planned
@@ -80,7 +81,9 @@ def test_the_note_stands_where_numbers_differ(tmp_path: Path, form: str, paralle
 def test_explain_has_the_note(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(Tiny(family="qwen3"), **SIZES)))
     made = msgspec.structs.replace(plan(tmp_path, "ct-int8-channel", "qwen3", TP2), folder=str(tmp_path))
-    described = PlanReport(plan=made, memory=resolve_sizing(made, 1 << 33)).describe()["model"]["notes"]
+    described = PlanReport(holdings=Holdings(plan=made), memory=resolve_sizing(made, 1 << 33)).describe()["model"][
+        "notes"
+    ]
     assert any(
         "-tp 2: activations have one scale per token" in note and "o_proj and down_proj" in note for note in described
     )

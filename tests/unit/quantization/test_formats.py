@@ -19,6 +19,7 @@ from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.plan.formats import settled, with_formats
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.quantization.formats import raw_tensors, tensor_names
 from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights
@@ -125,6 +126,8 @@ def test_numbers(plain: Callable[[str], Path], tmp_path: Path, form: str, model:
     means = quantize_checkpoint(plain(model), tmp_path, FORMS[form])
     kept = loaded(tmp_path)
     check(kept, means)
+    for param in kept.layout:
+        assert list(tensor_names(param)) == [part.stored for raw in raw_tensors(param) for part in raw.parts]
     quantized = {param.name for param in kept.layout if isinstance(kept.weights[param.name][0], QuantizedMatrix)}
     assert {name.rpartition(".")[0] for name in quantized if "layers.0" in name} >= {
         "layers.0.attention.output",

@@ -49,10 +49,10 @@ class ExpertsKind:
         if moe.routing.bias:
             yield write.param(AT + "router.bias", {"": StoredRows(num)}, dtype="float32", layer=layer)
         own = (0, width) if write.rank.whole_experts else write.share(width)
-        gates = {f"{expert}.{half}": StoredRows(width, *own) for expert in write.experts for half in ("gate", "up")}
-        downs = {f"{expert}.": StoredRows(hidden) for expert in write.experts}
-        yield write.param(AT + "experts.gate_up", gates, hidden, shard="experts", layer=layer)
-        yield write.param(AT + "experts.down", downs, width, columns=own, shard="experts", layer=layer)
+        halves = dict.fromkeys(("{e}.gate", "{e}.up"), StoredRows(width, *own))
+        yield write.stacked(write.param(AT + "experts.gate_up", halves, hidden, layer=layer))
+        rows = {"{e}.": StoredRows(hidden)}
+        yield write.stacked(write.param(AT + "experts.down", rows, width, columns=own, layer=layer))
         if moe.shared_size:
             yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:

@@ -61,8 +61,7 @@ class ParamWriter:
         """
         made = []
         for key, rows in parts.items():
-            expert, dot, rest = key.rpartition(".")
-            stored = self.names[name, "{e}." + rest if dot else key].replace("{i}", str(layer)).replace("{e}", expert)
+            stored = self.names[name, key].replace("{i}", str(layer))
             shape = (rows.stored, width) if width else (rows.stored,)
             count = rows.stored if rows.taken < 0 else rows.taken
             made.append(
@@ -74,6 +73,26 @@ class ParamWriter:
         inner = columns[1] if columns else width
         shape = (total, inner) if width else (total,)
         return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def stacked(self, one: Param) -> Param:
+        """Make the parameter that stacks the rank's experts from the parameter of one expert.
+
+        one   names of its parts and of stored tensors have "{e}" in place of the expert's number
+        """
+        parts = tuple(
+            Part(
+                part.stored.replace("{e}", expert),
+                part.shape,
+                part.start,
+                part.count,
+                part.axis,
+                part.order,
+                part.name.replace("{e}", expert),
+            )
+            for expert in map(str, self.experts)
+            for part in one.parts
+        )
+        return Param(one.name, (len(self.experts) * one.shape[0], *one.shape[1:]), parts, one.dtype, "experts")
 
     def output(self, at: str, width: int, heads: StoredRows, bias: bool, layer: int) -> Iterator[Param]:
         """Yield the output projection of a mixer. Only the first rank has the bias, so a sum over ranks adds it once.

@@ -1,0 +1,75 @@
+"""Layers with sliding windows: transformers' logits and tokens, for any window, block, chunk and pool."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.args.checkpoint import read_checkpoint_config
+from quire.plan.kinds import mixer
+from quire.plan.kv_geometry import layer_groups
+
+from ..support.full import full_rows
+from ..support.pairwise import Row, label
+from .test_parity import Greedy, check_run
+
+# Layers of a model of three: all with a window; one with and two without; two with and one without; with experts.
+MODELS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
+    "all": ("mistral", ()),
+    "last": ("qwen2", (("use_sliding_window", True), ("max_window_layers", 2))),
+    "most": ("qwen3", (("use_sliding_window", True), ("max_window_layers", 1))),
+    "experts": ("qwen2_moe", (("use_sliding_window", True), ("max_window_layers", 3))),  # every second layer
+}
+NORMAL = {"batch": 7, "chunk": 16, "block_size": 8, "prefix": True, "depth": 2, "pool": "normal"}
+SMALL = {"batch": 7, "chunk": 7, "block_size": 8, "prefix": True, "depth": 1, "pool": "small"}
+WIDE = {"batch": 7, "chunk": 64, "block_size": 16, "prefix": False, "depth": 2, "pool": "normal"}
+ROWS: list[Row] = [
+    {"model": "all", "window": 5} | NORMAL,  # smaller than a block
+    {"model": "all", "window": 8} | WIDE,  # half a block
+    {"model": "last", "window": 21} | SMALL,
+    {"model": "most", "window": 7} | WIDE,  # smaller than a chunk
+    {"model": "experts", "window": 33} | NORMAL,  # larger than a chunk
+    *full_rows(
+        {"model": model, "window": window} | run
+        for model in MODELS
+        for window in (1, 5, 8, 9, 21, 64, 100)
+        for run in (NORMAL, SMALL, WIDE)
+        if (model, run) != ("all", SMALL)  # windows alone never outgrow what they were admitted with
+    ),
+]
+
+
+def num_blocks(window: int, windows: list[int | None], run: Row) -> int:
+    """Blocks that two of the longest sequences (125 tokens) need at once, and a few more."""
+    whole = math.ceil(125 / run["block_size"])
+    peak = min(whole, (window + run["chunk"] - 3) // run["block_size"] + 2)
+    return 2 * sum(whole if one is None else peak for one in windows) + 2
+
+
+def build(engine: Callable[..., LLM], folder: Any, window: int, run: Row) -> LLM:
+    options: Row = {
+        "max_num_batched_tokens": run["chunk"],
+        "block_size": run["block_size"],
+        "async_depth": run["depth"],
+        "enable_prefix_caching": run["prefix"],
+        "max_num_seqs": min(7, run["chunk"]),
+        "max_logprobs": -1,
+    }
+    if run["pool"] == "small":
+        args = read_checkpoint_config(folder)
+        windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
+        options["num_gpu_blocks_override"] = num_blocks(window, windows, run)
+    return engine(folder, **options)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=label)
+def test_logits_and_tokens(
+    row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    family, changes = MODELS[row["model"]]
+    checkpoint = oracle(tiny(family=family, changes=(*changes, ("sliding_window", row["window"]))))
+    llm = build(engine, checkpoint.folder, row["window"], row)
+    check_run(llm, checkpoint, prompts, row, greedy)
+    llm.engine.core.check()
