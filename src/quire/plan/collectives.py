@@ -173,14 +173,10 @@ def _between_replicas(
         yield "reduce-scatter", back, "ep", row, EVERY
         if parallel.tp > 1:
             yield "all-gather", "outputs of the replica's tokens", "tp", row, own
-    elif dispatcher == "pull":
+    else:
         yield "pull", "ids and weights of experts", "ep", choices, own
         yield "pull", to_experts, "ep", sent, CROSSING
         yield "pull", back, "ep", row, CROSSING
-    else:
-        copies = min(top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        yield dispatcher, to_experts, "ep", sent * copies, own
-        yield dispatcher, back, "ep", row * copies, own
 
 
 def groups(parallel: Parallel) -> list[dict[str, Any]]:
@@ -230,7 +226,7 @@ def buffer_bytes(
             "all-gather": 2 * parallel.dp * (tokens * row + choices),
             "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read,
         }
-        exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
+        exchanged = max((rooms[name] for name in (spread or {}).values()), default=0)
     return (received + sent) * hidden + logits + shared + exchanged
 
 

@@ -16,10 +16,7 @@ from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedMod
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import not_runnable
-from quire.kernels.experts import plan as kernel_plan
-from quire.kernels.experts.plan import DISPATCHERS
 from quire.kernels.select import probe_of
-from quire.plan import dispatchers
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
@@ -277,13 +274,10 @@ def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
     assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 2
 
 
-def test_rows_that_need_plans_of_experts_come_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = replace(DISPATCHERS["pull"], implemented=False)
-    for place in (dispatchers, kernel_plan):
-        monkeypatch.setattr(place, "DISPATCHERS", {**DISPATCHERS, "pull": planned})
-    plan = resolved(SHARED | {"enable_cache_blend": True, "all2all_backend": "deepep_low_latency"}, "cuda")
+def test_rows_that_need_plans_of_experts_come_with_the_others() -> None:
+    plan = resolved(SHARED | {"enable_cache_blend": True, "nnodes": 2}, "cuda")
     found = [one.feature for one in plan.missing]
-    assert "dispatcher pull for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
+    assert "a dispatcher for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy
 
 

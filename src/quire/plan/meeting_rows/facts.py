@@ -37,12 +37,7 @@ def _fitting_hosts(i: Inputs) -> int:
 
 
 def _lacking_dispatcher(i: Inputs) -> str:
-    names: dict[str, list[str]] = {}
-    for phase in features.no_dispatcher(i):
-        plan = i.moe[phase]
-        name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
-        names.setdefault(name, []).append(phase)
-    return " and ".join(f"{name} for {' and '.join(phases)}" for name, phases in names.items())
+    return f"a dispatcher for {' and '.join(features.no_dispatcher(i))}"
 
 
 def _faults(i: Inputs, kinds: tuple[str, ...]) -> str:

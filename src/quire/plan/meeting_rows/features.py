@@ -19,14 +19,13 @@ Test = Callable[[Inputs], bool]
 
 
 def no_dispatcher(i: Inputs) -> tuple[str, ...]:
-    """Return the phases in which no dispatcher that is implemented brings tokens to the experts of other replicas.
+    """Return the phases in which no dispatcher brings tokens to the experts of other replicas.
 
     A phase whose dispatcher was asked for and cannot run is not among them: see `backend_refused`.
     """
     refused = {phase for phase in _asked(i) if isinstance(i.moe.get(phase), str)}
     shared = i.moe.items() if i.parallel.lockstep else ()
-    lacking = (phase for phase, plan in shared if isinstance(plan, str) or not plan.implemented)
-    return tuple(phase for phase in lacking if phase not in refused)
+    return tuple(phase for phase, plan in shared if isinstance(plan, str) and phase not in refused)
 
 
 def backend_refused(i: Inputs) -> str:
@@ -177,7 +176,7 @@ RANKS: Mapping[str, Feature] = {
     ),
     "uneven slots": Feature(_odd_slots, "slots of experts that ranks cannot share equally"),
     "too many slots": Feature(_many_slots, "more slots of a rank than experts"),
-    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that is implemented"),
+    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that runs here"),
     "exchange": Feature(given("all2all_backend"), "an exchange that was asked for", "--all2all-backend"),
     "exchange cannot run": Feature(lambda i: bool(backend_refused(i)), "ranks or kernels that it cannot join"),
     "no exchange": Feature(
