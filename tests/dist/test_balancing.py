@@ -83,7 +83,9 @@ def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
             if "no expert weights have moved" in caplog.text:
                 break
     assert moment.exists() and caplog.text.count("no expert weights have moved for") == 1
-    assert balancer_of(ranks).moving and balancer_of(ranks)._switched == 0
+    balancer = balancer_of(ranks)
+    assert balancer._planned is not None or balancer._next is not None, "a new map waits"
+    assert balancer._switched == 0
 
 
 def test_a_server_tells_the_balancedness(left: Left, checkpoint: Callable[[str], Path]) -> None:

@@ -27,10 +27,10 @@ from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
 from quire.worker.balancing import RankBalancing
-from quire.worker.taps import LogitsTap
 
 from ...support.features import feature
 from ...support.full import full_rows
+from ...support.logits_tap import LogitsTap
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model

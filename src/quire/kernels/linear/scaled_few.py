@@ -17,8 +17,6 @@ from quire.kernels.linear.gemv import _finish, bucket
 from quire.kernels.quantize.triton import magnitude, quantized, scale_of, sums_of_16
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
-MOST_FEW = 4  # rows
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -62,7 +60,7 @@ def product(
     gated: bool = False,
     walk: Walk | None = None,
 ) -> Tensor:
-    """Multiply x [T, K] of at most MOST_FEW rows with weight [N, K] into y [T, N]; returns y.
+    """Multiply x [T, K] of at most 4 rows with weight [N, K] into y [T, N]; returns y.
 
     weight         8-bit numbers
     scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
@@ -189,7 +187,7 @@ def _few_kernel(
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """STEPS * BLOCK_N outputs of up to M <= MOST_FEW rows. Grid (ceil(n / (BLOCK_N STEPS)),).
+    """STEPS * BLOCK_N outputs of up to M <= 4 rows. Grid (ceil(n / (BLOCK_N STEPS)),).
 
     A program quantizes a chunk of BLOCK_K inputs, multiplies it with BLOCK_N outputs after the other, and goes on with
     the next chunk; the next weights are loaded meanwhile.
