@@ -81,17 +81,14 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     (
-        {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"}
-        | {"kv_faults": ("read=slow",)},
+        {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
         {},
-        {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy", "faults")},
+        {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy")},
     ),
     (
-        {"kv_offload_gb": 1.0, "kv_faults": ("read=slow", "page=killed"), "kv_offload_dir_gb": 5.0}
-        | {"kv_offload_dir_shared": True},
+        {"kv_offload_gb": 1.0, "kv_offload_dir_gb": 5.0, "kv_offload_dir_shared": True},
         {},
-        {("faults of files", "no folder"), ("faults of connections", "no sharing")}
-        | {("folder size", "no folder"), ("shared folder", "no folder")},
+        {("folder size", "no folder"), ("shared folder", "no folder")},
     ),
     (
         EXAMPLES["KV events"] | {"kv_offload_gb": 1.0, "enable_prefix_caching": False},

@@ -40,10 +40,6 @@ def _lacking_dispatcher(i: Inputs) -> str:
     return f"a dispatcher for {' and '.join(features.no_dispatcher(i))}"
 
 
-def _faults(i: Inputs, kinds: tuple[str, ...]) -> str:
-    return ", ".join(one for one in i.config.share.kv_faults if one.startswith(kinds))
-
-
 FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "parallel": lambda i: i.parallel,
     "tp": lambda i: i.parallel.tp,
@@ -91,8 +87,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "folder_size": lambda i: f"{i.tiers.kv_offload_dir_gb:g}",
     "policy": lambda i: i.tiers.kv_offload_policy,
     "role": lambda i: i.role,
-    "file_faults": lambda i: _faults(i, features.FILES),
-    "connection_faults": lambda i: _faults(i, features.CONNECTIONS),
     "check_layers": lambda i: CHECK_LAYER + 1,
     "chunks": lambda i: '"kv_chunk": true in messages' if i.request.chunks == "messages" else i.request.chunks,
 }

@@ -13,7 +13,6 @@ from quire.plan.kinds import mixer
 from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
-FILES, CONNECTIONS = ("read=", "write="), ("hello=", "hear=", "tell=", "page=")  # kv_faults by the tier they need
 SPEC = "--speculative-config"
 Test = Callable[[Inputs], bool]
 
@@ -120,10 +119,6 @@ def _many_slots(i: Inputs) -> bool:
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
     asked = i.parallel.experts or i.config.load.routing != "model"
     return asked and draft.moe is None and i.num_experts > 0
-
-
-def _faults(kinds: tuple[str, ...]) -> Test:
-    return lambda i: i.tiers.kv_offload_gb > 0 and any(one.startswith(kinds) for one in i.config.share.kv_faults)
 
 
 def _any_tier(i: Inputs) -> bool:
@@ -245,9 +240,6 @@ CACHE: Mapping[str, Feature] = {
     "decode node": Feature(lambda i: i.role in ROLES[::2], "a decode node", "--kv-transfer-config"),
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
     "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
-    "faults": Feature(given("kv_faults"), "planted faults", "--kv-faults"),
-    "faults of files": Feature(_faults(FILES), "faults of files", "--kv-faults"),
-    "faults of connections": Feature(_faults(CONNECTIONS), "faults of connections", "--kv-faults"),
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
