@@ -3,6 +3,8 @@
 Programs may multiply parts of K side by side. Each stores its sums; the last one to end adds them up, in order.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 from torch import Tensor
