@@ -1,7 +1,4 @@
-"""The epilogue of a product: operations on the sums, before the result is stored. Device functions in Triton.
-
-Programs may multiply parts of K side by side. Each stores its sums; the last one to end adds them up, in order.
-"""
+"""The end of a product: operations on the sums, and sums of parts of K, which the program that ends last adds up."""
 
 from __future__ import annotations
 
