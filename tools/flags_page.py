@@ -18,7 +18,7 @@ def flags_page() -> str:
 
 def _options() -> str:
     lines, last = [], ""
-    for title, option in ((title, option) for title, option in server_options() if option.metadata["help"]):
+    for title, option in server_options():
         if title != last:
             lines.append(f"| **{title}** | | |")
             last = title

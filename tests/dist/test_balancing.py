@@ -13,6 +13,7 @@ from quire.engine import balancer
 from quire.engine.replicas import Replicas
 
 from ..e2e.serving import running_server
+from ..support.balancing import moving
 from ..support.full import full_rows, only_full
 from ..support.many_ranks import SIZES, Fault, Left
 from .test_answers import ask, compare, requests
@@ -83,7 +84,7 @@ def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
             if "no expert weights have moved" in caplog.text:
                 break
     assert moment.exists() and caplog.text.count("no expert weights have moved for") == 1
-    assert balancer_of(ranks).moving and balancer_of(ranks)._switched == 0
+    assert moving(balancer_of(ranks)) and balancer_of(ranks)._switched == 0
 
 
 def test_a_server_tells_the_balancedness(left: Left, checkpoint: Callable[[str], Path]) -> None:

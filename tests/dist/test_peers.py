@@ -18,7 +18,7 @@ from quire.kvnet import block_share
 from ..support.addresses import free_address
 from ..support.full import full_rows
 from ..support.many_ranks import SIZES, SMALL, nothing_left, until
-from ..support.planted_lines import plant
+from ..support.planted_faults import plant_lines
 
 OPTIONS = SMALL | {
     "num_gpu_blocks_override": 40,
@@ -114,7 +114,7 @@ def test_prefill_and_decode_on_other_numbers_of_ranks(
                 assert rest == [48, {Tier.PEER}] and stats(second).num_loaded == 3 and stats(second).num_failed == 0
                 first.reset_prefix_cache()
                 assert tokens(first, seed) == (found, 0, set())
-            plant(monkeypatch, "page=lost" + "/ok" * 99)
+            plant_lines(monkeypatch, "page=lost" + "/ok" * 99)
             transfer = prefill(single, 3)
             found, cached, _ = tokens(several, 3, transfer)
             assert cached == 0 and stats(several).num_failed == 1, "a rank lacks the first block"

@@ -19,7 +19,8 @@ from quire.contracts.errors import (
     RequestError,
     RequestFailed,
 )
-from quire.worker.taps import LogitsTap
+
+from ..support.logits_tap import LogitsTap
 
 Greedy = Callable[..., SamplingParams]
 Make = Callable[..., AsyncLLM]

@@ -14,7 +14,7 @@ from quire.kvnet import block_peers, block_share, device_peers
 
 from ..support.addresses import free_address
 from ..support.features import mover_of
-from ..support.planted_lines import plant
+from ..support.planted_faults import plant_lines
 from ..support.shared_ipc import SharedIpc, share_devices
 from .test_peers import ask, know, until
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
@@ -121,7 +121,7 @@ def test_memory_that_cannot_be_exported_is_read_through_the_host(
 def test_faults_cost_no_token(truth: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
-    plant(monkeypatch, "hear=ok/ok/ok/ok/ok/ok/ok/killed", "tell=ok/ok/ok/ok/ok/ok/ok/ok/killed/slow")
+    plant_lines(monkeypatch, "hear=ok/ok/ok/ok/ok/ok/ok/killed", "tell=ok/ok/ok/ok/ok/ok/ok/ok/killed/slow")
     with LLM(**SPACE | TIERS, kv_share=(place := free_address())) as sharer:
         assert ask(sharer)[0] == truth
         with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:

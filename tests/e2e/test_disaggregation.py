@@ -14,7 +14,7 @@ from quire.entry.prompts import Prompt
 from quire.kvnet import block_peers, block_share
 
 from ..support.addresses import free_address
-from ..support.planted_lines import PAGE_FAULTS, PHASES, plant
+from ..support.planted_faults import PAGE_FAULTS, PHASES, plant_lines
 from .in_process import running_inside
 
 SMALL = {
@@ -142,7 +142,7 @@ def test_faults_cost_no_token(prefiller: LLM, decoder: LLM, monkeypatch: pytest.
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(block_peers, "AVOID_SECONDS", 0.0)  # a silent peer would share nothing with the next test
     phase = fault in PHASES
-    plant(monkeypatch, (fault if phase else f"page=ok/{fault}") + "/ok" * 20)
+    plant_lines(monkeypatch, (fault if phase else f"page=ok/{fault}") + "/ok" * 20)
     seed = 20 + [*PAGE_FAULTS, *PHASES].index(fault)
     transfer = prefill(prefiller, prompt(49, seed))
     tokens, cached, _ = decode(decoder, 49, transfer, seed)

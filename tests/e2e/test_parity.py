@@ -17,9 +17,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.args.checkpoint import read_checkpoint_config
-from quire.worker.taps import LogitsTap
 
 from ..support.full import FULL, full_rows, only_full
+from ..support.logits_tap import LogitsTap
 from ..support.pairwise import Row, label, pairwise
 from ..support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config
 

@@ -13,7 +13,7 @@ from quire.kvnet import block_peers, block_share
 
 from ..support.addresses import free_address
 from ..support.features import mover_of
-from ..support.planted_lines import PAGE_FAULTS, plant
+from ..support.planted_faults import PAGE_FAULTS, plant_lines
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
 KEY = "a key that both engines know"
@@ -101,7 +101,7 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
-    plant(monkeypatch, "page=" + "/".join(f"{fault}/ok/ok" for fault in PAGE_FAULTS))
+    plant_lines(monkeypatch, "page=" + "/".join(f"{fault}/ok/ok" for fault in PAGE_FAULTS))
     with read() as reader:
         for _ in range(3):
             assert ask(reader)[0] == truth
@@ -111,9 +111,11 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
         assert stats(reader).num_failed and stats(reader).num_loaded
 
 
-def test_an_engine_plants_faults_in_itself(truth: list[list[int]]) -> None:
-    faults = ("page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed")
-    with LLM(**SMALL | TIERS, kv_share=(place := free_address()), kv_faults=faults) as sharer:
+def test_a_share_that_dies_between_pages_costs_no_token(
+    truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_lines(monkeypatch, "page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed")
+    with LLM(**SMALL | TIERS, kv_share=(place := free_address())) as sharer:
         assert ask(sharer)[0] == truth
         with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:
             know(reader, sharer)

@@ -11,9 +11,9 @@ from quire import LLM, SamplingParams
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
-from quire.kvnet.faults import FAULTS
 
 from ..support.full import full_rows
+from ..support.planted_faults import FAULTS, plant_files
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}
 TIERS = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
@@ -158,10 +158,12 @@ def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> Non
         assert stats(llm, Tier.DISK).num_loaded >= 16 and stats(llm, Tier.DISK).num_failed == 0
 
 
-def test_a_disk_that_fails_costs_no_token(truth: list[list[int]], tmp_path: Path) -> None:
+def test_a_disk_that_fails_costs_no_token(
+    truth: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = [one for one in FAULTS["read"].split() if one != "frozen"]
-    plans = ("read=ok/" + "/".join(faults), "write=" + "ok/slow/" * 30 + "half")
-    options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path), "kv_faults": plans}
+    plant_files(monkeypatch, "read=ok/" + "/".join(faults), "write=" + "ok/slow/" * 30 + "half")
+    options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path)}
     for _ in range(3):
         with LLM(**options) as llm:
             assert ask(llm)[0] == truth

@@ -192,7 +192,7 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
     else:
         trace(llm, PROMPT)
     assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
-    assert llm.engine.worker.features.find(HiddenTap) is None
+    assert not any(isinstance(one, HiddenTap) for one in llm.engine.worker.features.all)
 
 
 def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, capsys: Any) -> None:

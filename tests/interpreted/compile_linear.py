@@ -9,6 +9,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
 from quire.kernels.linear import weight_only
 from quire.kernels.linear import weight_only_words as words
+from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import empty as empty_matrix
 
 from ..support.full import FULL
@@ -61,13 +62,10 @@ def main() -> None:
                 packed,
                 scales,
                 none,
-                None,
-                y,
+                Epilogue(y, gated=gated, residual=y if residual else None),
                 bits=bits,
                 group=group,
-                gated=gated,
                 counters=empty(9999, dtype=torch.int32),
-                residual=y if residual else None,
             )
 
     setattr(pdl, "in_use", lambda: True)  # noqa: B010

@@ -7,6 +7,7 @@ import torch
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.linear import scaled
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.pack.matrix import empty as empty_matrix
 
 from ..support.full import FULL, full_rows
@@ -42,7 +43,7 @@ def main() -> None:
     ) -> None:
         matrix = empty_matrix(scheme, (n << gated, k), "meta")
         packed = (scaled.pack_gated if gated else scaled.pack)(matrix)
-        assert isinstance(packed, scaled.Scaled)
+        assert isinstance(packed, Scaled)
         x, y = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (k, n))
         added = torch.empty(n << gated, dtype=torch.bfloat16, device="meta") if bias else None
         if residual:

@@ -42,7 +42,6 @@ from quire.spec.ngram import NgramDrafter
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
-from quire.worker.taps import LogitsTap
 
 from ..support import compared as support
 from ..support.changed_args import with_layers
@@ -61,6 +60,7 @@ from ..support.drafters import KnownAnswers, draft_with_layers
 from ..support.features import set_drafter
 from ..support.forks import Forks
 from ..support.full import full_rows
+from ..support.logits_tap import LogitsTap
 from ..support.naive_runner import NaiveRunner, agree
 from . import ranks_of_gpus, replicas_of_gpus
 

@@ -11,9 +11,14 @@ from quire.worker.step_drafts import StepDrafts
 F = TypeVar("F", bound=StepFeature)
 
 
+def find(runner: StepRunner, kind: type[F]) -> F | None:
+    """Return the feature of this class; None when the runner has none."""
+    return next((one for one in runner.features.all if isinstance(one, kind)), None)
+
+
 def feature(runner: StepRunner, kind: type[F]) -> F:
     """Return the feature of a runner that has it."""
-    found = runner.features.find(kind)
+    found = find(runner, kind)
     assert found is not None, f"the runner has no {kind.__name__}"
     return found
 
@@ -25,7 +30,7 @@ def drafter_of(runner: StepRunner) -> Any:
 
 def set_drafter(runner: StepRunner, drafter: Any) -> None:
     """Let a runner draft with `drafter`, and with no other."""
-    if (old := runner.features.find(StepDrafts)) is not None:
+    if (old := find(runner, StepDrafts)) is not None:
         runner.features.detach(old)
     runner.features.attach(StepDrafts(drafter))
 

@@ -26,11 +26,12 @@ from quire.contracts.step import (
 )
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.sampling import specification
-from quire.kernels.sampling.logprobs import row_logprobs
 from quire.kernels.sampling.sampled import joined
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.plan.kv_geometry import kv_components
+
+from .row_logprobs import row_logprobs
 
 
 @dataclass

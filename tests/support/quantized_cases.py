@@ -1,7 +1,7 @@
 """Products with quantized weights against float64, for tests in Triton's interpreter and on a GPU."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled
-from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize
+from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize, moved
 from quire.kernels.quantize import ref
 from quire.kernels.quantize.triton import GROUP, quantize
 
@@ -105,18 +105,15 @@ def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> Quantiz
         values = torch.randint(0, 256, (n, k // 2 if scheme.values == "w4" else k), dtype=torch.uint8)
     shape = scheme.scales(n, k)
     middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74)}[scheme.values]
-    return (
-        QuantizedMatrix(
-            scheme,
-            values.to(TYPES[scheme.values]),
-            (torch.rand(shape) + 0.1) / (typical * k**0.5),
-            torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
-            torch.randperm(k).int() if scheme.order else None,
-            torch.tensor(0.05) if scheme.inputs == "tensor" else None,
-        )
-        .check()
-        .to(device)
+    made = QuantizedMatrix(
+        scheme,
+        values.to(TYPES[scheme.values]),
+        (torch.rand(shape) + 0.1) / (typical * k**0.5),
+        torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
+        torch.randperm(k).int() if scheme.order else None,
+        torch.tensor(0.05) if scheme.inputs == "tensor" else None,
     )
+    return cast(QuantizedMatrix, moved(made.check(), device))
 
 
 def stands_for(x: Tensor, matrix: QuantizedMatrix) -> Tensor:

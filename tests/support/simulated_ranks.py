@@ -1,6 +1,6 @@
 """Ranks with experts as lists: the dispatchers of `plan/dispatchers.py` as pure functions of tensors.
 
-What a rank does between them is what the layer does: `run` of an experts kernel, or `run_grouped` for grouped rows.
+Between dispatch and combine a rank calls `run` of an experts kernel, as the layer does.
 """
 
 from collections.abc import Callable
@@ -43,25 +43,6 @@ def all_gather(tokens: Tokens, packed: list[object], owners: list[list[int]], ke
     return sums
 
 
-def all_to_all(tokens: Tokens, packed: list[object], owners: list[list[int]], kernel: ModuleType) -> list[Tensor]:
-    """A row for each token and expert goes to the expert's rank, sorted by expert there; what comes back is weighed and
-    summed over k by who sent it."""
-    results = [torch.zeros(len(x), ids.shape[1], x.shape[1]) for x, _, ids in tokens]
-    for one, own in zip(packed, owners, strict=True):
-        sent = [
-            (sender, *pair, expert)
-            for expert in own
-            for sender, (*_, ids) in enumerate(tokens)
-            for pair in (ids == expert).nonzero().tolist()
-        ]
-        rows = torch.stack([tokens[sender][0][t] for sender, t, *_ in sent] or [tokens[0][0].new_empty(0)])
-        rows = rows.view(len(sent), tokens[0][0].shape[1])
-        ends = torch.tensor([sum(row[3] <= expert for row in sent) for expert in own], dtype=torch.int32)
-        for (sender, t, j, _), y in zip(sent, kernel.run_grouped(rows, ends, one), strict=True):
-            results[sender][t, j] = y
-    return [(weights[:, :, None] * y).sum(1).to(x.dtype) for (x, weights, _), y in zip(tokens, results, strict=True)]
-
-
 def _partial(
     tokens: tuple[Tensor, ...], packed: object, own: list[int], owners: list[list[int]], kernel: ModuleType
 ) -> Tensor:
@@ -74,5 +55,4 @@ def _partial(
 SIMULATED: dict[str, Callable[[Tokens, list[object], list[list[int]], ModuleType], list[Tensor]]] = {
     "none": no_dispatch,
     "all-gather": all_gather,
-    "all-to-all": all_to_all,
 }

@@ -40,10 +40,10 @@ class Keys(Mapping[str, Any]):
             raise self.wrong(f"{key}={value!r} must be {what}.")
         return value
 
-    def object(self, key: str, default: Any = None) -> dict[str, Any] | None:
-        """Return the value of `key`, or `default`: an object or null."""
+    def object(self, key: str) -> dict[str, Any] | None:
+        """Return the value of `key`: an object, or None for null and for a key that is missing."""
         value: dict[str, Any] | None = self.checked(
-            key, lambda value: value is None or isinstance(value, dict), "an object or null", default
+            key, lambda value: value is None or isinstance(value, dict), "an object or null", None
         )
         return value
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from quire.kv.store import KVStore
 from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
 from quire.kvnet.device_peers import PeerDevices
-from quire.kvnet.faults import Faults, FaultyFiles, FaultyLine
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
@@ -108,8 +106,6 @@ def make_store(
         share = BlockShare(
             sharing.place, *common, store, shards, device=pool if mappable(one.memory for one in shards) else None
         )
-        if faults := _faults(plan):
-            share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
     return store
 
@@ -146,7 +142,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
             f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
             f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb."
         )
-    files, faults = None, _faults(plan)
+    files = None
     if offload.folder:
         files = BlockFiles(
             Path(offload.folder),
@@ -154,7 +150,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
             _names(plan)[plan.mesh.rank.number],
             page_bytes=arena.page_bytes,
             most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
-            system=FaultyFiles(faults) if faults else FileSystem(),
+            system=FileSystem(),
             shared=offload.folder_shared,
         )
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
@@ -176,12 +172,6 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
     return BlockMover(
         arena, memory.host_blocks, files, peers=peers, devices=devices, shared=shard if sharing.place else None
     )
-
-
-def _faults(plan: EnginePlan) -> Faults | None:
-    """Return the faults to plant, or None."""
-    given = plan.config.share.kv_faults
-    return Faults(given) if given else None
 
 
 def _first_head(plan: EnginePlan) -> int:

@@ -32,14 +32,14 @@ TRITON_ONLY = ("shared", "sampler", "step")
 CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # operation -> operation of its kernel
 
 
-def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
+def make_setup(model: str, device: str) -> Setup:
     """Return the `Setup` of a bundled model configuration, with the kernels that an engine would choose for it."""
     args = read_checkpoint_config(model_folder(model))
     return Setup(
         args=args,
         device=torch.device(device),
-        dtype=getattr(torch, dtype),
-        kernels=select_kernels(device, dtype, head_dim=args.mixers[0].head_dim),
+        dtype=torch.bfloat16,
+        kernels=select_kernels(device, "bfloat16", head_dim=args.mixers[0].head_dim),
         block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
     )
 

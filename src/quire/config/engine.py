@@ -168,7 +168,6 @@ class ShareConfig:
         "take a --kv-offload-dir into which other users may write: they can change what this engine answers; a group "
         "shares it where its engines have umask 0002",
     )
-    kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see kvnet/faults.py
 
 
 @dataclass(frozen=True, kw_only=True)

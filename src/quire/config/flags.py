@@ -366,7 +366,7 @@ def option_warnings() -> list[str]:
 
 
 def _help(option: Field[Any]) -> str:
-    text: str = option.metadata["help"].replace("%", "%%") or argparse.SUPPRESS
+    text: str = option.metadata["help"].replace("%", "%%")
     if option.default in (None, "", ()) or "(default" in text:
         return text
     default: Any = option.default

@@ -52,11 +52,6 @@ class Balancer:
         self._moved, self._switched, self._total = 0, 0, 0  # layers: told by results; switched; of all maps
         self._progress, self._warned, self._stopped = 0.0, False, False
 
-    @property
-    def moving(self) -> bool:
-        """True while a new map is planned or its weights move."""
-        return self._planned is not None or self._next is not None
-
     def next_switch(self) -> int:
         """Return the layer that switches to its new map in the step that is being planned; -1 for none."""
         self._step += 1

@@ -12,11 +12,9 @@ from rich.tree import Tree
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
-from quire.kernels.experts.plan import DISPATCHERS, kind_words
+from quire.kernels.experts.plan import kind_words
 from quire.plan.kinds.latent import NEVER
 from quire.plan.model_facts import fact_lines
-
-WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 
 
 def render(plan: Plan, full: bool = False) -> Group:
@@ -160,12 +158,10 @@ def _kernels(branch: Tree, plan: Plan) -> None:
 
 def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:
     """Add a plan of experts; `weights`: their kind, where layers differ in it."""
-    rows = DISPATCHERS[one["dispatcher"]]
     result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
     can = f" ({', '.join(one['features'])})" if one["features"] else ""
-    words = f"dispatcher {one['dispatcher']} ({rows.layout} rows, {rows.numbering} expert ids), kernel "
-    words += f"{one['experts']}{can}; routing weights applied by the {WEIGH[one['weighs']]}, shared experts "
-    words += f"{one['shared']}, result {result}"
+    words = f"dispatcher {one['dispatcher']}, kernel {one['experts']}{can}; shared experts {one['shared']}, "
+    words += f"result {result}"
     node = add(branch, f"experts{weights} in {phases}: {words} ({one['decided']})")
     if one["dispatcher"] != "none":
         add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")

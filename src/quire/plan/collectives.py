@@ -171,7 +171,7 @@ def buffer_bytes(
             "all-gather": 2 * parallel.dp * (tokens * row + choices),
             "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read,
         }
-        exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
+        exchanged = max((rooms[name] for name in (spread or {}).values()), default=0)
     return (received + sent) * hidden + logits + shared + exchanged
 
 

@@ -1,7 +1,7 @@
 """Choice of a dispatcher (moves tokens to experts and back) and an experts kernel, together, as a printable plan.
 
-Dispatchers and kernels declare as data what they produce and accept. A pair fits when both agree on the layout of rows,
-the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
+Topology and machine must allow the dispatcher and the kernel. In a phase whose steps are captured, CUDA graphs must be
+able to hold both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,7 @@ from quire.contracts.decision_line import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts.plan import DISPATCHERS, IDS, KERNELS, ROWS, WEIGHING, MoEPlan, candidate_table, kind_of
-
-NOT_YET = "not implemented yet"
+from quire.kernels.experts.plan import DISPATCHERS, KERNELS, MoEPlan, candidate_table, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +58,8 @@ def resolve_moe(
     if chosen is None:
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
         raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + candidate_table(candidates))
-    dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
-    why = ("asked for" if "dispatcher" in asked else "first that fits") + f", {NOT_YET}" * bool(chosen[2])
+    dispatcher = DISPATCHERS[chosen[0]]
+    why = "asked for" if "dispatcher" in asked else "first that fits"
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
@@ -71,11 +69,10 @@ def resolve_moe(
         experts=chosen[1],
         weights=kind_of(scheme),
         features=hardware.features.get(chosen[1], ()),
-        weighs=dispatcher.weighs,
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial,
         shared=shared if model.moe.shared_size else "none",
-        capturable=dispatcher.capturable and kernel.capturable,
+        capturable=dispatcher.capturable and KERNELS[chosen[1]],
         topology=topology,
         candidates=candidates,
         decided=f"{why}, decided in {line_of(_chosen)}",
@@ -83,8 +80,8 @@ def resolve_moe(
 
 
 def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:
-    """Return the first candidate that fits; else the first that only is not implemented; else None."""
-    return next((one for reason in ("", NOT_YET) for one in candidates if one[2] == reason), None)
+    """Return the first candidate that fits, or None."""
+    return next((one for one in candidates if not one[2]), None)
 
 
 def _spread(topology: Parallel) -> bool:
@@ -118,22 +115,14 @@ def _candidates(
             yield name, "", f"{name} reads the memory of other ranks, and these are on {hardware.hosts} hosts"
             continue
         for kernel, cannot_run in hardware.kernels:
-            reason = cannot_run or _mismatch(name, kernel, captured)
+            reason = cannot_run or (_not_capturable(name, kernel) if captured else "")
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
-            yield name, kernel, reason or ("" if dispatcher.implemented else NOT_YET)
+            yield name, kernel, reason
 
 
-def _mismatch(giver: str, taker: str, captured: bool) -> str:
-    """Return why the dispatcher `giver` and the kernel `taker` cannot work together; "" when they can."""
-    dispatcher, kernel = DISPATCHERS[giver], KERNELS[taker]
-    for verb, words, gives, accepts in (
-        ("delivers", ROWS, dispatcher.layout, kernel.layouts),
-        ("delivers", IDS, dispatcher.numbering, kernel.numberings),
-        ("requires", WEIGHING, dispatcher.weighs, kernel.weighs),
-    ):
-        if gives not in accepts:
-            return f"{giver} {verb} {words[gives]}; {taker} accepts only {' or '.join(words[one] for one in accepts)}"
-    slow = giver if not dispatcher.capturable else taker if not kernel.capturable else ""
-    return f"{slow} cannot be captured in a CUDA graph (--enforce-eager captures none)" if captured and slow else ""
+def _not_capturable(dispatcher: str, kernel: str) -> str:
+    """Return why CUDA graphs cannot hold the dispatcher and the kernel; "" when they can."""
+    slow = dispatcher if not DISPATCHERS[dispatcher].capturable else kernel if not KERNELS[kernel] else ""
+    return f"{slow} cannot be captured in a CUDA graph (--enforce-eager captures none)" if slow else ""

@@ -16,22 +16,16 @@ WORD = 32  # bits of a packed word
 class RowMajor:
     """Format that stores a weight [N, K] row by row (FP8, INT8, pack-quantized). See `WeightFormat` in formats.py.
 
-    scale    name of the tensor with the scale of the whole matrix or of each row
-    blocks   name of the tensor with the scales of blocks or groups
+    blocks   name of the tensor with the scales of blocks or groups; the scale of a whole matrix or of each row is
+             always "weight_scale"
     packed   True: several values of `Scheme.bits` bits lie in each int32 word
     spare    names of stored tensors that the loader does not need
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        scale: str = "weight_scale",
-        blocks: str = "weight_scale",
-        packed: bool = False,
-        spare: tuple[str, ...] = (),
+        self, name: str, *, blocks: str = "weight_scale", packed: bool = False, spare: tuple[str, ...] = ()
     ) -> None:
-        self.name, self.packed, self._scale, self._blocks, self._spare = name, packed, scale, blocks, spare
+        self.name, self.packed, self._blocks, self._spare = name, packed, blocks, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
         """Return the values of all parts, then scale, zeros, g_idx and input scale of each. See `WeightFormat`."""
@@ -53,7 +47,7 @@ class RowMajor:
         return Part(made.stored, shape, made.start, made.count, made.axis, part.order, part.name)
 
     def _beside(self, part: Part, own: str, scheme: Scheme) -> Iterator[RawTensor]:
-        scale = scale_part(part, self._blocks if scheme.block[1] else self._scale, scheme)
+        scale = scale_part(part, self._blocks if scheme.block[1] else "weight_scale", scheme)
         yield RawTensor(f"{own}.scale", scale.local_shape, (scale,), "float32", FLOATS)
         rows, columns = part.shape
         if scheme.zeros:

@@ -29,10 +29,10 @@ def check_first_host(config: HostsConfig) -> None:
         )
 
 
-def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> int:
+def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) -> int:
     """Run the ranks of this host until the engine ends. Return the exit code: 1 after a rank of this host has failed.
 
-    module   builds a rank; see `HostAgent`;  say  prints a line for the user;  seconds  to find host 0
+    module   builds a rank; see `HostAgent`;  say  prints a line for the user
     Raises a `QuireError` when host 0 is not found, does not take this host, or is lost.
     """
     hosts = config.hosts
@@ -58,7 +58,7 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
     for number in CODES:
         signal.signal(number, lambda received, _: signals.append(signal.Signals(received)))
     agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, module, env={}, say=say)
-    good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", seconds)
+    good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", JOIN_SECONDS)
     return CODES[signals[0]] if signals else int(not good)
 
 

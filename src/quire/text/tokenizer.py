@@ -137,10 +137,6 @@ class Tokenizer:
             return self.bytes_table.bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
-    def to_json(self) -> str:
-        """Return the tokenizer as the text of a `tokenizer.json`."""
-        return self._backend.to_str()
-
     def token_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry; None if there is none."""
         return self._backend.token_to_id(token)

@@ -24,8 +24,6 @@ from quire.text.tool_grammar import tool_grammar as tool_grammar
 from quire.text.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
 from quire.text.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
 
-TOOL_PARSERS = tuple(name for row in TOOL_FORMATS for name in row.names)
-REASONING_PARSERS = tuple(name for row in REASONING_FORMATS for name in row.names)
 TURN = re.compile(r"<\||<｜|\[/?INST\]")  # begins another turn in a prompt
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}

@@ -88,13 +88,12 @@ def make_runner(
     groups: RankGroups = ALONE,
     eager: bool = False,
     speculation: Speculation | None = None,
-    drafter: Drafter | None = None,
 ) -> StepRunner:
     """Build the runner of `model` on `device` with the KV cache `kv`.
 
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
-    speculation             names the drafter, which `drafter` replaces
+    speculation             names the drafter
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
@@ -109,7 +108,7 @@ def make_runner(
         operations = SlicedSampling(operations, model.vocabulary)
     places = state.buffers.sample_slots, state.buffers.sample_positions
     sampler = Sampler(operations, state.sampling, *places, state.tables.history)
-    drafter = drafter or make_drafter(
+    drafter = make_drafter(
         speculation,
         chosen["step"],
         model=model,

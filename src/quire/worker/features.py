@@ -4,7 +4,7 @@ The runner calls the hooks of `StepFeature` and names no feature. A hook that no
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from quire.worker.recorder import StepShape
 Found = dict[str, dict[int, Any]]  # field of `StepResult` -> slot -> value
 Results = Callable[[], Found]  # returns the results of a step; called after the device has finished the step
 Layers = Sequence[int]  # indices of the layers that run: all but in a rehearsal
-F = TypeVar("F", bound="StepFeature")
 
 
 class StepFeature:
@@ -135,10 +134,6 @@ class Features:
     def detach(self, feature: StepFeature) -> None:
         """Remove a feature, between two steps."""
         self._set(tuple(one for one in self.all if one is not feature))
-
-    def find(self, kind: type[F]) -> F | None:
-        """Return the feature of this class; None when the runner has none."""
-        return next((one for one in self.all if isinstance(one, kind)), None)
 
     @property
     def controls(self) -> dict[str, Callable[..., object]]:

@@ -1,6 +1,5 @@
-"""Taps: step features that show hidden states or logits to a caller, for traces, comparisons and tests."""
+"""A tap: a step feature that shows hidden states to a caller, for traces, comparisons and tests."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,8 +9,6 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.features import Layers, StepFeature
 from quire.worker.recorder import StepShape
-
-ReadLogits = Callable[[Tensor, Tensor, Tensor], None]  # slots [R], positions [R] and logits [R, V] of a step
 
 
 class HiddenTap(StepFeature):
@@ -25,13 +22,3 @@ class HiddenTap(StepFeature):
 
     def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor:
         return run_layers(self._model, hidden, ctx, layers, self._tap)
-
-
-class LogitsTap(StepFeature):
-    """Shows the logits of the sampled rows, once per step that samples."""
-
-    def __init__(self, tap: ReadLogits) -> None:
-        self._tap = tap
-
-    def logits(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        self._tap(slots, positions, logits)

@@ -75,20 +75,3 @@ def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None
     assert len(set(names)) == 4 and names == offload._names(plans[3])
     assert names[1] == "layers0-3.heads0-1.drafts.layers0-3.heads1-2"
     assert len(set(offload._names(planned(HEADS[2], parallel=Parallel(tp=4))))) == 2
-
-
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    [
-        ("read=ok/short", "no place for read=ok/short: read and write need kv_offload_dir"),
-        ("page=killed", "no place for page=killed: faults of connections need kv_share"),
-        ("tell=lost", "tell=lost is unknown: give a place and its faults, .*'tell': 'ok slow frozen killed"),
-        ("nowhere=slow", "nowhere=slow is unknown"),
-        ("tell", "tell= is unknown"),
-    ],
-)
-def test_faults_that_cannot_be_planted_are_refused(faults: str, words: str) -> None:
-    assert offload._faults(planned(ARGS)) is None
-    share = {"kv_share": ":5700", "kv_offload_dir": "kv"} if "unknown" in words else {}
-    with pytest.raises(ConfigError, match=words):
-        offload._faults(planned(ARGS, kv_offload_gb=1.0, kv_faults=(faults,), **share))

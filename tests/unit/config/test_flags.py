@@ -31,7 +31,7 @@ FLAGS = """
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-dtype --kv-offload-gb --kv-offloading-size --kv-offload-policy --kv-offload-dir
 --kv-offload-dir-gb --kv-offload-dir-shared --no-kv-offload-dir-shared --kv-transfer-config --kv-events-config
---kv-share --kv-peers --kv-faults --kv-cache-memory-bytes
+--kv-share --kv-peers --kv-cache-memory-bytes
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
@@ -48,9 +48,6 @@ FLAGS = """
 """.split()
 
 
-HIDDEN = ("--kv-faults",)
-
-
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="quire test")
     add_model_argument(parser)
@@ -65,10 +62,6 @@ def options(args: Sequence[str]) -> dict[str, object]:
 def test_the_flags_are_these() -> None:
     flags = {flag for action in make_parser().actions() for flag in action.option_strings} - {"-h", "--help"}
     assert flags == set(FLAGS)
-
-
-def test_a_hidden_flag_works() -> None:
-    assert options(["--kv-faults", "read=ok/short", "write=full"]) == {"kv_faults": ("read=ok/short", "write=full")}
 
 
 def test_nothing_given_is_the_default_configuration() -> None:
@@ -226,7 +219,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_help_names_every_flag_and_its_default() -> None:
     text = make_parser().format_help()
-    assert all((flag in text) == (flag not in HIDDEN) for flag in FLAGS)
+    assert all(flag in text for flag in FLAGS)
     assert "token budget of a step (default: 2048 on a CPU, 8192 on a GPU; in LLM" in " ".join(text.split())
 
 

@@ -27,10 +27,11 @@ from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
 from quire.worker.balancing import RankBalancing
-from quire.worker.taps import LogitsTap
 
+from ...support.balancing import moving
 from ...support.features import feature
 from ...support.full import full_rows
+from ...support.logits_tap import LogitsTap
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
@@ -262,7 +263,7 @@ def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
     with caplog.at_level("WARNING", "quire"):
         compare(run(folder, planned, **BALANCED, dp=2), expected)
     frozen.set()
-    assert seen[0].moving and seen[0]._switched == 0 and np.array_equal(seen[0].experts.experts[0, :8], np.arange(8))
+    assert moving(seen[0]) and seen[0]._switched == 0 and np.array_equal(seen[0].experts.experts[0, :8], np.arange(8))
     assert caplog.text.count("no expert weights have moved for") == 1 and "the old map" in caplog.text
 
 

@@ -10,6 +10,8 @@ from quire.config.balancing import EplbConfig
 from quire.engine.balancer import DEADLINE, Balancer
 from quire.engine.eplb import balancedness, initial_map
 
+from ...support.balancing import moving
+
 LAYERS, EXPERTS, RANKS = 3, 8, 2
 SETTINGS = EplbConfig(window_size=4, step_interval=8, num_redundant_experts=2)
 HOT = np.tile([1, 1, 1, 1, 1, 50, 1, 1], (LAYERS, 1))
@@ -63,7 +65,7 @@ def test_counts_are_collected_over_the_window_and_every_layer_switches_once_all_
     assert [balancer.next_switch() for _ in range(3)] == [0, -1, -1]
     balancer.note(3)
     assert balancer.experts is old
-    assert [balancer.next_switch() for _ in range(2)] == [1, 2] and not balancer.moving
+    assert [balancer.next_switch() for _ in range(2)] == [1, 2] and not moving(balancer)
     assert balancedness(HOT, balancer.experts) > 0.7
     told, new = ranks.moves[0], balancer.experts
     assert np.array_equal(told["slots"], new.slots) and np.array_equal(told["counts"], new.counts)
@@ -81,7 +83,7 @@ def test_the_second_look_follows_a_reset_of_the_counts() -> None:
     for _ in range(2 + 16):
         assert balancer.next_switch() == -1
     assert ranks.asked == ["load", "reset", "load", "reset", "load"], "without tokens nothing is planned"
-    assert not balancer.moving and balancer.balancedness == 0
+    assert not moving(balancer) and balancer.balancedness == 0
     balancer.close()
 
 
@@ -141,7 +143,7 @@ def test_after_a_fault_of_the_policy_requests_are_served_as_before(
             if balancer._planned is not None:
                 balancer._planned.exception(timeout=60)
     assert caplog.text.count("no map could be made") == 1 and "ZeroDivisionError" in caplog.text
-    assert ranks.asked == ["load"] and not balancer.moving
+    assert ranks.asked == ["load"] and not moving(balancer)
     balancer.close()
 
 

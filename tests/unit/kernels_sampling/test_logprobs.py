@@ -5,8 +5,10 @@ import torch
 
 from quire.kernels.sampling import logprobs
 from quire.kernels.sampling.inputs import model_like
-from quire.kernels.sampling.logprobs import row_logprobs, score_rows
+from quire.kernels.sampling.logprobs import score_rows
 from quire.kernels.sampling.order import top_by_id, top_packed
+
+from ...support.row_logprobs import row_logprobs
 
 LOGITS = model_like(5, 50, seed=9)
 CHOSEN = torch.tensor([0, 49, 7, 7, 30])

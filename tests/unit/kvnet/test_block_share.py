@@ -22,7 +22,7 @@ from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
 from quire.kvstore.shards import PageFiles, Range, Shard
 
-from ...support.planted_lines import PAGE_FAULTS, PHASES, plant
+from ...support.planted_faults import PAGE_FAULTS, PHASES, plant_lines
 
 KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
 
@@ -176,7 +176,7 @@ def test_a_rank_with_half_of_the_heads_gets_these(node: Node, follow: Any, head:
 def test_a_fault_costs_blocks_and_nothing_else(
     node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    plant(monkeypatch, f"page=ok/{fault}" + "/ok" * 50)
+    plant_lines(monkeypatch, f"page=ok/{fault}" + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
     until(lambda: peers.has(name(3)))
@@ -189,7 +189,7 @@ def test_a_fault_costs_blocks_and_nothing_else(
 def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
     node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    plant(monkeypatch, phase.replace("=", "=ok/ok/") + "/ok" * 50)
+    plant_lines(monkeypatch, phase.replace("=", "=ok/ok/") + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
     for _ in range(3):

@@ -32,7 +32,7 @@ from quire.kvstore.shards import Shard
 
 from ...support import shared_ipc
 from ...support.addresses import free_address
-from ...support.planted_lines import PHASES, plant
+from ...support.planted_faults import PHASES, plant_lines
 from ...support.shared_ipc import SharedIpc
 
 KEY, NAMESPACE, SIZE, RANKS, BLOCKS = b"a key of both ends", b"the same model", 5_120, 2, 8
@@ -221,7 +221,7 @@ def test_a_block_that_came_back_to_its_place_during_the_copy_is_not_used(node: N
 def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
     node: Node, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    plant(monkeypatch, phase.replace("=", "=ok/ok/ok/") + "/ok" * 50)
+    plant_lines(monkeypatch, phase.replace("=", "=ok/ok/ok/") + "/ok" * 50)
     node.put(1, 2, 3)
     with closing(Reader(node.place)) as reader:
         for _ in range(4):

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import ConfigError
-from quire.kvnet.faults import Faults, FaultyFiles
 from quire.kvstore import files as module
 from quire.kvstore.file_threads import FileThreads
 from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_name, block_path
+
+from ...support.planted_faults import Faults, FaultyFiles
 
 SPACE, RANK, SIZE = bytes(range(32)), "layers0-8.heads0-2", 1024
 KEYS = [sha256(bytes([i])).digest() for i in range(12)]

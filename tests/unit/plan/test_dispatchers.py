@@ -1,6 +1,5 @@
 """The plan of the expert layers: a pure function, with a reason for every candidate that is not used."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts import plan as kernel_plan
-from quire.kernels.experts.plan import DISPATCHERS, KERNELS, ExpertsKernel, MoEPlan
+from quire.kernels.experts.plan import DISPATCHERS, KERNELS, MoEPlan
 from quire.kernels.supports import SUPPORTS
 from quire.plan import dispatchers as module
 from quire.plan.dispatchers import Hardware, resolve_moe
@@ -50,20 +48,18 @@ def test_the_table_knows_every_kernel() -> None:
 
 def test_one_rank(model: ModelArgs) -> None:
     made = plan(model)
-    assert (made.dispatcher, made.experts, made.layout, made.numbering) == ("none", "triton", "flat", "global")
-    assert (made.weighs, made.quantize_at, made.partial_over, made.shared) == ("experts", "nowhere", (), "added")
+    assert (made.dispatcher, made.experts, made.quantize_at) == ("none", "triton", "nowhere")
+    assert (made.partial_over, made.shared) == ((), "added")
     assert made.capturable
     assert str(made).splitlines() == [
-        "decode: dispatcher none (flat rows, ids: global), experts triton; weighed by experts, quantized nowhere, "
-        "result whole, shared experts added, capturable; first that fits, decided in "
-        f"plan/dispatchers.py:{LINE}",
+        "decode: dispatcher none, experts triton; quantized nowhere, result whole, shared experts added, capturable; "
+        f"first that fits, decided in plan/dispatchers.py:{LINE}",
         "  none + triton: fits",
         "  none + grouped: fits",
         "  none + cpu: runs on cpu, not on cuda",
         "  none + ref: fits",
         "  pull + any: every rank already has the tokens that its experts need",
         "  all-gather + any: every rank already has the tokens that its experts need",
-        "  all-to-all + any: every rank already has the tokens that its experts need",
     ]
     assert model.moe is not None
     assert plan(with_experts(model, shared_size=0)).shared == "none"
@@ -103,8 +99,8 @@ def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
     assert made.experts == "grouped" and made.candidates[0] == ("none", "triton", "grouped was asked for")
     for asked, words in (
         ({"experts": "cpu"}, ["none + cpu: runs on cpu", "none + ref: cpu was asked for", "experts=cpu"]),
-        ({"dispatcher": "all-to-all"}, ["none + triton: all-to-all was asked for", "all-to-all + any: every rank"]),
-        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, pull, all-gather, all-to-all)"]),
+        ({"dispatcher": "pull"}, ["none + triton: pull was asked for", "pull + any: every rank"]),
+        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, pull, all-gather)"]),
         ({"experts": "magic"}, ["'magic' does not exist (one of hopper, triton, scaled,"]),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -117,27 +113,16 @@ def test_gpus_of_a_host_pull(model: ModelArgs) -> None:
     for phase in ("prefill", "decode"):
         made = plan(model, SPREAD, phase=phase)
         assert (made.dispatcher, made.experts, made.partial_over) == ("pull", "triton", ())
-        assert made.shared == "summed alone" and made.implemented
+        assert made.shared == "summed alone"
     assert made.decided == f"first that fits, decided in plan/dispatchers.py:{LINE}"
     for line in (
         "  none + any: tokens of other replicas need the experts of this rank",
         "  pull + triton: fits",
         "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
         "  pull + cpu: runs on cpu, not on cuda",
-        "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
-        "  all-to-all + grouped: not implemented yet",
     ):
         assert line in str(made)
     assert plan(model, SPREAD, CPU).dispatcher == "all-gather"
-
-
-def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = {**DISPATCHERS, "pull": replace(DISPATCHERS["pull"], implemented=False)}
-    for place in (module, kernel_plan):
-        monkeypatch.setattr(place, "DISPATCHERS", planned)
-    made = plan(model, SPREAD)
-    assert (made.dispatcher, made.implemented) == ("pull", False)
-    assert made.decided == f"first that fits, not implemented yet, decided in plan/dispatchers.py:{LINE}"
 
 
 def test_ranks_of_several_hosts_read_no_memory_of_each_other(model: ModelArgs) -> None:
@@ -154,17 +139,13 @@ def test_the_line_that_decides_is_that_of_the_function() -> None:
     assert (ROOT / "src/quire/plan/dispatchers.py").read_text().splitlines()[LINE - 1].startswith("def _chosen(")
 
 
-def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatcher that sums over tp leaves the shared experts' partial results to be summed alone."""
-    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
-    monkeypatch.setattr(module, "DISPATCHERS", there)
+def test_a_dispatcher_that_sums_over_tp_leaves_shared_experts_to_be_summed_alone(
+    model: ModelArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan(model, SPREAD)
     assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("pull", "triton", (), "summed alone")
-    made = plan(model, SPREAD, dispatcher="all-to-all")
-    assert (made.experts, made.layout, made.weighs, made.numbering) == ("grouped", "grouped", "combine", "none")
-    assert made.partial_over == () and made.shared == "summed alone"
-    assert plan(model, Parallel(dp=4, experts=True), dispatcher="all-to-all").shared == "added"
-    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": there["all-gather"]})
+    assert plan(model, Parallel(dp=4, experts=True)).shared == "added"
+    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": DISPATCHERS["all-gather"]})
     assert plan(model, SPREAD, phase="prefill").dispatcher == "all-gather"
     with pytest.raises(ConfigError, match="cannot be captured"):
         plan(model, SPREAD)
@@ -176,24 +157,3 @@ def test_activations_are_quantized_by_the_experts_where_the_weights_ask_for_it(m
         for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))
     }
     assert places == {"e4m3": "experts", "int8": "experts", "w4": "nowhere"}
-
-
-def test_every_pair_that_fits_agrees_on_everything(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels there could be, against all dispatchers: one disagreement is enough, and none goes unnoticed."""
-    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
-    monkeypatch.setattr(module, "DISPATCHERS", there)
-    options = (("flat",), ("grouped",), ("flat", "grouped")), (("global",), ("none",)), (("experts",), ("combine",))
-    fitting = 0
-    for layouts, numberings, weighs in itertools.product(*options):
-        kernel = ExpertsKernel(layouts=layouts, numberings=numberings, weighs=weighs)
-        monkeypatch.setattr(module, "KERNELS", {"one": kernel})
-        for topology in (Parallel(), SPREAD):
-            try:
-                made = plan(model, topology, Hardware(device="cuda", kernels=(("one", ""),)))
-            except ConfigError as error:
-                assert "accepts only" in str(error)
-                continue
-            fitting += 1
-            chosen = there[made.dispatcher]
-            assert chosen.layout in layouts and chosen.numbering in numberings and chosen.weighs in weighs
-    assert fitting == 6, sorted(DISPATCHERS)

@@ -17,10 +17,7 @@ from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedMod
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import not_runnable
-from quire.kernels.experts import plan as kernel_plan
-from quire.kernels.experts.plan import DISPATCHERS
 from quire.kernels.select import probe_of
-from quire.plan import dispatchers
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
@@ -87,17 +84,14 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     (
-        {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"}
-        | {"kv_faults": ("read=slow",)},
+        {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
         {},
-        {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy", "faults")},
+        {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy")},
     ),
     (
-        {"kv_offload_gb": 1.0, "kv_faults": ("read=slow", "page=killed"), "kv_offload_dir_gb": 5.0}
-        | {"kv_offload_dir_shared": True},
+        {"kv_offload_gb": 1.0, "kv_offload_dir_gb": 5.0, "kv_offload_dir_shared": True},
         {},
-        {("faults of files", "no folder"), ("faults of connections", "no sharing")}
-        | {("folder size", "no folder"), ("shared folder", "no folder")},
+        {("folder size", "no folder"), ("shared folder", "no folder")},
     ),
     (
         EXAMPLES["KV events"] | {"kv_offload_gb": 1.0, "enable_prefix_caching": False},
@@ -281,13 +275,10 @@ def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
     assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 2
 
 
-def test_rows_that_need_plans_of_experts_come_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = replace(DISPATCHERS["pull"], implemented=False)
-    for place in (dispatchers, kernel_plan):
-        monkeypatch.setattr(place, "DISPATCHERS", {**DISPATCHERS, "pull": planned})
-    plan = resolved(SHARED | {"enable_cache_blend": True, "all2all_backend": "deepep_low_latency"}, "cuda")
+def test_rows_that_need_plans_of_experts_come_with_the_others() -> None:
+    plan = resolved(SHARED | {"enable_cache_blend": True, "nnodes": 2}, "cuda")
     found = [one.feature for one in plan.missing]
-    assert "dispatcher pull for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
+    assert "a dispatcher for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy
 
 

@@ -121,7 +121,6 @@ def test_connectors() -> None:
         ),
         ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
         ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
-        ({"kv_faults": ("read=slow",)}, "kv_faults: there is no tier to plant faults in: set kv_offload_gb"),
         (
             {"kv_share": ":65530", "kv_offload_gb": 1.0, "data_parallel_size": 7},
             "replica i is read at the port plus i, and -dp 7 goes beyond port 65535: give a port of at most 65529",

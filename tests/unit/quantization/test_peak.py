@@ -68,7 +68,8 @@ def test_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> Non
     one = max(num_bytes(param, 4) for param in params if param.scheme)
     assert live.most <= packed + 2 * largest + one < packed + 5 * largest
     kept = [one for weights in model.weights.values() for one in weights]
-    size = sum(one.num_bytes if isinstance(one, QuantizedMatrix) else one.nbytes for one in kept)
+    parts = [[*one.tensors.values()] if isinstance(one, QuantizedMatrix) else [one] for one in kept]
+    size = sum(part.nbytes for each in parts for part in each)
     assert packed == size and live.now <= size, "what was loaded is freed"
     if form == "online":
         assert live.most < 0.6 * sum(one.nbytes for one in stored.values()), "a model that only fits in FP8 loads"

@@ -20,8 +20,6 @@ from quire.text.chat import ChatTemplate
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.text.tool_reader import Reader
 from quire.text.tools import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
     OutputParser,
     OutputStyles,
     choose_styles,
@@ -793,9 +791,9 @@ def test_names_win_and_unknown_ones_are_refused() -> None:
     assert names(choose_styles(template, "qwen3_xml", "mistral")) == ["qwen3_coder", "mistral"]
     assert names(choose_styles(template, "none", "none")) == ["-", "-"]
     assert names(choose_styles(None)) == ["-", "-"]
-    for name in TOOL_PARSERS:
+    for name in (name for row in TOOL_FORMATS for name in row.names):
         assert choose_styles(None, name).tools
-    for name in REASONING_PARSERS:
+    for name in (name for row in REASONING_FORMATS for name in row.names):
         assert choose_styles(None, None, name).reasoning
     with pytest.raises(ConfigError, match="--tool-call-parser 'hremes' is not known, .* one of .*hermes.*, or none"):
         choose_styles(template, "hremes")

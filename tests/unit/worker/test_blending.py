@@ -27,9 +27,9 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.plan.kv_geometry import kv_components
 from quire.worker.runner import StepRunner
-from quire.worker.taps import LogitsTap
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
+from ...support.logits_tap import LogitsTap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMITS = Limits(num_slots=4, max_tokens=256, max_model_len=256, block_size=BLOCK, depth=2)

@@ -7,9 +7,9 @@ import torch
 from quire.contracts.sampling import SamplerSpec
 from quire.kernels.sampling import ref, specification
 from quire.kernels.sampling.inputs import model_like
-from quire.kernels.sampling.logprobs import row_logprobs
 
 from ...support.ref_sampler import RefSampler
+from ...support.row_logprobs import row_logprobs
 
 VOCAB = 300
 PROMPT = [5, 9, 5, 17, 200, 9, 3]

@@ -130,11 +130,10 @@ class Exchange:
         body: bytes,
         *,
         status: int = 200,
-        content_type: bytes = b"application/json",
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
         """Send the whole answer."""
-        raw = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *self._own_headers()]
+        raw = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._own_headers()]
         raw += [(name.encode(), value.encode("latin-1")) for name, value in headers]
         self._started = True
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -127,6 +127,6 @@ def describe(base: Tensor, box: list[int], rows: tuple[int, int] | None = None) 
     rows   (R, D): describe the tensor's memory as R contiguous rows of D; None: by its own shape and strides
     """
     shape, strides = (base.shape, base.stride()) if rows is None else (rows, (rows[1], 1))
-    width = {1: gl.float8e4nv, 2: gl.bfloat16}[base.element_size()]  # of the type, nothing but the width matters
-    layout = gl.NVMMASharedLayout.get_default_for(box, width)
+    types = {1: gl.float8e4nv, 2: gl.bfloat16, 4: gl.int32}  # nothing but their widths matters
+    layout = gl.NVMMASharedLayout.get_default_for(box, types[base.element_size()])
     return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

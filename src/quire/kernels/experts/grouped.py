@@ -41,18 +41,10 @@ def run(
     places = placed(ids, expert_map).flatten()
     places, order = torch.where(places < 0, num_experts, places).sort(stable=True)
     ends = torch.searchsorted(places, torch.arange(num_experts, device=x.device), right=True, out_int32=True)
-    found = run_grouped(x[order // ids.shape[1]], ends, packed)
+    gate_up, down = packed
+    inner = silu_mul(F.grouped_mm(x[order // ids.shape[1]], gate_up, offs=ends))
+    found = F.grouped_mm(inner, down, offs=ends)
     parts = torch.empty_like(found)
     parts[order] = torch.where((places < num_experts)[:, None], found, 0)  # rows of no expert were not written
     y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
     return (y if residual is None else y + residual).to(x.dtype)
-
-
-def run_grouped(rows: Tensor, ends: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
-    """Run each row through its expert, without routing weights: rows [M, H] -> [M, H].
-
-    rows   sorted by expert
-    ends   [experts] int32: end of each expert's rows. Rows of the result past the last end are not written
-    """
-    gate_up, down = packed
-    return F.grouped_mm(silu_mul(F.grouped_mm(rows, gate_up, offs=ends)), down, offs=ends)

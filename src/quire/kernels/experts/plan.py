@@ -11,80 +11,41 @@ from quire.contracts.scheme import Scheme, WirePlan
 class Dispatcher:
     """Properties of a dispatcher. It moves tokens to the ranks of their experts, and the results back.
 
-    layout     rows that the experts get: "flat" (a row per token, with the ids of its k experts), "grouped" (a row per
-               token and expert, sorted by expert), "masked" (as "grouped", with equally much room for each expert)
-    numbering  expert ids of the rows: "global" (with an expert map), "local" (-1: expert of another rank), "none"
-    weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
-    sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
-    devices    devices whose ranks can use it
-    ranks      most ranks that can use it together
-    one_host   True: the ranks share memory, so all are on one host
+    Kernels get a row per token, with the global ids of its k experts. They multiply by the routing weights, and sum
+    over k.
+
+    sums        groups of ranks ("dp", "tp") over which the dispatcher sums partial results
+    capturable  CUDA graphs can hold it
+    devices     devices whose ranks can use it
+    ranks       most ranks that can use it together
+    one_host    True: the ranks share memory, so all are on one host
     """
 
-    layout: str
-    numbering: str
-    weighs: str
     sums: frozenset[str] = frozenset()
     capturable: bool = True
-    implemented: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     ranks: int = MOST_RANKS
     one_host: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertsKernel:
-    """Row layouts, id numberings and weighing stages that an experts kernel accepts; see `Dispatcher`."""
-
-    layouts: tuple[str, ...] = ("flat",)
-    numberings: tuple[str, ...] = ("global", "local")
-    weighs: tuple[str, ...] = ("experts",)
-    capturable: bool = True
-
-
-# The words of `Dispatcher` and `ExpertsKernel` in messages.
-ROWS = {layout: f"{layout} rows" for layout in ("flat", "grouped", "masked")}
-
-IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows without expert ids"}
-
-WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
-
 DISPATCHERS: Mapping[str, Dispatcher] = {
-    "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
+    "none": Dispatcher(),
     # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
-    "pull": Dispatcher(
-        layout="flat",
-        numbering="global",
-        weighs="experts",
-        sums=frozenset({"dp", "tp"}),
-        devices=("cuda",),
-        ranks=8,
-        one_host=True,
-        implemented=True,
-    ),
-    "all-gather": Dispatcher(
-        layout="flat",
-        numbering="global",
-        weighs="experts",
-        sums=frozenset({"dp", "tp"}),
-        capturable=False,
-        implemented=True,
-    ),
-    "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
+    "pull": Dispatcher(sums=frozenset({"dp", "tp"}), devices=("cuda",), ranks=8, one_host=True),
+    "all-gather": Dispatcher(sums=frozenset({"dp", "tp"}), capturable=False),
 }
 
-KERNELS: Mapping[str, ExpertsKernel] = {
-    "hopper": ExpertsKernel(),
-    "triton": ExpertsKernel(),
-    "scaled": ExpertsKernel(),
-    "weight_only": ExpertsKernel(),
-    "grouped": ExpertsKernel(
-        layouts=("flat", "grouped"), numberings=("global", "local", "none"), weighs=("experts", "combine")
-    ),
-    "native": ExpertsKernel(capturable=False),
-    "panels": ExpertsKernel(capturable=False),
-    "cpu": ExpertsKernel(capturable=False),
-    "ref": ExpertsKernel(),
+# Experts kernel -> CUDA graphs can hold it.
+KERNELS: Mapping[str, bool] = {
+    "hopper": True,
+    "triton": True,
+    "scaled": True,
+    "weight_only": True,
+    "grouped": True,
+    "native": False,
+    "panels": False,
+    "cpu": False,
+    "ref": True,
 }
 
 
@@ -98,12 +59,10 @@ class MoEPlan:
     weights       kind of quantized weights that the kernel is for (`kind_of`); (): unquantized
     features      optional features of that kernel
     quantize_at   stage that quantizes activations: "nowhere", "wire" (before they are sent), "experts" (the kernel)
-    weighs        stage that multiplies by the router's weights and sums a token's top-k results, as in `Dispatcher`
     partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
     shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)
     candidates    (dispatcher, experts, reason against the two) in order of preference. The first with reason "" is
-                  chosen; if there is none, the first that is only not implemented. With experts "", the reason
-                  excludes the dispatcher with every kernel
+                  chosen. With experts "", the reason excludes the dispatcher with every kernel
     decided       reason for the choice, and the line of the code that made it
     wire          form of rows on the way to experts: see `quire.plan.expert_rows`
     others        plans of the layers whose experts have weights of other kinds; they have the same dispatcher
@@ -115,7 +74,6 @@ class MoEPlan:
     weights: tuple[str, ...]
     features: tuple[str, ...]
     quantize_at: str
-    weighs: str
     partial_over: tuple[str, ...]
     shared: str
     capturable: bool
@@ -124,16 +82,6 @@ class MoEPlan:
     decided: str
     wire: WirePlan = WirePlan()
     others: tuple["MoEPlan", ...] = ()
-
-    @property
-    def layout(self) -> str:
-        """Rows that the experts get, as in `Dispatcher`."""
-        return DISPATCHERS[self.dispatcher].layout
-
-    @property
-    def numbering(self) -> str:
-        """Expert ids of these rows, as in `Dispatcher`."""
-        return DISPATCHERS[self.dispatcher].numbering
 
     @property
     def kernels(self) -> str:
@@ -146,17 +94,12 @@ class MoEPlan:
         assert found, f"no kernel was chosen for experts of {scheme}"
         return found[0]
 
-    @property
-    def implemented(self) -> bool:
-        """False for a dispatcher that can be planned, and not run."""
-        return DISPATCHERS[self.dispatcher].implemented
-
     def __str__(self) -> str:
         result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
         return (
-            f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
-            f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
-            f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
+            f"{self.phase}: dispatcher {self.dispatcher}, experts {self.experts}; quantized {self.quantize_at}, result "
+            f"{result}, shared experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; "
+            f"{self.decided}"
             + candidate_table(self.candidates)
             + "".join(f"\nof {kind_words(one.weights)} {one}" for one in self.others)
         )

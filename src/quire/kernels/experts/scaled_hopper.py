@@ -57,7 +57,6 @@ def products(
     starts: Tensor,
     weights: Tensor,
     parts: Tensor,
-    forms: tuple[Form, Form] = (UP, DOWN),
 ) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
@@ -67,14 +66,13 @@ def products(
     starts   [experts + 1] int32: first entry of each expert in `order`
     weights  [T, k] float32 routing weights
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
-    forms    launch parameters of the two products
     """
     first, second = packed
     tiles = make_tiles(starts, len(order))
     h = torch.empty((len(order), second.values.shape[2]), dtype=torch.float8_e4m3fn, device=parts.device)
     scales = torch.empty((h.shape[1] // GROUP, len(h)), dtype=torch.float32, device=parts.device)
-    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers, forms[0])
-    down((h, scales), second, order, tiles, weights, parts, forms[1])
+    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers)
+    down((h, scales), second, order, tiles, weights, parts)
 
 
 def make_tiles(starts: Tensor, pairs: int) -> Tensor:
@@ -101,7 +99,6 @@ def up(
     scales: Tensor,
     k: int,
     powers: bool,
-    form: Form = UP,
 ) -> None:
     """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
 
@@ -111,7 +108,7 @@ def up(
 
     Other arguments as in `products` and `make_tiles`.
     """
-    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, form)
+    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, UP)
 
 
 def down(
@@ -121,13 +118,12 @@ def down(
     tiles: Tensor,
     weights: Tensor,
     parts: Tensor,
-    form: Form = DOWN,
 ) -> None:
     """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
 
     h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
     """
-    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, form)
+    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, DOWN)
 
 
 def _product(

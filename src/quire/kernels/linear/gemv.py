@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
+from quire.kernels.linear.epilogue import finish
 from quire.kernels.triton_runtime import jit, tl
 
 MOST_FEW = 4  # rows of _few_kernel
@@ -131,26 +131,6 @@ def _fold(x, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.sum(tl.reshape(x, [M, BLOCK_N, BLOCK_K // 8, 8]), 3)
 
 
-@jit
-def _finish(out, other, bias, residual, y, row, col, n, inside, GATED: tl.constexpr):
-    """Apply bias, gate and residual, and store the result.
-
-    out, other            products, float32: of gate and up if GATED, else `other` is not used
-    bias, residual, y     as in `_few_kernel`
-    row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
-    """
-    at = row * n + col
-    if bias is not None:
-        out += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
-    if GATED:
-        if bias is not None:
-            other += tl.load(bias + n + col, mask=col < n, other=0.0).to(tl.float32)
-        out = silu(out) * other
-    if residual is not None:
-        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
-
-
 @jit(do_not_specialize=["rows"])
 def _few_kernel(
     x,
@@ -220,7 +200,7 @@ def _few_kernel(
         other *= inverse
     row = tl.arange(0, M)[:, None]
     col = col[None, :]
-    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
 
 
 @jit(do_not_specialize=["rows"])
@@ -301,7 +281,7 @@ def _some_kernel(
         out *= inverse
         other *= inverse
     row, col = row[None, :], col[:, None]
-    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
 
 
 @jit

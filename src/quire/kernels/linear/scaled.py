@@ -12,16 +12,15 @@ multiple of 128 inputs. A weight whose N is no multiple of 64 runs the reference
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.contracts.scheme import Scheme
 from quire.kernels import triton_runtime
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
+from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
@@ -30,37 +29,6 @@ from quire.kernels.words import product_words
 
 FEW_ROWS = 1
 RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A packed 8-bit weight.
-
-    values     [N, K] e4m3 or int8; K is a multiple of 128, columns that the model lacks are zeros
-    scales     float32: [ceil(N / block), K / 128] for FP8 in blocks; [N] for a scale per channel (block 0)
-    block      outputs that share a scale: 128 or 1; 0: a scale per channel
-    wide       the scales in cuBLASLt's layout
-    rule       rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
-    powers     True: scales of activations are powers of two
-    fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
-    counters   int32 zeros, scratch memory of `scaled_some.product`
-    scheme     of the weight
-    """
-
-    values: Tensor
-    scales: Tensor
-    wide: Tensor
-    block: int
-    rule: int
-    powers: bool
-    fixed: Tensor | None
-    counters: Tensor
-    scheme: Scheme
-
-    @property
-    def most(self) -> int:
-        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
-        return 127 if self.values.dtype == torch.int8 else 448
 
 
 Packed = Scaled | QuantizedMatrix
@@ -174,55 +142,17 @@ def _product(
         y = residual = residual.contiguous()
     if not rows:
         return y
+    into = Epilogue(y, bias, gated, residual)
     if rows <= FEW_ROWS:
-        return scaled_few.product(
-            x,
-            packed.values,
-            packed.scales,
-            bias,
-            y,
-            rule=packed.rule,
-            powers=packed.powers,
-            most=packed.most,
-            given=packed.fixed,
-            block=packed.block,
-            residual=residual,
-            norm=norm,
-            eps=eps,
-            gated=gated,
-        )
+        return scaled_few.product(x, packed, into, norm=norm, eps=eps)
     q, scales = quantize(
         x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm, eps=eps
     )
-    if rows <= scaled_some.MOST_ROWS and not triton_runtime.missing_hopper():
-        high = packed.wide if packed.block == 1 else packed.scales
-        return scaled_hopper.product(
-            q,
-            scales,
-            packed.values,
-            high,
-            bias,
-            y,
-            counters=packed.counters,
-            block=packed.block,
-            residual=residual,
-            gated=gated,
-        )
     if rows <= scaled_some.MOST_ROWS:
-        return scaled_some.product(
-            q,
-            scales,
-            packed.values,
-            packed.scales,
-            bias,
-            y,
-            counters=packed.counters,
-            block=packed.block,
-            residual=residual,
-            gated=gated,
-        )
+        by = scaled_some if triton_runtime.missing_hopper() else scaled_hopper
+        return by.product(q, scales, packed, into)
     if packed.values.dtype == torch.int8:
-        return scaled_many.product(q, scales, packed.values, packed.scales, bias, y, residual=residual, gated=gated)
+        return scaled_many.product(q, scales, packed, into)
     wide = _cublas(q, scales, packed, torch.float32 if dtype == torch.float32 else x.dtype)[:rows]
     if bias is not None:
         wide += bias

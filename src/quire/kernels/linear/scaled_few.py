@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.linear.gemv import _finish, bucket
+from quire.kernels.linear.epilogue import Epilogue, finish
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.quantize.triton import magnitude, quantized, scale_of, sums_of_16
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-
-MOST_FEW = 4  # rows
 
 
 @dataclass(frozen=True)
@@ -44,36 +44,11 @@ def walk_of(k: int, gated: bool) -> Walk:
     return Walk(2 if gated else 4, deep, max(1, deep // 1024 if deep > 2048 else deep // 512), 4)
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    rule: int,
-    most: int,
-    powers: bool = False,
-    given: Tensor | None = None,
-    block: int = 0,
-    residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    walk: Walk | None = None,
-) -> Tensor:
-    """Multiply x [T, K] of at most MOST_FEW rows with weight [N, K] into y [T, N]; returns y.
-
-    weight         8-bit numbers
-    scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
-    rule, powers   rule by which x is quantized, as in `quire.kernels.quantize.triton.quantize`
-    most           largest magnitude of the 8-bit type: 448 or 127
-    given          the scale of x for the rule FIXED
-    residual, norm, eps, gated   as in `gemv.product`
-    """
+def product(x: Tensor, packed: Scaled, into: Epilogue, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Multiply x [T, K] of at most 4 rows with the weight; return `into.y`. norm, eps: as in `gemv.product`."""
+    weight, (y, bias, gated, residual) = packed.values, into
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
-    size = bucket(rows)
-    walk = walk or walk_of(k, gated)
+    size, walk = bucket(rows), walk_of(k, gated)
     if x.stride(1) != 1:
         x = x.contiguous()
     in_pdl = pdl.in_use()
@@ -82,11 +57,11 @@ def product(
     _few_kernel[(-(-blocks // steps),)](
         x,
         weight if INTERPRETED else weight.view(torch.int32),
-        scales,
+        packed.scales,
         bias,
         residual,
         norm,
-        given,
+        packed.fixed,
         y,
         rows,
         n,
@@ -98,10 +73,10 @@ def product(
         walk.block_k,
         steps,
         bucket(steps),
-        block,
-        rule,
-        powers,
-        most,
+        packed.block,
+        packed.rule,
+        packed.powers,
+        packed.most,
         gated,
         not INTERPRETED,
         in_pdl,
@@ -189,7 +164,7 @@ def _few_kernel(
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """STEPS * BLOCK_N outputs of up to M <= MOST_FEW rows. Grid (ceil(n / (BLOCK_N STEPS)),).
+    """STEPS * BLOCK_N outputs of up to M <= 4 rows. Grid (ceil(n / (BLOCK_N STEPS)),).
 
     A program quantizes a chunk of BLOCK_K inputs, multiplies it with BLOCK_N outputs after the other, and goes on with
     the next chunk; the next weights are loaded meanwhile.
@@ -263,4 +238,4 @@ def _few_kernel(
         if GATED:
             other *= tl.load(scales + n + col, mask=inside, other=0.0)
     row = tl.arange(0, M)[:, None]
-    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, GATED)

@@ -17,7 +17,9 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.attention.hopper import describe
 from quire.kernels.experts.hopper import _silu
+from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.gemv import bucket
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, tl
 
 if hopper is not None:
@@ -73,30 +75,15 @@ def tiles_of(rows: int, n: int, k: int, gated: bool, block: int) -> Tiles:
     return Tiles(size, 1, depth, max(2, min(12, room // (depth * GROUP * (size + cols)))), split)
 
 
-def product(
-    q: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    counters: Tensor,
-    block: int = 0,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Multiply T rows of q [R, K], at most MOST_ROWS, with weight [N, K] into y [T, N]; returns y.
+def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tensor:
+    """Multiply T rows of q [R, K], at most MOST_ROWS, with the weight; return `into.y`.
 
-    q, x_scales    of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
-    weight         8-bit numbers of q's type
-    scales         float32: [ceil(N / 128), K / 128] if block is 128; [K / 128, N] if it is 1; [N] if it is 0
-    counters       [ceil(N / 64)] int32, zeros, which no product that runs at the same time uses; left as zeros
-    residual, gated   as in `gemv.product`
+    Arguments as those of `scaled_some.product`. The copy engine reads scales of blocks of one output as [K / 128, N].
     """
+    weight, block, (y, bias, gated, residual) = packed.values, packed.block, into
+    scales = packed.wide if block == 1 else packed.scales
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
-    tiles = tiles or tiles_of(rows, n, k, gated, block)
+    tiles = tiles_of(rows, n, k, gated, block)
     in_pdl = pdl.in_use()
     cols, wide = tiles.cols, -(-n // tiles.cols)
     parts = None
@@ -114,7 +101,7 @@ def product(
         residual,
         y,
         parts,
-        counters,
+        packed.counters,
         rows,
         n,
         K=k,

@@ -8,29 +8,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.linear.gemv import _finish
+from quire.kernels.linear.epilogue import Epilogue, finish
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.triton_runtime import jit, tl
 
 BAND = 8  # tiles of rows that run side by side through the same columns, which are then read once
 
 
-def product(
-    q: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """Multiply the first T rows of q [R, K] int8 with weight [N, K] int8 into y [T, N]; returns y.
+def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tensor:
+    """Multiply the first T rows of q [R, K] int8 with an int8 weight, which has a scale per channel; return `into.y`.
 
     x_scales   scales of the rows of q: [1, R], or one number for all
-    scales     [N] float32 scales of the rows of the weight
-    residual, gated   as in `gemv.product`
     """
+    weight, (y, bias, gated, residual) = packed.values, into
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)
     in_pdl = pdl.in_use()
@@ -38,7 +28,7 @@ def product(
         q,
         x_scales,
         weight,
-        scales,
+        packed.scales,
         bias,
         residual,
         y,
@@ -118,4 +108,4 @@ def _many_kernel(
     if GATED:
         other = up.to(tl.float32) * (own[:, None] * tl.load(scales + n + tl.minimum(col, n - 1))[None, :])
     row, col = row[:, None], col[None, :]
-    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.linear.gemv import _finish, bucket
+from quire.kernels.linear.epilogue import Epilogue, finish, give_part, sum_parts
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.triton_runtime import jit, tl
 
 MOST_ROWS = 64
@@ -47,31 +49,16 @@ def tiles_of(rows: int, n: int, k: int, gated: bool) -> Tiles:
     return Tiles(size, 64, 4, stages, max(part for part in range(1, most + 1) if groups % part == 0))
 
 
-def product(
-    q: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    counters: Tensor,
-    block: int = 0,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Multiply the first T rows of q [R, K], at most MOST_ROWS (64), with weight [N, K] into y [T, N]; returns y.
+def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tensor:
+    """Multiply the first T rows of q [R, K], at most MOST_ROWS (64), with the weight; return `into.y`.
 
-    q, x_scales    results of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
-    weight         8-bit numbers of q's dtype
-    scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
-    counters       [ceil(N / 64)] int32 zeros, which are zeros again afterwards. Products that run at the same time need
-                   different counters
-    residual, gated   as in `gemv.product`
+    q, x_scales   results of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
+
+    Products that run at the same time need different `packed.counters`. These are zeros again afterwards.
     """
+    weight, (y, bias, gated, residual) = packed.values, into
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
-    tiles = tiles or tiles_of(rows, n, k, gated)
+    tiles = tiles_of(rows, n, k, gated)
     in_pdl = pdl.in_use()
     wide = -(-n // tiles.cols)
     parts = None
@@ -81,21 +68,21 @@ def product(
         q,
         x_scales,
         weight,
-        scales,
+        packed.scales,
         bias,
         residual,
         y,
         parts,
-        counters,
+        packed.counters,
         rows,
         n,
         q.stride(0),
-        x_scales.stride(0) if block else 0,
+        x_scales.stride(0) if packed.block else 0,
         k,
         tiles.rows,
         tiles.cols,
         DEEP,
-        block,
+        packed.block,
         x_scales.numel() == 1,
         gated,
         tiles.stages,
@@ -193,23 +180,13 @@ def _some_kernel(
                 part *= own * tl.load(up_scales + group)
             up += part
     if SPLIT > 1:
-        SIZE: tl.constexpr = BLOCK_N * M
-        EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
+        EACH: tl.constexpr = (2 if GATED else 1) * BLOCK_N * M
         lanes = tl.arange(0, BLOCK_N)[:, None] * M + row[None, :]
-        mine = parts + (tl.program_id(0) * SPLIT) * EACH + lanes
-        tl.store(mine + tl.program_id(1) * EACH, acc)
-        if GATED:
-            tl.store(mine + tl.program_id(1) * EACH + SIZE, up)
-        tl.debug_barrier()  # all stores of the program come before its tick
-        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") != SPLIT - 1:
+        part_at = parts + (tl.program_id(0) * SPLIT) * EACH + lanes
+        if give_part(acc, up, part_at, counters, tl.program_id(0), GATED) != SPLIT - 1:
             return
         tl.store(counters + tl.program_id(0), 0)
-        acc = tl.zeros([BLOCK_N, M], tl.float32)
-        up = acc
-        for part_of_k in tl.static_range(SPLIT):
-            acc += tl.load(mine + part_of_k * EACH, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(mine + part_of_k * EACH + SIZE, cache_modifier=".cg")
+        acc, up = sum_parts(part_at, SPLIT, GATED)
     out, other = acc, up
     if BLOCK == 0:
         own = tl.load(x_scales) if FIXED else tl.load(given_scales)
@@ -217,4 +194,4 @@ def _some_kernel(
         if GATED:
             other *= tl.load(scales + n + tl.minimum(col, n - 1))[:, None] * own
     row, col = row[None, :], col[:, None]
-    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)

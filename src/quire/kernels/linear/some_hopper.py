@@ -22,7 +22,7 @@ if hopper is not None:
     mbarrier, tma = hopper.mbarrier, hopper.tma
     warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
-__all__ = ["MOST_ROWS", "Tiles", "product"]
+__all__ = ["MOST_ROWS", "Tiles", "product", "readable"]
 
 SHARED = 224 << 10  # bytes of shared memory of a program
 COLS = 64  # outputs of a program, of gate and as many of up if gated
@@ -62,16 +62,14 @@ def product(
     *,
     residual: Tensor | None = None,
     gated: bool = False,
-    tiles: Tiles | None = None,
 ) -> Tensor:
     """Multiply x [T, K] of at most MOST_ROWS rows with weight [N, K] into y [T, N]; returns y.
 
     K is a multiple of 8. Other arguments as in `gemv.product`.
     """
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
-        x = x.clone(memory_format=torch.contiguous_format)
-    tiles = tiles or tiles_of(rows, k, gated)
+    x = readable(x)
+    tiles = tiles_of(rows, k, gated)
     in_pdl = pdl.in_use()
     _some_kernel[(-(-n // COLS),)](
         describe(x, [tiles.rows, tiles.deep]),
@@ -89,6 +87,13 @@ def product(
         **pdl.options(in_pdl),
     )
     return y
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x [T, K] of a two-byte type, or a copy of it, as the copy engine reads it: rows begin at 16 bytes."""
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 @gluon_jit(do_not_specialize=["rows"])

@@ -7,7 +7,7 @@ the product, which cuBLAS runs. A weight whose groups of inputs are no multiple 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear import weight_only_products as products
+from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.words import product_words
 
@@ -41,11 +42,8 @@ class WeightOnly(Protocol):
     def outputs(self) -> int:
         """Number of outputs N."""
 
-    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight into y [T, N]; return y.
-
-        fused   `residual` and `gated`, as in `gemv.product`
-        """
+    def product(self, x: Tensor, into: Epilogue) -> Tensor:
+        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight; return `into.y`."""
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in the floating-point type `dtype`."""
@@ -71,11 +69,9 @@ class Tiled:
     bits: int
     scheme: Scheme
 
-    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
-        return products.product(
-            x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits, counters=self.counters, **fused
-        )
+    def product(self, x: Tensor, into: Epilogue) -> Tensor:
+        """Multiply x, of few rows, by the packed weight. See `WeightOnly`."""
+        return products.product(x, self.tiles, self.scales, self.zeros, into, bits=self.bits, counters=self.counters)
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
@@ -173,7 +169,7 @@ def _product(
         y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
         if residual is not None:
             y = residual = residual.contiguous()
-        return packed.product(x, bias, y, residual=residual, gated=gated) if rows else y
+        return packed.product(x, Epilogue(y, bias, gated, residual)) if rows else y
     weight = packed.unpack(x.dtype)
     if residual is not None:
         residual = residual if bias is None else residual.add_(bias)

@@ -7,13 +7,14 @@ product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 3
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.kernels.linear import weight_only_words as words
+from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.some_hopper import readable
 from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated, way
 from quire.kernels.pack.matrix import QuantizedMatrix
 
@@ -47,22 +48,10 @@ class WeightWords:
         """Return the number of outputs of a packed weight. See `WeightOnly`."""
         return self.shape[0]
 
-    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
-        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
-            x = x.clone(memory_format=torch.contiguous_format)
-        return words.product(
-            x,
-            self.words,
-            self.scales,
-            self.zeros,
-            bias,
-            y,
-            bits=self.bits,
-            group=self.group,
-            counters=self.counters,
-            **fused,
-        )
+    def product(self, x: Tensor, into: Epilogue) -> Tensor:
+        """Multiply x, of few rows, by the packed weight. See `WeightOnly`."""
+        own = self.words, self.scales, self.zeros
+        return words.product(readable(x), *own, into, bits=self.bits, group=self.group, counters=self.counters)
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""

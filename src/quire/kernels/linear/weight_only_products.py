@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.linear.gemv import _finish, bucket
+from quire.kernels.linear.epilogue import Epilogue, finish, give_part, sum_parts
+from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 ROWS = 64  # outputs of a tile of weights
@@ -72,26 +73,22 @@ def product(
     tiles: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
+    into: Epilogue,
     *,
     bits: int,
     counters: Tensor,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    walk: Tiles | None = None,
 ) -> Tensor:
-    """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
+    """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     tiles      the weight, packed by `repack`
     scales     [groups, N] float32; a group is K / groups inputs that share a scale
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
-    residual, gated   as in `gemv.product`
     """
+    y, bias, gated, residual = into
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)
     k = steps * deep
-    walk = walk or tiles_of(rows, n, k, deep, gated)
+    walk = tiles_of(rows, n, k, deep, gated)
     if x.stride(1) != 1:
         x = x.contiguous()
     in_pdl, wide, high = pdl.in_use(), -(-n // ROWS), -(-rows // walk.rows)
@@ -313,25 +310,15 @@ def _product_kernel(
                 zero = tl.load(zeros + group * total + n + one).to(tl.float32)
             up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, up, BITS, FIRST, ASM)
     if SPLIT > 1:
-        SIZE: tl.constexpr = ROWS * M
-        EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        mine = parts + tile * SPLIT * EACH + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)[None, :]
-        tl.store(mine + tl.program_id(1) * EACH, acc)
-        if GATED:
-            tl.store(mine + tl.program_id(1) * EACH + SIZE, up)
-        tl.debug_barrier()  # all stores of the program come before its tick
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT - 1:
+        EACH: tl.constexpr = (2 if GATED else 1) * ROWS * M
+        part_at = parts + tile * SPLIT * EACH + tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)[None, :]
+        if give_part(acc, up, part_at, counters, tile, GATED) != SPLIT - 1:
             return
         tl.store(counters + tile, 0)
-        acc = tl.zeros([ROWS, M], tl.float32)
-        up = acc
-        for part_of_k in tl.static_range(SPLIT):
-            acc += tl.load(mine + part_of_k * EACH, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(mine + part_of_k * EACH + SIZE, cache_modifier=".cg")
+        acc, up = sum_parts(part_at, SPLIT, GATED)
     row, col = row[None, :], col[:, None]
-    _finish(acc, up, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(acc, up, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
 
 
 @jit

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.attention.hopper import describe
+from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, jit, tl
+from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
 
 if hopper is not None:
     mbarrier, mma_v2, tma = hopper.mbarrier, hopper.mma_v2, hopper.tma
@@ -168,17 +170,13 @@ def product(
     words: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
+    into: Epilogue,
     *,
     bits: int,
     group: int,
     counters: Tensor,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    walk: Few | Some | None = None,
 ) -> Tensor:
-    """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
+    """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     words      the weight, packed by `repack`
     scales     float32 scales, packed by `repack_scales`
@@ -186,10 +184,10 @@ def product(
     group      inputs that share a scale, a multiple of 32
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
                different counters
-    residual, gated   as in `gemv.product`
     """
+    y, bias, gated, residual = into
     rows, n, k = x.shape[0], y.shape[1], x.shape[1]
-    walk = walk or walk_of(rows, n, k, group, bits, gated)
+    walk = walk_of(rows, n, k, group, bits, gated)
     in_pdl = pdl.in_use()
     outputs = n << gated
     if isinstance(walk, Few):
@@ -222,8 +220,8 @@ def product(
     if walk.split > 1:
         parts = x.new_empty(wide * high * walk.split * 64 * walk.tall * walk.rows, dtype=torch.float32)
     _some_kernel[(wide, walk.split, high)](
-        _describe(x, [walk.rows, STEP], 16),
-        _describe(words.view(len(words), -1, 32), [4 * walk.tall, 2 * bits, 32], 32),
+        describe(x, [walk.rows, STEP]),
+        describe(words.view(len(words), -1, 32), [4 * walk.tall, 2 * bits, 32]),
         scales,
         zeros,
         bias,
@@ -293,12 +291,6 @@ def unpack(
         words, scales, zeros, weight, n >> gated, k, group, bits, gated, in_pdl, num_warps=8, **pdl.options(in_pdl)
     )
     return weight
-
-
-def _describe(base: Tensor, box: list[int], width: int) -> object:
-    """Return a descriptor of a tensor for the copy engine; rows of a tile have 128 bytes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=width, rank=len(box))
-    return descriptors.TensorDescriptor(base, list(base.shape), list(base.stride()), box, layout)
 
 
 @gluon_jit

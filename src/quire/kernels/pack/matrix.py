@@ -34,11 +34,6 @@ class QuantizedMatrix:
     order: Tensor | None = None
     input_scale: Tensor | None = None
 
-    def to(self, device: torch.device) -> "QuantizedMatrix":
-        """Return the matrix on another device."""
-        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, **moved)  # type: ignore[arg-type]
-
     @property
     def shape(self) -> tuple[int, int]:
         """Shape (N, K) of the weight, also where two values share a byte."""
@@ -60,11 +55,6 @@ class QuantizedMatrix:
     def device(self) -> torch.device:
         """Device of all tensors."""
         return self.values.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> "QuantizedMatrix":
         """Assert the dtypes and shapes that the class docstring lists, and return the matrix."""

@@ -8,7 +8,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, dequantize, empty, torch_room
 from quire.kernels.pack.words import join_nibbles
 
-SIDE, FP8_MAX, SMALLEST = 128, 448.0, 1e-10
+FP8_MAX, SMALLEST = 448.0, 1e-10
 # Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both
 # halves the largest error of the positive side.
 MOST = {"e4m3": FP8_MAX, "int8": 127.0, "w4": 7.5, "w8": 127.5}

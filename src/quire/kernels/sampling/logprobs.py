@@ -7,16 +7,10 @@ on the device's values. Knows nothing of slots.
 import torch
 from torch import Tensor
 
-from quire.contracts.step import RowLogprobs
 from quire.kernels.sampling.order import top_by_id, top_packed
 
 WHOLE_VOCABULARY = -1
 _BUDGET = 1 << 24  # logits per pass: 64 MiB of scores, and three times that while a GPU sorts them
-
-
-def row_logprobs(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None) -> RowLogprobs:
-    """Return on the host what `score_rows` returns for all rows of logits [R, V]. Waits for the device."""
-    return RowLogprobs(*(part.cpu().numpy() for part in score_rows(logits, chosen, k, extra)))
 
 
 def score_rows(

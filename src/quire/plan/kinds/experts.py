@@ -101,14 +101,10 @@ class ExpertsKind:
             yield RankExchange("reduce-scatter", back, "ep", row, EVERY)
             if rows.parallel.tp > 1:
                 yield RankExchange("all-gather", "outputs of the replica's tokens", "tp", row, own)
-        elif dispatcher == "pull":
+        else:
             yield RankExchange("pull", "ids and weights of experts", "ep", choices, own)
             yield RankExchange("pull", to_experts, "ep", sent, CROSSING)
             yield RankExchange("pull", back, "ep", row, CROSSING)
-        else:
-            copies = min(top_k, rows.parallel.expert_ranks)  # of a token, at most one to a rank
-            yield RankExchange(dispatcher, to_experts, "ep", sent * copies, own)
-            yield RankExchange(dispatcher, back, "ep", row * copies, own)
 
     def _shared(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""

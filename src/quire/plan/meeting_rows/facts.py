@@ -37,16 +37,7 @@ def _fitting_hosts(i: Inputs) -> int:
 
 
 def _lacking_dispatcher(i: Inputs) -> str:
-    names: dict[str, list[str]] = {}
-    for phase in features.no_dispatcher(i):
-        plan = i.moe[phase]
-        name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
-        names.setdefault(name, []).append(phase)
-    return " and ".join(f"{name} for {' and '.join(phases)}" for name, phases in names.items())
-
-
-def _faults(i: Inputs, kinds: tuple[str, ...]) -> str:
-    return ", ".join(one for one in i.config.share.kv_faults if one.startswith(kinds))
+    return f"a dispatcher for {' and '.join(features.no_dispatcher(i))}"
 
 
 FACTS: Mapping[str, Callable[[Inputs], object]] = {
@@ -96,8 +87,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "folder_size": lambda i: f"{i.tiers.kv_offload_dir_gb:g}",
     "policy": lambda i: i.tiers.kv_offload_policy,
     "role": lambda i: i.role,
-    "file_faults": lambda i: _faults(i, features.FILES),
-    "connection_faults": lambda i: _faults(i, features.CONNECTIONS),
     "check_layers": lambda i: CHECK_LAYER + 1,
     "chunks": lambda i: '"kv_chunk": true in messages' if i.request.chunks == "messages" else i.request.chunks,
 }

@@ -14,20 +14,18 @@ from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
-FILES, CONNECTIONS = ("read=", "write="), ("hello=", "hear=", "tell=", "page=")  # kv_faults by the tier they need
 SPEC = "--speculative-config"
 Test = Callable[[Inputs], bool]
 
 
 def no_dispatcher(i: Inputs) -> tuple[str, ...]:
-    """Return the phases in which no dispatcher that is implemented brings tokens to the experts of other replicas.
+    """Return the phases in which no dispatcher brings tokens to the experts of other replicas.
 
     A phase whose dispatcher was asked for and cannot run is not among them: see `backend_refused`.
     """
     refused = {phase for phase in _asked(i) if isinstance(i.moe.get(phase), str)}
     shared = i.moe.items() if i.parallel.lockstep else ()
-    lacking = (phase for phase, plan in shared if isinstance(plan, str) or not plan.implemented)
-    return tuple(phase for phase in lacking if phase not in refused)
+    return tuple(phase for phase, plan in shared if isinstance(plan, str) and phase not in refused)
 
 
 def backend_refused(i: Inputs) -> str:
@@ -128,10 +126,6 @@ def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
     return asked and draft.moe is None and i.num_experts > 0
 
 
-def _faults(kinds: tuple[str, ...]) -> Test:
-    return lambda i: i.tiers.kv_offload_gb > 0 and any(one.startswith(kinds) for one in i.config.share.kv_faults)
-
-
 def _any_tier(i: Inputs) -> bool:
     cache, share = i.config.cache, i.config.share
     tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
@@ -180,7 +174,7 @@ RANKS: Mapping[str, Feature] = {
     ),
     "uneven slots": Feature(_odd_slots, "slots of experts that ranks cannot share equally"),
     "too many slots": Feature(_many_slots, "more slots of a rank than experts"),
-    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that is implemented"),
+    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that runs here"),
     "exchange": Feature(given("all2all_backend"), "an exchange that was asked for", "--all2all-backend"),
     "exchange cannot run": Feature(lambda i: bool(backend_refused(i)), "ranks or kernels that it cannot join"),
     "no exchange": Feature(
@@ -249,9 +243,6 @@ CACHE: Mapping[str, Feature] = {
     "decode node": Feature(lambda i: i.role in ROLES[::2], "a decode node", "--kv-transfer-config"),
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
     "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
-    "faults": Feature(given("kv_faults"), "planted faults", "--kv-faults"),
-    "faults of files": Feature(_faults(FILES), "faults of files", "--kv-faults"),
-    "faults of connections": Feature(_faults(CONNECTIONS), "faults of connections", "--kv-faults"),
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),

@@ -17,7 +17,7 @@ from quire.kernels.compile_cache import CompileReport, use_cache_folder
 # Runs in a process of its own: the interpreter must be off, the driver is replaced for the whole process.
 PROGRAM = """
 import sys, json, torch
-from quire.kernels import cache
+from quire.kernels import compile_cache as cache
 from quire.kernels.triton_runtime import jit, triton, tl
 from triton.backends.compiler import GPUTarget
 

@@ -1,4 +1,4 @@
-"""Faults planted in the tiers of KV blocks, to see an engine survive: by tests, and by the hidden flag --kv-faults.
+"""Faults of files and connections, which tests plant in the tiers of KV blocks of engines in their process.
 
     read, write               a file of the disk tier
     hello, hear, tell, page   a connection of a share: before it knows the reader, when it has received a message, when
@@ -9,21 +9,20 @@
 
 import errno
 import itertools
-import logging
 import os
 import socket
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
+import pytest
 
-from quire.contracts.errors import ConfigError
-from quire.kvnet.block_share import PAGE, BlockLine
+from quire.kvnet.block_share import PAGE, BlockLine, BlockShare
 from quire.kvstore.files import FileSystem
 
-LOG = logging.getLogger("quire").getChild("kv")
 FAULTS = {
     "read": "ok slow frozen lost error short long corrupt foreign",
     "write": "ok slow frozen full half",
@@ -32,19 +31,30 @@ FAULTS = {
 }
 
 
+PAGE_FAULTS = FAULTS["page"].split()[1:]
+PHASES = [f"{place}={fault}" for place in ("hello", "hear", "tell") for fault in ("killed", "frozen")]
+
+
+def plant_lines(monkeypatch: pytest.MonkeyPatch, *plans: str) -> None:
+    """Make every share of the test send through connections with these faults. Frozen ones are silent for 2 s."""
+    faults = Faults(plans, frozen=2.0)
+    monkeypatch.setattr(BlockShare, "line", staticmethod(partial(FaultyLine, faults=faults)))
+
+
+def plant_files(monkeypatch: pytest.MonkeyPatch, *plans: str) -> None:
+    """Make every engine that the test assembles read and write the files of its disk tier with these faults."""
+    faults = Faults(plans)
+    monkeypatch.setattr("quire.assemble.offload.FileSystem", lambda: FaultyFiles(faults))
+
+
 class Faults:
-    """Faults by place, in calls of any thread. `frozen`: seconds. Raises ConfigError for an unknown fault."""
+    """Faults by place, in calls of any thread. `frozen`: seconds."""
 
     def __init__(self, plans: Sequence[str], frozen: float = 20.0) -> None:
         self._seconds, self._places = {"slow": 0.02, "frozen": frozen}, dict[str, Iterator[str]]()
         for place, _, faults in (plan.partition("=") for plan in plans):
-            if not set(faults.split("/")) <= set(FAULTS.get(place, "").split()):
-                raise ConfigError(
-                    f"kv_faults: {place}={faults} is unknown: give a place and its faults, such as "
-                    f"read=ok/corrupt, of {FAULTS}."
-                )
+            assert set(faults.split("/")) <= set(FAULTS.get(place, "").split()), f"{place}={faults} is unknown"
             self._places[place] = itertools.cycle(faults.split("/"))
-        LOG.warning("Faults are planted in the tiers of KV blocks: %s.", ", ".join(plans))
 
     def strike(self, place: str) -> str:
         """Return the fault of the next call at a place, after its wait."""

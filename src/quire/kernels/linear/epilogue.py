@@ -1,0 +1,77 @@
+"""The end of a product: operations on the sums, and sums of parts of K, which the program that ends last adds up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quire.kernels.activation.triton import silu
+from quire.kernels.triton_runtime import jit, tl
+
+
+class Epilogue(NamedTuple):
+    """Operations on the sums of a product, in the order of the fields, and the tensor for the result.
+
+    y          [T, N] contiguous, of any dtype: the result is written to it
+    bias       [N], or [2 N] if gated; None: no bias
+    gated      True: the weight has 2 N rows, those of gate, then those of up; the sums become silu(gate) * up
+    residual   [T, N], is added; may be `y`; None: nothing is added
+    """
+
+    y: Tensor
+    bias: Tensor | None = None
+    gated: bool = False
+    residual: Tensor | None = None
+
+
+@jit
+def give_part(acc, up, first, counters, tile, GATED: tl.constexpr):
+    """Store the sums of this program's part of K. Return the number of programs of the tile that had ended before.
+
+    acc, up    [HIGH, M] float32: of gate and up if GATED, else `up` is not used
+    first      pointers [HIGH, M] to the sums of the first part, in memory [split, 1 or 2, HIGH, M] float32
+    counters   [tiles] int32: programs of a tile that have ended. The last program sets the counter to zero again
+    tile       number of the program's tile of outputs and rows
+    """
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
+    tl.store(first + tl.program_id(1) * EACH, acc)
+    if GATED:
+        tl.store(first + tl.program_id(1) * EACH + SIZE, up)
+    tl.debug_barrier()  # all stores of the program come before its tick
+    return tl.atomic_add(counters + tile, 1, sem="acq_rel")
+
+
+@jit
+def sum_parts(first, SPLIT: tl.constexpr, GATED: tl.constexpr):
+    """Return the sums of all parts of K, [HIGH, M] float32 of gate and of up. first: see `give_part`."""
+    SIZE: tl.constexpr = first.shape[0] * first.shape[1]
+    EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
+    acc = tl.zeros(first.shape, tl.float32)
+    up = acc
+    for part in tl.static_range(SPLIT):
+        acc += tl.load(first + part * EACH, cache_modifier=".cg")
+        if GATED:
+            up += tl.load(first + part * EACH + SIZE, cache_modifier=".cg")
+    return acc, up
+
+
+@jit
+def finish(out, other, bias, residual, y, row, col, n, inside, GATED: tl.constexpr):
+    """Apply bias, gate and residual, and store the result.
+
+    out, other            products, float32: of gate and up if GATED, else `other` is not used
+    bias, residual, y     as in `gemv._few_kernel`
+    row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
+    """
+    at = row * n + col
+    if bias is not None:
+        out += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
+    if GATED:
+        if bias is not None:
+            other += tl.load(bias + n + col, mask=col < n, other=0.0).to(tl.float32)
+        out = silu(out) * other
+    if residual is not None:
+        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
