@@ -12,9 +12,14 @@ from quire.layers.stack import Model, run_layers
 
 
 class Pass(Protocol):
-    """Layers that draft. Shapes: D decodes, T rows of a pass."""
+    """Layers that draft. Shapes: D decodes, T rows of a pass.
 
-    width: int  # of the states that are kept of the model
+    width    of the states that are kept of the model
+    groups   KV groups of the layers, ascending
+    """
+
+    width: int
+    groups: tuple[int, ...]
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states [T, width] to keep of the output of the model's layers, before the final norm."""
@@ -34,7 +39,7 @@ class PredictionPass:
 
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._layer, self._kv = model, model.drafts[0], kv[0]
-        self.width = model.args.hidden_size
+        self.width, self.groups = model.args.hidden_size, (self._layer.block.attention.group,)
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
@@ -61,7 +66,7 @@ class HeadPass:
     def __init__(self, model: Model, head: Decoder, kv: list[KVView]) -> None:
         self._model, self._head, self._kv = model, head, kv[0]
         (self._layer,) = head.layers
-        self.width = model.args.hidden_size
+        self.width, self.groups = model.args.hidden_size, (self._layer.attention.group,)
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
@@ -95,6 +100,7 @@ class ModelPass:
 
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._kv = model, kv
+        self.groups = tuple(sorted({layer.attention.group for layer in model.layers}))
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return states without numbers. See `Pass`."""

@@ -163,22 +163,25 @@ class LayerDrafter:
         query   most rows of a sequence
         keep    [seqs] False: the entry of the sequence's only row is not written, and no expert computes it; None: all
         """
-        buffers, group = self._buffers.cut(tokens, seqs, 0), len(self._tables.block_tables) - 1
+        buffers, blocks = self._buffers.cut(tokens, seqs, 0), self._tables.block_tables
         self._operations.build_inputs(self._step, self._tables, buffers)
         if keep is not None:
             buffers.kv_slots.mul_(keep)
             buffers.live.logical_and_(keep)
-        blocks = self._tables.block_tables
-        table, table_rows = self._operations.gather_blocks(self._step, self._tables, group, seqs, blocks.shape[2])
-        meta = AttentionMeta(
-            query_start=self._step.starts[: seqs + 1],
-            seq_lens=buffers.seq_lens,
-            block_tables=table,
-            kv_slots=buffers.kv_slots[group],
-            table_rows=table_rows,
-            max_query_len=query,
-            decode_len=query,
-            prompts=(),
-        )
-        ctx = StepContext(buffers.positions, (meta,) * (group + 1), [], live=buffers.live)
+        metas: dict[int, AttentionMeta] = {}
+        for group in self._pass.groups:
+            table, table_rows = self._operations.gather_blocks(self._step, self._tables, group, seqs, blocks.shape[2])
+            metas[group] = AttentionMeta(
+                query_start=self._step.starts[: seqs + 1],
+                seq_lens=buffers.seq_lens,
+                block_tables=table,
+                kv_slots=buffers.kv_slots[group],
+                table_rows=table_rows,
+                max_query_len=query,
+                decode_len=query,
+                prompts=(),
+            )
+        own = metas[self._pass.groups[0]]  # in the place of groups whose layers draft nothing
+        attention = tuple(metas.get(group, own) for group in range(len(blocks)))
+        ctx = StepContext(buffers.positions, attention, [], live=buffers.live)
         return self._pass.run(buffers.token_ids, states, ctx)

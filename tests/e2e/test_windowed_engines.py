@@ -1,0 +1,43 @@
+"""Windows with what else an engine does: ranks, stages, drafts, tiers. Tokens are those of one engine without them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..support.pairwise import Row
+
+MIXED = (("use_sliding_window", True), ("max_window_layers", 1), ("sliding_window", 11), ("num_hidden_layers", 4))
+ALL = (("sliding_window", 11),)
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module", params=["mixed", "all"])
+def checkpoint(request: pytest.FixtureRequest, oracle: Any, tiny: Any) -> Any:
+    family, changes = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL)}[request.param]
+    return oracle(tiny(family=family, changes=changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
+        {"kv_offload_gb": 0.01, "num_gpu_blocks_override": 60},
+    ],
+    ids=["tp", "pp", "ngram", "draft_model", "tiers"],
+)
+def test_tokens(
+    options: Row, checkpoint: Any, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Any
+) -> None:
+    if options.get("speculative_config", {}).get("method") == "draft_model":
+        draft: Path = oracle(tiny(family="qwen3", changes=MIXED[:3])).folder
+        options = {"speculative_config": options["speculative_config"] | {"model": str(draft)}}
+    llm = engine(checkpoint.folder, block_size=8, max_num_batched_tokens=16, max_num_seqs=7, **options)
+    expected = checkpoint.greedy(prompts, NUM_TOKENS)
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in outputs] == expected
+    llm.engine.core.check()
