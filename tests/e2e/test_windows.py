@@ -13,15 +13,9 @@ from quire.plan.kv_geometry import layer_groups
 
 from ..support.full import full_rows
 from ..support.pairwise import Row, label
+from ..support.windowed_models import MODELS, windowed
 from .test_parity import Greedy, check_run
 
-# Layers of a model of three: all with a window; one with and two without; two with and one without; with experts.
-MODELS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
-    "all": ("mistral", ()),
-    "last": ("qwen2", (("use_sliding_window", True), ("max_window_layers", 2))),
-    "most": ("qwen3", (("use_sliding_window", True), ("max_window_layers", 1))),
-    "experts": ("qwen2_moe", (("use_sliding_window", True), ("max_window_layers", 3))),  # every second layer
-}
 NORMAL = {"batch": 7, "chunk": 16, "block_size": 8, "prefix": True, "depth": 2, "pool": "normal"}
 SMALL = {"batch": 7, "chunk": 7, "block_size": 8, "prefix": True, "depth": 1, "pool": "small"}
 WIDE = {"batch": 7, "chunk": 64, "block_size": 16, "prefix": False, "depth": 2, "pool": "normal"}
@@ -65,11 +59,8 @@ def build(engine: Callable[..., LLM], folder: Any, window: int, run: Row) -> LLM
 
 
 @pytest.mark.parametrize("row", ROWS, ids=label)
-def test_logits_and_tokens(
-    row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
-) -> None:
-    family, changes = MODELS[row["model"]]
-    checkpoint = oracle(tiny(family=family, changes=(*changes, ("sliding_window", row["window"]))))
+def test_logits_and_tokens(row: Row, oracle: Any, engine: Any, prompts: list[list[int]], greedy: Greedy) -> None:
+    checkpoint = oracle(windowed(row["model"], row["window"]))
     llm = build(engine, checkpoint.folder, row["window"], row)
     check_run(llm, checkpoint, prompts, row, greedy)
     llm.engine.core.check()
