@@ -208,7 +208,7 @@ def test_old_spellings_of_a_config_mean_the_same(rope: str, tiny: Any, tmp_path:
     for config in (new, old):
         (tmp_path / "config.json").write_text(json.dumps(config))
         read.append(read_checkpoint_config(tmp_path))
-    assert read[0] == read[1] and read[0].rope.theta == new["rope_parameters"]["rope_theta"]
+    assert read[0] == read[1] and read[0].mixers[0].rope.theta == new["rope_parameters"]["rope_theta"]
 
 
 def test_the_oracle_notices_a_wrong_cache(oracle: Any, prompts: list[list[int]]) -> None:

@@ -192,7 +192,7 @@ def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, famil
 @pytest.mark.parametrize("family", PLANTED)
 def test_an_error_in_what_the_configuration_says_is_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)
-    report = planted(folder, config=lambda args: replace(args, rope=replace(args.rope, theta=10_010.0)))
+    report = planted(folder, config=lambda args: with_mixer(args, rope=replace(args.mixers[0].rope, theta=10_010.0)))
     assert report.first_divergent == ("layer 0 attention", "queries") and not report.changed
     assert "differs in 3 of 3 layers" in report.render() and "leaves the rotation (rope_theta" in report.render()
     report = planted(folder, config=lambda args: replace(args, norm_eps=10 * args.norm_eps))

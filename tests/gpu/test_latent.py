@@ -15,7 +15,7 @@ from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, sequences
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, triton
-from quire.kernels.rope.rotary import Rotary
+from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
@@ -291,7 +291,7 @@ def test_a_layer_can_be_captured(name: str) -> None:
     slots, positions = torch.tensor(ends, device=DEVICE).unbind(1)
     meta = replace(meta, kv_slots=slots.contiguous(), prompts=())
     hidden = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
-    rotation = Rotary(args.rope, R, DEVICE, width=R).rows(positions, torch.bfloat16)
+    rotation = Rotaries(args.rotations, DEVICE).rows(positions, torch.bfloat16)
 
     def run(given: AttentionMeta) -> Tensor:
         ctx = StepContext(positions, (replace(given, plans={}),), [])

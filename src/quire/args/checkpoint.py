@@ -21,7 +21,7 @@ from quire.args.grouped import read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import LatentArgs, read_latent
 from quire.args.layers import DenseArgs, FeedForwardArgs, LayerArgs, MixerArgs
-from quire.args.rope import RopeArgs, read_rope
+from quire.args.rope import RopeArgs, Rotation, read_rope
 from quire.args.windows import read_windows
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
@@ -57,7 +57,6 @@ class ModelArgs:
     hidden_size: int
     layers: tuple[LayerArgs, ...]
     norm_eps: float
-    rope: RopeArgs
     tie_word_embeddings: bool
     max_position_embeddings: int
     dtype: str
@@ -75,6 +74,11 @@ class ModelArgs:
     def mixers(self) -> tuple[MixerArgs, ...]:
         """Each kind and size of mixers once, in the order of the layers."""
         return tuple(dict.fromkeys(one.mixer for one in self.layers))
+
+    @cached_property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """Each rotation of heads once, in the order of the layers."""
+        return tuple(dict.fromkeys(one.rotation for one in self.mixers))
 
     @cached_property
     def moe(self) -> MoEArgs | None:
@@ -127,7 +131,6 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         hidden_size=hidden,
         layers=_layers(keys, family, rope, windows, extra),
         norm_eps=keys.positive("rms_norm_eps", family.norm_eps),
-        rope=rope,
         tie_word_embeddings=keys.flag("tie_word_embeddings") or headless,
         max_position_embeddings=context,
         dtype=dtype,

@@ -17,6 +17,7 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=_rotary_dim(keys, family, head_dim, rope),
+        rope=rope,
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         qk_norm=keys.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm,

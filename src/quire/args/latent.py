@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 
 from quire.args.keys import Keys
-from quire.args.rope import RopeArgs
+from quire.args.rope import RopeArgs, Rotation
 
 LATENT_KEYS = frozenset(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
@@ -27,6 +27,7 @@ class LatentArgs(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     one_scale: ClassVar[bool] = True  # of the latent in an 8-bit cache: keys and values come from it
 
     num_heads: int
+    rope: RopeArgs
     q_rank: int
     kv_rank: int
     nope_dim: int
@@ -47,9 +48,9 @@ class LatentArgs(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
         return self.rope_dim
 
     @property
-    def turned_dim(self) -> int:
-        """Dimensions that a rotation kernel takes: a head's rotated part alone."""
-        return self.rope_dim
+    def rotation(self) -> Rotation:
+        """The rotation of its heads: kernels take the rotated part alone."""
+        return Rotation(self.rope, self.rope_dim, self.rope_dim)
 
     @property
     def break_even(self) -> float:
@@ -83,6 +84,7 @@ def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs:
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
         num_heads=heads,
+        rope=rope,
         q_rank=keys.count("q_lora_rank", 1536) or 0,
         kv_rank=keys.size("kv_lora_rank", 512),
         nope_dim=nope,

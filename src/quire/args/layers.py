@@ -9,12 +9,14 @@ import msgspec
 
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
+from quire.args.rope import RopeArgs, Rotation
 
 
 class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     """Sizes of grouped-query attention.
 
     head_dim, rotary_dim      dimensions of a query or key head, and the number of these that RoPE rotates
+    rope                      settings of this rotation
     input_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm                   RMS norm over head_dim of q and k before rotation
     window                    tokens that a token attends to, its own included; None: all before it
@@ -26,15 +28,16 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
+    rope: RopeArgs
     input_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
 
     @property
-    def turned_dim(self) -> int:
-        """Dimensions that a rotation kernel takes: whole heads, whose other dimensions get angle 0."""
-        return self.head_dim
+    def rotation(self) -> Rotation:
+        """The rotation of its heads: kernels take whole heads, whose other dimensions get angle 0."""
+        return Rotation(self.rope, self.rotary_dim, self.head_dim)
 
 
 class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):

@@ -5,7 +5,7 @@ Knows the implemented scaling kinds and checks their numbers. The rotary layer h
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.args.keys import Keys
 
@@ -21,7 +21,7 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn | none
     original_max_position   trained length in tokens, for llama3 and yarn
     attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
     """
@@ -43,6 +43,14 @@ class RopeArgs:
     def extended_positions(self) -> int:
         """Number of positions that are usable with yarn; 0 for the other kinds."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
+
+
+class Rotation(NamedTuple):
+    """A rotation of heads: its settings, the dimensions that it rotates, and those that a kernel takes."""
+
+    rope: RopeArgs
+    rotated: int
+    width: int
 
 
 def rope_settings(keys: Keys) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from quire.args.latent import LatentArgs
 from quire.args.layers import GroupedArgs, MixerArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
-from quire.kernels.rope.rotary import Rotary, Rotation
+from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.layers.attention import Attention
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.eagle import DraftIds, EagleLayer
@@ -41,7 +41,12 @@ class DecoderBlock(nn.Module):
         own = args.layers[layer]
         self.attention_norm = RMSNorm(f"{at}.attention_norm", args.norm_eps, build)
         self.attention = MIXERS[type(own.mixer)](
-            own.mixer, f"{at}.attention", args.norm_eps, build, build.group_of(layer)
+            own.mixer,
+            f"{at}.attention",
+            args.norm_eps,
+            build,
+            build.group_of(layer),
+            args.rotations.index(own.mixer.rotation),
         )
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp: MoE | GatedMLP
@@ -50,9 +55,9 @@ class DecoderBlock(nn.Module):
         else:
             self.mlp = GatedMLP(f"{at}.mlp", build)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+    def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
-        hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
+        hidden = self.attention(hidden, self.attention_norm, turns, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
     def join(self, ctx: StepContext) -> None:
@@ -77,10 +82,10 @@ class DraftLayer(nn.Module):
         self.block = DecoderBlock(args, layer, build)
         self.norm = RMSNorm(f"{at}.norm", args.norm_eps, build)
 
-    def forward(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+    def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and hidden states of the tokens before, both [T, hidden] -> [T, hidden]."""
         joined = self.join(torch.cat((self.token_norm(tokens), self.state_norm(states)), -1), ctx)
-        hidden: Tensor = self.block(joined, rotation, ctx, kv)
+        hidden: Tensor = self.block(joined, turns, ctx, kv)
         return hidden
 
 
@@ -125,8 +130,7 @@ class Decoder(nn.Module):
         self.draft: Decoder | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
-        ((rotated, width),) = {(one.rotary_dim, one.turned_dim) for one in args.mixers}
-        self.rotary = Rotary(args.rope, rotated, build.device, width=width)
+        self.rotary = Rotaries(args.rotations, build.device)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
         lost = self._owners.keys() ^ {param.module for param in layout}
         assert not lost, f"layers and parameters differ: {sorted(lost)}"

@@ -12,7 +12,7 @@ from quire.args.layers import GroupedArgs
 from quire.contracts.errors import WeightsError
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView
-from quire.kernels.rope.rotary import Rotation
+from quire.kernels.rope.rotary import Turns
 from quire.layers.attention import Attention
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
@@ -45,7 +45,7 @@ class EagleLayer(nn.Module):
             self.state_norm = RMSNorm(f"{at}.state_norm", args.norm_eps, build)
         self._seen: list[Tensor | None] = []
 
-    def forward(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+    def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and the states of the tokens before, both [T, hidden] -> [T, hidden].
 
         It may reuse the memory of `states`.
@@ -56,7 +56,7 @@ class EagleLayer(nn.Module):
             normed = self.state_norm(states)
             joined = torch.cat((self.token_norm(tokens), normed), -1)
             residual = normed if self.eagle.norm_residual else states
-        hidden = self.attention.attend(self.attention.qkv(joined, ctx), residual, rotation, ctx, kv)
+        hidden = self.attention.attend(self.attention.qkv(joined, ctx), residual, turns, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
     def watch(self, layers: Sequence[nn.Module]) -> None:

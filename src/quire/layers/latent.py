@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quire.args.latent import LatentArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
-from quire.kernels.rope.rotary import Rotation
+from quire.kernels.rope.rotary import Turns
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -67,10 +67,10 @@ class LatentAttention(nn.Module):
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
-    def __init__(self, args: LatentArgs, at: str, eps: float, build: Build, group: int = 0) -> None:
+    def __init__(self, args: LatentArgs, at: str, eps: float, build: Build, group: int = 0, turn: int = 0) -> None:
         super().__init__()
         assert build.window(group) is None, "latent attention sees everything"
-        self.group, sizes = group, args
+        self.group, self.turn, sizes = group, turn, args
         self.sizes, self.kernel = sizes, build.kernels.latent
         self.most_absorbed = sizes.break_even  # query rows of a sequence
         expanded = sizes.nope_dim + sizes.v_dim
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Expansion(f"{at}.kv_up", expanded, build.device)
         self.output = Linear(f"{at}.output", build)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: LatentView) -> Tensor:
+    def forward(self, hidden: Tensor, norm: RMSNorm, turns: Turns, ctx: StepContext, kv: LatentView) -> Tensor:
         """Return hidden + attention(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`.
 
         Writes the step's latents and rotated keys to `kv` before attention reads them.
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
             latent,
             self.kv_norm.weight,
             sizes.norm_eps,
-            *rotation,
+            *turns[self.turn],
             kv,
             meta.kv_slots,
         )

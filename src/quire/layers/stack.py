@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.rope.rotary import Rotation
+from quire.kernels.rope.rotary import Turns
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.decoder import Decoder as Model
 
@@ -26,20 +26,20 @@ def run_layers(
     layers: Iterable[int] | None = None,
     tap: Tap | None = None,
     *,
-    rotation: Rotation | None = None,
+    turns: Turns | None = None,
 ) -> Tensor:
     """Run `layers` (default: all) on hidden [T, hidden] -> [T, hidden].
 
     tap        called with "embed" and the hidden state before the first layer, then with each layer's index and result.
                The next layer may write over the result: clone it to keep it.
-    rotation   of ctx.positions, if the caller has it already
+    turns      of ctx.positions, if the caller has them already
     """
-    if rotation is None:
-        rotation = model.rotary.rows(ctx.positions, hidden.dtype)
+    if turns is None:
+        turns = model.rotary.rows(ctx.positions, hidden.dtype)
     if tap is not None:
         tap("embed", hidden)
     for index in range(len(model.layers)) if layers is None else layers:
-        hidden = model.layers[index](hidden, rotation, ctx, ctx.kv[index])
+        hidden = model.layers[index](hidden, turns, ctx, ctx.kv[index])
         if tap is not None:
             tap(index, hidden)
     return hidden

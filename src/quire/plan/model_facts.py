@@ -17,9 +17,10 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     (attention,) = [one for i, one in enumerate(facts) if one not in facts[:i]]
     windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
     full = windows.pop(None, 0)
+    (rotation,) = args.rotations
     return {
         "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},
-        "rope": asdict(args.rope) | {"rotary_dim": args.mixers[0].rotary_dim, "head_dim": args.mixers[0].head_dim},
+        "rope": asdict(rotation.rope) | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim},
         "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 

@@ -47,8 +47,8 @@ class PredictionPass:
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run the layer. See `Pass`."""
-        rotation = self._model.rotary.rows(ctx.positions, states.dtype)
-        return self._layer(self._model.embed(token_ids), states, rotation, ctx, self._kv)
+        turns = self._model.rotary.rows(ctx.positions, states.dtype)
+        return self._layer(self._model.embed(token_ids), states, turns, ctx, self._kv)
 
     def state(self, out: Tensor) -> Tensor:
         """Return the states of rows. See `Pass`."""
@@ -74,8 +74,8 @@ class HeadPass:
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run the layer. See `Pass`."""
-        rotation = self._head.rotary.rows(ctx.positions, states.dtype)
-        return self._layer(self._model.embed(token_ids), states, rotation, ctx, self._kv)
+        turns = self._head.rotary.rows(ctx.positions, states.dtype)
+        return self._layer(self._model.embed(token_ids), states, turns, ctx, self._kv)
 
     def state(self, out: Tensor) -> Tensor:
         """Return the rows as they are. See `Pass`."""

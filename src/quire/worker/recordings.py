@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from quire.kernels.native.recording import Buffers, KernelRecording
-from quire.kernels.rope.rotary import Rotation
+from quire.kernels.rope.rotary import Turns
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
@@ -30,7 +31,7 @@ class Recorded:
 
     recording: KernelRecording
     hidden: Tensor
-    rotation: Rotation
+    turns: Turns
     kv_slots: Tensor
     threads: int
     out: Tensor
@@ -56,12 +57,14 @@ class LayerRecordings(Recorder):
         if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
-        rotation = model.rotary.rows(ctx.positions, hidden.dtype)
+        turns = model.rotary.rows(ctx.positions, hidden.dtype)
         found = self._recordings.get(kind)
         if found is None or found.threads != torch.get_num_threads():
-            return self._record(model, kind, hidden, rotation, ctx)
+            return self._record(model, kind, hidden, turns, ctx)
         for kept, new in zip(
-            (found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots), strict=True
+            (found.hidden, *chain(*found.turns), found.kv_slots),
+            (hidden, *chain(*turns), attention.kv_slots),
+            strict=True,
         ):
             kept.copy_(new)
         kernel.retarget(found.recording.address, attention, block_size, heads, dim)
@@ -69,13 +72,14 @@ class LayerRecordings(Recorder):
         self.counts["replayed"] += 1
         return found.out
 
-    def _record(self, model: Model, kind: Kind, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
+    def _record(self, model: Model, kind: Kind, hidden: Tensor, turns: Turns, ctx: StepContext) -> Tensor:
         """Run the layers and record them. They read copies of the step's inputs, which the recording keeps."""
-        hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention[0]
+        hidden, meta = hidden.clone(), ctx.attention[0]
+        turns = tuple((cos.clone(), sin.clone()) for cos, sin in turns)
         own = replace(meta, kv_slots=meta.kv_slots.clone())
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
         step = replace(ctx, attention=(own,), live=None)  # rows that are not live are computed, too
-        out = recording.record(lambda: run_layers(model, hidden, step, rotation=rotation))
+        out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
             self.obstacles[kind] = recording.obstacle
             self.counts["run"] += 1
@@ -84,7 +88,7 @@ class LayerRecordings(Recorder):
                 self._buffers = Buffers()
         else:
             self.counts["recorded"] += 1
-            self._recordings[kind] = Recorded(recording, hidden, rotation, own.kv_slots, torch.get_num_threads(), out)
+            self._recordings[kind] = Recorded(recording, hidden, turns, own.kv_slots, torch.get_num_threads(), out)
         return out
 
     def unrecorded(self) -> dict[str, str]:

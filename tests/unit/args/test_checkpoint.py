@@ -48,7 +48,7 @@ def test_reads_every_field() -> None:
         32,
         4,
     )
-    assert args.rope.theta == 5000.0 and args.rope.kind == "default"
+    assert args.mixers[0].rope.theta == 5000.0 and args.mixers[0].rope.kind == "default"
     assert args.dtype == "bfloat16" and args.tie_word_embeddings
     assert args.mixers[0].qk_norm and not args.mixers[0].input_bias and args.notes == ()
 
@@ -86,21 +86,21 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     ids=["old", "older", "new", "mixed", "both"],
 )
 def test_rope_spellings(changes: dict[str, Any]) -> None:
-    rope = parse_checkpoint_config(changed(**changes)).rope
+    rope = parse_checkpoint_config(changed(**changes)).mixers[0].rope
     assert (rope.kind, rope.theta, rope.factor, rope.original_max_position) == ("llama3", 5000.0, 8.0, 512)
 
 
 def test_rope_theta_defaults_as_transformers_does() -> None:
     assert parse_checkpoint_config(changed(rope_theta=...)).rope.theta == 10_000.0
     inner = changed(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
-    assert parse_checkpoint_config(inner).rope.theta == 7.0
+    assert parse_checkpoint_config(inner).mixers[0].rope.theta == 7.0
 
 
 def test_yarn_extends_the_context() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert parse_checkpoint_config(changed(rope_scaling=yarn)).max_position_embeddings == 16384
     silent = parse_checkpoint_config(changed(rope_scaling={"type": "yarn", "factor": 2.0}))
-    assert silent.rope.original_max_position == 4096
+    assert silent.mixers[0].rope.original_max_position == 4096
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_scores_have_a_temperature_with_every_scaled_rope(kind: dict[str, Any]) 
 
 def test_defaults_of_a_family_that_are_its_own() -> None:
     silent = read(BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
-    assert (silent.norm_eps, silent.rope.theta) == (1e-5, 1e6)
+    assert (silent.norm_eps, silent.mixers[0].rope.theta) == (1e-5, 1e6)
 
 
 def test_normalized_v2_is_refused() -> None:

@@ -16,7 +16,7 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
-from quire.kernels.rope.rotary import Rotary
+from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, split
@@ -79,7 +79,7 @@ class Case:
         self.norm = RMSNorm("norm", 1e-5, build)
         self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
         load(self.layer, self.theirs, params)
-        self.rotary = Rotary(args.rope, args.mixers[0].rotary_dim, torch.device("cpu"), width=args.mixers[0].rotary_dim)
+        self.rotary = Rotaries(args.rotations, torch.device("cpu"))
         self.args = args
 
     @torch.no_grad()

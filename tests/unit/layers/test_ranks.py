@@ -12,7 +12,7 @@ from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
-from quire.kernels.rope.rotary import Rotary
+from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
@@ -68,7 +68,7 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
     (mixer,) = args.mixers
-    rotary = Rotary(args.rope, mixer.rotary_dim, CPU, width=mixer.turned_dim)
+    rotary = Rotaries(args.rotations, CPU)
     kv: KVView | LatentView
     if isinstance(mixer, LatentArgs):
         kv = LatentView(

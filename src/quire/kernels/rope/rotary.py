@@ -1,15 +1,16 @@
 """Rotary position embedding: cos and sin of positions, with the scalings that Hugging Face defines."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.args.rope import RopeArgs
+from quire.args.rope import RopeArgs, Rotation
 
-Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
-Rows = Callable[[Tensor, Tensor, float, torch.dtype], Rotation]  # (positions, frequencies, scale, type)
+Turn = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
+Turns = tuple[Turn, ...]  # of each rotation of a model
+Rows = Callable[[Tensor, Tensor, float, torch.dtype], Turn]  # (positions, frequencies, scale, type)
 
 
 class Rotary:
@@ -23,20 +24,36 @@ class Rotary:
         self.frequencies = torch.nn.functional.pad(frequencies, (0, (width - rotated) // 2)).to(device)
         self._kernel = _kernel(device)
 
-    def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cos and sin [T, D] of positions [T], from float32 angles. The first half of sin is negated."""
         return self._rows(positions, self.scale, dtype)
 
-    def differences(self, shifts: Tensor) -> Rotation:
+    def differences(self, shifts: Tensor) -> Turn:
         """Return cos and sin [T, D] float32 that move cached keys by `shifts` [T] positions. See `kernels/blend`."""
         return self._rows(shifts, 1.0, torch.float32)
 
-    def _rows(self, positions: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+    def _rows(self, positions: Tensor, scale: float, dtype: torch.dtype) -> Turn:
         if self._kernel is not None:
             return self._kernel(positions, self.frequencies, scale, dtype)
         angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos() * scale, angles.sin() * scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+class Rotaries:
+    """The rotations of a model's layers, most often one."""
+
+    def __init__(self, rotations: Sequence[Rotation], device: torch.device) -> None:
+        self._each = [Rotary(one.rope, one.rotated, device, width=one.width) for one in rotations]
+
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> Turns:
+        """Return cos and sin of positions [T], of each rotation. See `Rotary`."""
+        return tuple(one.rows(positions, dtype) for one in self._each)
+
+    def differences(self, shifts: Tensor) -> Turn:
+        """Return cos and sin that move cached keys by `shifts` [T] positions; all layers have the same rotation."""
+        (only,) = self._each
+        return only.differences(shifts)
 
 
 def _kernel(device: torch.device) -> Rows | None:
@@ -52,6 +69,8 @@ def _kernel(device: torch.device) -> Rows | None:
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
     """Return radians per position of each pair of dimensions, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if args.kind == "none":
+        return torch.zeros_like(exponents), 1.0
     unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":
         return unscaled / args.factor, 1.0

@@ -199,7 +199,9 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
     ),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer, or with several"),
-    "dynamic rope": Feature(of_draft(lambda i, d: d.rope.kind == "dynamic"), "rope type dynamic"),
+    "dynamic rope": Feature(
+        of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
+    ),
     "other width": Feature(of_draft(lambda i, d: d.hidden_size != i.model.hidden_size), "states of another width"),
     "lacking layers": Feature(lambda i: bool(odd_layers(i)), "layers that the model does not have"),
     "other vocabulary": Feature(
