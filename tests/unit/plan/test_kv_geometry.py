@@ -13,6 +13,7 @@ from quire.args.families import FAMILIES
 from quire.assemble.build import build_model
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.context import StepContext
@@ -108,6 +109,11 @@ def test_uniform_routing_takes_the_routers_place() -> None:
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
+
+
+def test_uniform_routing_reaches_the_experts_of_a_stage() -> None:
+    model = built(MOE, routing="uniform", load_format="dummy", parallel=Parallel(pp=2), number=1)
+    assert [layer.mlp.choose is not None for layer in model.layers] == [True] * len(model.layers)
 
 
 def test_uniform_routing_needs_experts() -> None:
