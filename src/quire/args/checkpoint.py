@@ -83,7 +83,9 @@ class ModelArgs:
     @cached_property
     def moe(self) -> MoEArgs | None:
         """The experts of the layers that have experts, which are alike in all of them; None: no layer has."""
-        return next((one.feed_forward for one in self.layers if isinstance(one.feed_forward, MoEArgs)), None)
+        found = dict.fromkeys(one.feed_forward for one in self.layers if isinstance(one.feed_forward, MoEArgs))
+        assert len(found) <= 1, "layers with other experts"
+        return next(iter(found), None)
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import GroupedArgs, MixerArgs
+from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
@@ -26,6 +26,12 @@ from quire.layers.norm import RMSNorm
 MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
     LatentArgs: LatentAttention,
+}
+
+
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE]] = {
+    DenseArgs: lambda args, at, hidden_size, build: GatedMLP(at, build),
+    MoEArgs: MoE,
 }
 
 
@@ -49,11 +55,8 @@ class DecoderBlock(nn.Module):
             args.rotations.index(own.mixer.rotation),
         )
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
-        self.mlp: MoE | GatedMLP
-        if isinstance(own.feed_forward, MoEArgs):
-            self.mlp = MoE(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
-        else:
-            self.mlp = GatedMLP(f"{at}.mlp", build)
+        part = FEED_FORWARDS[type(own.feed_forward)]
+        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
 
     def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""

@@ -78,7 +78,8 @@ class LayerRecordings(Recorder):
         turns = tuple((cos.clone(), sin.clone()) for cos, sin in turns)
         own = replace(meta, kv_slots=meta.kv_slots.clone())
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
-        step = replace(ctx, attention=(own,), live=None)  # rows that are not live are computed, too
+        # Rows that are not live are computed, too. A further tensor of the context would be that of this step for ever.
+        step = replace(ctx, attention=(own,), live=None)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
             self.obstacles[kind] = recording.obstacle

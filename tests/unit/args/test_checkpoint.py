@@ -91,7 +91,7 @@ def test_rope_spellings(changes: dict[str, Any]) -> None:
 
 
 def test_rope_theta_defaults_as_transformers_does() -> None:
-    assert parse_checkpoint_config(changed(rope_theta=...)).rope.theta == 10_000.0
+    assert parse_checkpoint_config(changed(rope_theta=...)).mixers[0].rope.theta == 10_000.0
     inner = changed(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     assert parse_checkpoint_config(inner).mixers[0].rope.theta == 7.0
 

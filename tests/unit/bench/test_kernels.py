@@ -232,3 +232,16 @@ def test_mistakes_are_named(flags: list[str], said: str, capsys: pytest.CaptureF
 def test_unknown_operations_are_a_user_s_error() -> None:
     with pytest.raises(ConfigError):
         bench.choose_operations(["norms"])
+
+
+def test_models_with_latent_attention() -> None:
+    """Projections are those of latents; operations on heads are refused by name."""
+    sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": None}
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    latent = setup(model_type="deepseek_v3", num_key_value_heads=CONFIG["num_attention_heads"], **sizes, **experts)
+    heads = CONFIG["num_attention_heads"]
+    assert latent.projections["qkv"] == (heads * 24 + 24 + 8, 64) and latent.projections["o"] == (64, heads * 12)
+    for op in ("norm", "activation", "linear", "layer"):
+        assert list(OPERATIONS[op](latent)), op
+    with pytest.raises(ConfigError, match="leave out the operations heads, attention and shared"):
+        list(OPERATIONS["heads"](latent))

@@ -115,6 +115,11 @@ def test_uniform_routing_takes_the_routers_place() -> None:
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
 
 
+def test_uniform_routing_reaches_the_experts_of_a_stage() -> None:
+    model = built(MOE, routing="uniform", load_format="dummy", parallel=Parallel(pp=2), number=1)
+    assert [layer.mlp.choose is not None for layer in model.layers] == [True] * len(model.layers)
+
+
 def test_uniform_routing_needs_experts() -> None:
     with pytest.raises(ConfigError, match="routing=uniform"):
         built(ARGS, routing="uniform", load_format="dummy")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import DenseArgs, GroupedArgs
+from quire.contracts.errors import ConfigError
 from quire.kernels.attention import KVView
 from quire.kernels.select import Kernels
 
@@ -77,8 +78,13 @@ class KernelSetup:
 
     @property
     def attention(self) -> GroupedArgs:
-        """The model's first mixer, whose shapes are measured. Raises StopIteration for one without attention heads."""
-        return next(one for one in self.args.mixers if isinstance(one, GroupedArgs))
+        """The model's first grouped-query attention, whose shapes are measured. Raises ConfigError without one."""
+        found = next((one for one in self.args.mixers if isinstance(one, GroupedArgs)), None)
+        if found is None:
+            raise ConfigError(
+                "this model has no grouped-query attention: leave out the operations heads, attention and shared."
+            )
+        return found
 
     @property
     def inner(self) -> int:
@@ -90,15 +96,20 @@ class KernelSetup:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of a layer's projections and of the head, by name."""
-        args, hidden, inner, attention = self.args, self.args.hidden_size, self.inner, self.attention
-        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        return {
-            "qkv": (q + 2 * kv, hidden),
-            "o": (hidden, q),
+        """(outputs, inputs) of a layer's projections and of the head, by name; "qkv" may make queries and latents."""
+        hidden, inner, mixer = self.args.hidden_size, self.inner, self.args.mixers[0]
+        q = mixer.num_heads * mixer.head_dim
+        if isinstance(mixer, GroupedArgs):
+            own = {"qkv": (q + 2 * mixer.num_kv_heads * mixer.head_dim, hidden), "o": (hidden, q)}
+        else:
+            own = {
+                "qkv": ((mixer.q_rank or q) + mixer.kv_rank + mixer.rope_dim, hidden),
+                "o": (hidden, mixer.num_heads * mixer.v_dim),
+            }
+        return own | {
             "gate_up": (2 * inner, hidden),
             "down": (hidden, inner),
-            "head": (args.vocab_size, hidden),
+            "head": (self.args.vocab_size, hidden),
         }
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:

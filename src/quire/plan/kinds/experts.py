@@ -120,7 +120,7 @@ def _way(step: LayerStep, *, to_experts: bool) -> Iterator[Call]:
     for dispatcher in dict.fromkeys(step.spread.values()):
         phases = [phase for phase, name in step.spread.items() if name == dispatcher]
         there, back = ("all_gather", "reduce_scatter") if dispatcher == "all-gather" else (dispatcher, dispatcher)
-        when = phases[0] if len(phases) < len(step.spread) else ""
+        when = "" if len(phases) > 1 else phases[0]
         yield Call(f"ep.{there if to_experts else back}", when=when)
         if dispatcher == "all-gather" and step.sliced and not to_experts:
             yield Call("tp.all_gather", when=when)
