@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, ref
-from quire.kernels.attention import cpu_plan as plan
+from quire.kernels.attention_cpu import native_plan, plan
 from quire.kernels.select import here
 from quire.kernels.supports import SUPPORTS
 
@@ -203,7 +203,7 @@ def test_a_value_that_is_not_finite_in_one_layer_of_a_bounded_scratch(monkeypatc
     """Whichever pass over the KV heads meets it; the next layer of the step is as ever."""
     case = inputs.Case((40, 5), (300, 70), heads=(8, 4), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, torch.bfloat16)
-    monkeypatch.setattr(native, "SCRATCH", 1000)
+    monkeypatch.setattr(native_plan, "SCRATCH", 1000)
     sound = native.paged_attention(q, kv, meta, scale=0.2)
     for head in range(4):
         broken = KVView(kv.k.clone(), kv.v.clone())
@@ -235,7 +235,7 @@ def test_a_part_of_a_context_that_takes_no_weight(part: int, rows: int, dtype: t
     """Every score of it is minus infinity."""
     q, kv, meta = inputs.make(inputs.Case((rows,), (1600,), head_dim=64, block_size=16), dtype)
     q = q.abs()
-    for t in range(part * native.PART, (part + 1) * native.PART):
+    for t in range(part * native_plan.PART, (part + 1) * native_plan.PART):
         kv.k[int(meta.block_tables[0, t // 16]), :, t % 16, 3] = float("-inf")
     expected = ref.paged_attention(q, kv, meta, scale=0.1)
     actual = native.paged_attention(q, kv, replace(meta, plans={}), scale=0.1)
@@ -270,7 +270,7 @@ def test_the_room_for_parts_of_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, 
     q, kv, meta = inputs.make(case, dtype)
     together = native.paged_attention(q, kv, meta, scale=0.2)
     assert len(meta.plans[16].rows) == 1
-    monkeypatch.setattr(native, "MOST_PARTS", 5)
+    monkeypatch.setattr(native_plan, "MOST_PARTS", 5)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
     assert sum(len(rows.items) for rows in bounded.plans[16].rows) == 13
@@ -288,7 +288,7 @@ def test_the_scratch_of_chunks_is_bounded(parts: float, monkeypatch: pytest.Monk
     (everything,) = meta.plans[16].passes.values()
     assert len(everything) == 1 and everything[0].heads == 4
     budget = int(everything[0].size * 2 / parts)
-    monkeypatch.setattr(native, "SCRATCH", budget)
+    monkeypatch.setattr(native_plan, "SCRATCH", budget)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
     one_head = 2 * 320 * 64 * 2
@@ -300,9 +300,9 @@ def test_the_scratch_of_many_long_chunks() -> None:
     """256 requests that share a prefix of 8,000 tokens took 7.8 GiB."""
     none = torch.zeros(1, dtype=torch.long)
     chunks = tuple(plan.ChunkPlan(s, s * 8, s * 8 + 8, 8000, 8008, none) for s in range(256))
-    passes = native._chunk_passes(chunks, 8, 128)
+    passes = native_plan.chunk_passes(chunks, 8, 128)
     assert sum(len(one.items) for one in passes) == 256
-    assert max(one.size for one in passes) * 2 <= native.SCRATCH
+    assert max(one.size for one in passes) * 2 <= native_plan.SCRATCH
 
 
 WRONG = {

@@ -164,7 +164,7 @@ INLINE float soften_scores(float *scores, float *weights, long seen, long width,
         most = largest(most, value);
     }
     const float now = fmaxf(*maximum, largest_of(most));
-    const Vec peak = fill(now > -INFINITY ? now : 0.0f); /* as in native.c */
+    const Vec peak = fill(now > -INFINITY ? now : 0.0f); /* as in rows.c */
     for (long t = 0; t < width; t += W) {
         const Vec weight = exp_of(get(scores + t) - peak);
         sum = sum + weight;

@@ -139,7 +139,7 @@ static inline void soften_row(const ChunksJob *job, Block *block, long i, long s
         most = _mm512_max_ps(most, value);
     }
     const float before = block->maximum[i], now = fmaxf(before, _mm512_reduce_max_ps(most));
-    const __m512 peak = _mm512_set1_ps(now > -INFINITY ? now : 0.0f); /* as in native.c */
+    const __m512 peak = _mm512_set1_ps(now > -INFINITY ? now : 0.0f); /* as in rows.c */
     for (long t = 0; t < width; t += 16) {
         const Lanes mask = lanes_of(seen - t);
         const __m512 weight = _mm512_maskz_mov_ps(mask, exp_of(_mm512_sub_ps(_mm512_load_ps(scores + t), peak)));
