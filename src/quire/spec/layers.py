@@ -179,6 +179,7 @@ class LayerDrafter:
             max_query_len=query,
             decode_len=query,
             prompts=(),
+            kv_group=group,
         )
         ctx = StepContext(buffers.positions, (meta,) * (group + 1), [], live=buffers.live)
         return self._pass.run(buffers.token_ids, states, ctx)

@@ -52,8 +52,8 @@ class LayerRecordings(Recorder):
         """Run the layers: replay their recording, or run them and record them if possible. See `Recorder`."""
         (mixer,) = model.args.mixers  # a call is retargeted by the sizes that all layers have
         (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
-        kind = len(hidden), attention.shared is not None
-        if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
+        kind, window = (len(hidden), attention.shared is not None), model.layers[0].attention.window
+        if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size, window):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
         rotation = model.rotary.rows(ctx.positions, hidden.dtype)
@@ -64,7 +64,7 @@ class LayerRecordings(Recorder):
             (found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots), strict=True
         ):
             kept.copy_(new)
-        kernel.retarget(found.recording.address, attention, block_size, mixer.num_heads, mixer.head_dim)
+        kernel.retarget(found.recording.address, attention, block_size, mixer.num_heads, mixer.head_dim, window)
         found.recording.replay()
         self.counts["replayed"] += 1
         return found.out

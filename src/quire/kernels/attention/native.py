@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention.cpu import write_kv
-from quire.kernels.attention_cpu.native_calls import MAX_DIM, attend_chunks, attend_prompts, attend_rows
+from quire.kernels.attention_cpu.native_calls import MAX_DIM, attend_chunks, attend_prompts, attend_rows, checked_scores
 from quire.kernels.attention_cpu.native_plan import partial_of, plan_native
 from quire.kernels.native.library import loaded, missing_amx
 
@@ -30,42 +30,45 @@ def paged_attention(
 ) -> Tensor:
     """Return the attention of query rows over the paged cache.
 
-    See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
+    See `quire.kernels.attention`. Raises ValueError for arguments that the C code cannot take.
     """
-    assert all(one is None for one in (window, soft_cap, sinks)), "selected for features it does not declare"
-    plan = plan_native(meta, kv.block_size)
+    scores = checked_scores(scale, soft_cap, sinks, q.shape[1])
+    plan = plan_native(meta, kv.block_size, window)
     if plan.num_rows > len(q):
         raise ValueError(
             f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has {len(q)} rows"
         )
     out = q.new_empty(q.shape)
     for rows in plan.rows:
-        attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
+        attend_rows(q, kv, meta, plan, rows, scores, out)
     tiles = q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES and plan.positions is None
     if plan.chunks and tiles:
-        attend_chunks(q, kv, meta.block_tables, plan, scale, out)
+        attend_chunks(q, kv, meta, plan, scores, out)
     elif plan.chunks:
-        attend_prompts(q, kv, meta.block_tables, plan, scale, out)
+        attend_prompts(q, kv, meta, plan, scores, out)
     return out
 
 
-def rows_only(meta: AttentionMeta, block_size: int) -> bool:
+def rows_only(meta: AttentionMeta, block_size: int, window: int | None = None) -> bool:
     """Return True if a `KernelRecording` can hold the attention of the step.
 
     It can if no sequence has more than FEW (4) query rows and one call of the C kernel computes all rows.
     """
-    plan = plan_native(meta, block_size)
+    plan = plan_native(meta, block_size, window)
     return len(plan.rows) == 1 and not plan.chunks
 
 
-def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
-    """Make recorded attention calls read the block tables and lengths of another step.
+def retarget(
+    recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int, window: int | None = None
+) -> None:
+    """Make the recorded attention calls of a KV group read the block tables and lengths of another step.
 
-    recording   `KernelRecording.address` of the recording with these calls
-    meta        metadata of the other step, for which `rows_only` is true; it must live until after the replay.
-                See `quire.kernels.attention`
+    recording             `KernelRecording.address` of the recording with these calls
+    meta                  metadata of the group in the other step, for which `rows_only` is true; it must live until
+                          after the replay
+    num_heads, head_dim   of the group's layers; the most, if they differ
     """
-    plan, tables = plan_native(meta, block_size), meta.block_tables
+    plan, tables = plan_native(meta, block_size, window), meta.block_tables
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
@@ -82,4 +85,5 @@ def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: in
         len(rows.items),
         len(rows.part_item),
         tables.stride(0),
+        meta.kv_group,
     )

@@ -1,9 +1,12 @@
 """Calls of the C attention kernels: checked tensors of a layer, with the step's plan (`native_plan.py`)."""
 
+from dataclasses import dataclass
+from math import inf
+
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import KVView
+from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention_cpu.native_plan import (
     NONE_BAD,
     STEP,
@@ -21,9 +24,40 @@ MAX_DIM = 512  # of rows.c
 ROWS = 32  # of chunks.c
 
 
-def attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
+@dataclass(frozen=True)
+class Scores:
+    """Arguments of a layer that turn q . k into weights. The window is in the plan.
+
+    soft_cap   0: no cap
+    sinks      [Hq] float32, contiguous; None: no sinks
+    """
+
+    scale: float
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+    def sinks_from(self, head: int) -> int | None:
+        """Return the address of the sink of a query head. None: no sinks."""
+        return None if self.sinks is None else self.sinks.data_ptr() + 4 * head
+
+
+def checked_scores(scale: float, soft_cap: float | None, sinks: Tensor | None, num_heads: int) -> Scores:
+    """Return the `Scores` of a call. Raises ValueError for a soft cap or sinks that the kernels cannot take."""
+    if soft_cap is not None and not 0 < soft_cap < inf:
+        raise ValueError(f"native attention: a soft cap must be above 0 and finite; it is {soft_cap}")
+    if sinks is not None:
+        if tuple(sinks.shape) != (num_heads,) or not sinks.is_cpu:
+            raise ValueError(
+                f"native attention: sinks must be [{num_heads}], one for each query head, on the CPU; they are "
+                f"{tuple(sinks.shape)} on {sinks.device}"
+            )
+        sinks = sinks.float().contiguous()
+    return Scores(scale, soft_cap or 0.0, sinks)
+
+
+def attend_prompts(q: Tensor, kv: KVView, meta: AttentionMeta, plan: NativePlan, scores: Scores, out: Tensor) -> None:
     """Compute the chunks of a step with vectors. Writes the chunks' rows of `out`."""
-    k = kv.k
+    k, tables = kv.k, meta.block_tables
     num_heads, dim = q.shape[1:]
     _check(q, kv, tables)
     loaded().quire_attend_prompts(
@@ -34,6 +68,7 @@ def attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scal
         tables.data_ptr(),
         plan.prompts.data_ptr(),
         None if plan.positions is None else plan.positions.data_ptr(),
+        scores.sinks_from(0),
         len(plan.prompts),
         num_heads,
         k.shape[1],
@@ -43,20 +78,22 @@ def attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scal
         k.stride(0),
         k.stride(1),
         tables.stride(0),
-        scale,
+        plan.window or 0,
+        scores.scale,
+        scores.soft_cap,
         q.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
 
 
-def attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
+def attend_chunks(q: Tensor, kv: KVView, meta: AttentionMeta, plan: NativePlan, scores: Scores, out: Tensor) -> None:
     """Compute the chunks of a step with AMX tiles. Writes the chunks' rows of `out`."""
-    k = kv.k
+    k, tables = kv.k, meta.block_tables
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
     passes = plan.passes.get((num_kv_heads, dim))
     if passes is None:
-        passes = plan.passes[num_kv_heads, dim] = chunk_passes(plan.chunks, num_kv_heads, dim)
+        passes = plan.passes[num_kv_heads, dim] = chunk_passes(plan.chunks, num_kv_heads, dim, plan.window)
     size = max(one.size for one in passes)
     if plan.scratch is None or len(plan.scratch) < size:
         plan.scratch = memory.empty((size,), torch.bfloat16)
@@ -73,6 +110,7 @@ def attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale
                 tables.data_ptr(),
                 one.items.data_ptr(),
                 plan.scratch.data_ptr(),
+                scores.sinks_from(head * group),
                 len(one.items),
                 heads * group,
                 heads,
@@ -83,29 +121,32 @@ def attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale
                 k.stride(0),
                 k.stride(1),
                 tables.stride(0),
-                scale,
+                plan.window or 0,
+                scores.scale,
+                scores.soft_cap,
                 torch.get_num_threads(),
             )
         if int(one.items[:, 5].min()) < NONE_BAD:
-            _attend_again(q, kv, tables, plan, one, scale, out)
+            _attend_again(q, kv, meta, plan, one, scores, out)
 
 
 def _attend_again(
-    q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, one: ChunkPass, scale: float, out: Tensor
+    q: Tensor, kv: KVView, meta: AttentionMeta, plan: NativePlan, one: ChunkPass, scores: Scores, out: Tensor
 ) -> None:
-    """Compute again the rows shortly before a value that is not finite.
+    """Compute again the rows shortly before a value that is not finite; with a window all rows after it, too.
 
-    Their task may have read the value: it reads up to ROWS - 1 tokens past a row. Rows that see the value are not
-    finite either way.
+    The task of a row before may have read the value: it reads up to ROWS - 1 tokens past a row. Without a window, rows
+    that see the value are not finite either way. Tasks of later rows may have read a value that the rows see no more.
     """
     rows: list[tuple[int, int, int]] = []
-    for first, num_rows, length, table, _, group in one.items.tolist():
+    for first, num_rows, length, table, _, group, _ in one.items.tolist():
         past = length - num_rows
-        near = range(max(past, group * STEP - ROWS + 1), min(length, (group + 1) * STEP))
+        end = length if plan.window else min(length, (group + 1) * STEP)
+        near = range(max(past, group * STEP - ROWS + 1), end)
         rows += [(first + position - past, position + 1, table) for position in near]
     one.items[:, 5] = NONE_BAD
-    for few in plan_rows(rows) if rows else ():
-        attend_rows(q, kv, tables, plan, few, scale, out)
+    for few in plan_rows(rows, plan.window) if rows else ():
+        attend_rows(q, kv, meta, plan, few, scores, out)
 
 
 def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
@@ -141,10 +182,10 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
 
 
 def attend_rows(
-    q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, rows: RowPlan, scale: float, out: Tensor
+    q: Tensor, kv: KVView, meta: AttentionMeta, plan: NativePlan, rows: RowPlan, scores: Scores, out: Tensor
 ) -> None:
     """Compute rows of a step one by one. Writes these rows of `out`."""
-    k, v = kv.k, kv.v
+    k, v, tables = kv.k, kv.v, meta.block_tables
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
     loaded().quire_attend_rows(
@@ -156,6 +197,7 @@ def attend_rows(
         rows.items.data_ptr(),
         rows.part_item.data_ptr(),
         partial_of(plan, rows, num_heads, dim),
+        scores.sinks_from(0),
         len(rows.items),
         len(rows.part_item),
         num_heads,
@@ -166,7 +208,9 @@ def attend_rows(
         k.stride(0),
         k.stride(1),
         tables.stride(0),
-        scale,
+        scores.scale,
+        scores.soft_cap,
         q.dtype == torch.bfloat16,
+        meta.kv_group,
         torch.get_num_threads(),
     )
