@@ -140,11 +140,12 @@ INLINE void pack_values(const PromptsJob *job, PromptBlock *block, const void *b
     const long step = form == PAIRS ? 2 : 1;
     Vec bad = zeros();
     for (long t = skip / (2 * W) * 2 * W; t < count; t += step) {
-        const void *from = t >= skip ? element(base, block->at[t], form != FLOATS) : NULL;
+        const int own = t >= skip;
+        const void *from = own ? element(base, block->at[t], form != FLOATS) : NULL;
         float *to = block->values + t / step * 2 * W;
         for (long d = 0; d < width; d += W) {
             const Lanes lanes = lanes_of(job->dim - d);
-            Vec value = from ? load(from, d, lanes, form != FLOATS) : zeros();
+            Vec value = own ? load(from, d, lanes, form != FLOATS) : zeros();
             bad = madd(value, zeros(), bad);
 #ifdef __AVX512BF16__
             if (form == PAIRS) {
@@ -331,8 +332,8 @@ static void attend_prompt_tasks(void *argument) {
         const long rows = left < job->block_rows ? left : job->block_rows;
         const int special = job->window || job->soft_cap;
         if (job->half && special) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM, 1);
-        else if (job->half) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM, 0);
         else if (special) attend_rows(job, &block, item, kv_head, first, rows, FLOATS, 1);
+        else if (job->half) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM, 0);
         else attend_rows(job, &block, item, kv_head, first, rows, FLOATS, 0);
     }
 }

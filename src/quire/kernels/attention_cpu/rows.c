@@ -37,10 +37,13 @@ INLINE Vec capped(Vec scores, float cap) { return fill(cap) * tanh_of(scores * f
 
 /* The factor that turns a row's sums of values into its result; `maximum` and `total` are those of its scores. A sink
    (NULL: none) is one more score, without a value. */
+static __attribute__((noinline)) float share_beside(float maximum, float total, float sink) {
+    const float peak = fmaxf(maximum, sink), fade = expf(maximum - peak);
+    return fade / (total * fade + expf(sink - peak));
+}
+
 INLINE float share_of(float maximum, float total, const float *sink) {
-    if (!sink) return 1.0f / total;
-    const float peak = fmaxf(maximum, *sink), fade = expf(maximum - peak);
-    return fade / (total * fade + expf(*sink - peak));
+    return sink ? share_beside(maximum, total, *sink) : 1.0f / total;
 }
 
 /* Find the addresses of W tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
@@ -118,6 +121,12 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
     }
 }
 
+/* Cap `count` scores; those past the end stay minus infinity. */
+static __attribute__((noinline)) void cap_scores(float *scores, long count, float cap) {
+    for (long i = 0; i < count; i += W)
+        put(scores + i, choose(lanes_of(count - i), capped(get(scores + i), cap), fill(-INFINITY)));
+}
+
 /* Replace scores by weights; give their maximum and the sum of the weights. The sum is NaN if a score is NaN or
    infinite. If all scores are minus infinity, weights and sum are 0. */
 static inline void soften(float *scores, long count, float *maximum, float *total) {
@@ -135,7 +144,7 @@ static inline void soften(float *scores, long count, float *maximum, float *tota
 
 /* Up to HEADS query heads from `head` on, all of one KV head, over tokens first .. stop. */
 INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part, long head, long heads, long kv_head,
-                        int half, int cap) {
+                        int half) {
     float scores[HEADS * PART] __attribute__((aligned(64))), sums[HEADS * MAX_DIM] __attribute__((aligned(64)));
     const long dim = job->dim, first = item->start + (part - item->first_part) * PART;
     const long stop = first + PART < item->length ? first + PART : item->length, count = stop - first;
@@ -150,13 +159,13 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
         if (t + W < count) fetch(job, table, k, first + t + W, stop, tokens[next], half);
         else fetch(job, table, v, first, stop, tokens[next], half);
         for (long i = 0; i < heads; i++) {
-            Vec dots = scores_of(element(q, i * dim, half), own, dim, half) * scale;
-            if (cap) dots = capped(dots, job->soft_cap);
+            const Vec dots = scores_of(element(q, i * dim, half), own, dim, half) * scale;
             put(scores + i * PART + t, choose(lanes_of(count - t), dots, none));
         }
     }
     float maximum[HEADS], total[HEADS];
     for (long i = 0; i < heads; i++) {
+        if (job->soft_cap) cap_scores(scores + i * PART, count, job->soft_cap);
         soften(scores + i * PART, count, &maximum[i], &total[i]);
         for (long d = 0; d < dim; d += W) put(sums + i * MAX_DIM + d, zeros());
     }
@@ -192,10 +201,8 @@ static void attend_tasks(void *argument) {
         const RowItem *item = job->items + job->part_item[part];
         for (long i = 0; i < group; i += HEADS) {
             const long heads = group - i < HEADS ? group - i : HEADS, head = kv_head * group + i;
-            if (job->half && job->soft_cap) attend_part(job, item, part, head, heads, kv_head, 1, 1);
-            else if (job->half) attend_part(job, item, part, head, heads, kv_head, 1, 0);
-            else if (job->soft_cap) attend_part(job, item, part, head, heads, kv_head, 0, 1);
-            else attend_part(job, item, part, head, heads, kv_head, 0, 0);
+            if (job->half) attend_part(job, item, part, head, heads, kv_head, 1);
+            else attend_part(job, item, part, head, heads, kv_head, 0);
         }
     }
 }
