@@ -53,12 +53,14 @@ def scores_of(heads: int) -> Iterator[dict[str, Any]]:
 
 
 def given_back(meta: AttentionMeta, kv: KVView, window: int | None) -> AttentionMeta:
-    """The step when the blocks that the window has passed are given back: 0 in the tables, and block 0 is NaN."""
+    """The step when the blocks that the window has passed are given back.
+
+    In their place, where an engine has NULL_BLOCK, stands a number that no memory has: a kernel that reads it crashes.
+    """
     tables, starts = meta.block_tables.clone(), as_list(meta.query_start)
-    assert kv.k[0].isnan().all() and kv.v[0].isnan().all()
     for s, length in enumerate(as_list(meta.seq_lens)):
         position = length - starts[s + 1] + starts[s]
-        tables[s, : max(0, position + 1 - (window or length)) // kv.block_size] = 0
+        tables[s, : max(0, position + 1 - (window or length)) // kv.block_size] = 2**30
     return replace(meta, block_tables=tables, plans={})
 
 
