@@ -35,13 +35,14 @@ static inline long parts_of(const RowItem *item) { return (item->length - item->
 /* Scores with a soft cap: cap * tanh(score / cap). */
 INLINE Vec capped(Vec scores, float cap) { return fill(cap) * tanh_of(scores * fill(1.0f / cap)); }
 
-/* The factor that turns a row's sums of values into its result; `maximum` and `total` are those of its scores. A sink
-   (NULL: none) is one more score, without a value. */
+/* As share_of, with a sink. Not inlined: its calls would cost registers in rows without sinks. */
 static __attribute__((noinline)) float share_beside(float maximum, float total, float sink) {
     const float peak = fmaxf(maximum, sink), fade = expf(maximum - peak);
     return fade / (total * fade + expf(sink - peak));
 }
 
+/* The factor that turns a row's sums of values into its result; `maximum` and `total` are those of its scores. A sink
+   (NULL: none) is one more score, without a value. */
 INLINE float share_of(float maximum, float total, const float *sink) {
     return sink ? share_beside(maximum, total, *sink) : 1.0f / total;
 }
@@ -121,7 +122,8 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
     }
 }
 
-/* Cap `count` scores; those past the end stay minus infinity. */
+/* Cap `count` scores; those past the end stay minus infinity. A pass of its own: a variant of attend_part would slow
+   the one without a cap. */
 static __attribute__((noinline)) void cap_scores(float *scores, long count, float cap) {
     for (long i = 0; i < count; i += W)
         put(scores + i, choose(lanes_of(count - i), capped(get(scores + i), cap), fill(-INFINITY)));
@@ -178,7 +180,7 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
     for (long i = 0; i < heads; i++) {
         float *to = whole ? NULL : job->partial + (part * job->num_heads + head + i) * (dim + 2);
         const long at = (item->row * job->num_heads + head + i) * dim;
-        const Vec share = fill(share_of(maximum[i], total[i], job->sinks ? job->sinks + head + i : NULL));
+        const Vec share = fill(share_of(maximum[i], total[i], whole && job->sinks ? job->sinks + head + i : NULL));
         for (long d = 0; d < dim; d += W) {
             const Lanes lanes = lanes_of(dim - d);
             const Vec sum = get(sums + i * MAX_DIM + d);
