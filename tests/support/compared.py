@@ -91,8 +91,15 @@ def make_model(
     """The same random weights with the kernels of `target`, or with the references (`reference`); with operations
     `more` than the model needs."""
     ops = operations(args) + more
-    forced = dict.fromkeys(ops, "ref") if reference else {"attention": "ref"} if window and target == "cpu" else None
-    kernels = select_kernels(target, dtype, ops=ops, head_dim=args.mixers[0].head_dim, forced=forced)
+    forced = dict.fromkeys(ops, "ref") if reference else None
+    kernels = select_kernels(
+        target,
+        dtype,
+        ops=ops,
+        head_dim=args.mixers[0].head_dim,
+        attention_features=frozenset({"window"} if window else ()),
+        forced=forced,
+    )
     params = layout(args)
     build = Build(
         getattr(torch, dtype),

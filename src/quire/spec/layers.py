@@ -180,6 +180,7 @@ class LayerDrafter:
                 max_query_len=query,
                 decode_len=query,
                 prompts=(),
+                kv_group=group,
             )
         own = metas[self._pass.groups[0]]  # in the place of groups whose layers draft nothing
         attention = tuple(metas.get(group, own) for group in range(len(blocks)))

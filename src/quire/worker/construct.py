@@ -44,7 +44,6 @@ def choose_parts(
     target: str,
     forced: Mapping[str, str] | None = None,
     *,
-    num_groups: int = 1,
     eager: bool = False,
     divided: bool = False,
 ) -> tuple[Choice, ...]:
@@ -53,16 +52,15 @@ def choose_parts(
     The parts are the step operations, the sampler operations, the upload (it sends a step to the device) and the
     recorder (it records and replays launches: CUDA graphs on a GPU).
 
-    target       "cpu" or "cuda": the device that the model's kernels are made for
-    forced       "step" or "sampling" -> the implementation to use
-    num_groups   KV groups of the model
-    eager        record no CPU step (enforce_eager); on a GPU `Limits` without sizes does that
-    divided      other ranks hold parts of layers
+    target    "cpu" or "cuda": the device that the model's kernels are made for
+    forced    "step" or "sampling" -> the implementation to use
+    eager     record no CPU step (enforce_eager); on a GPU `Limits` without sizes does that
+    divided   other ranks hold parts of layers
     """
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", EAGER if eager else not_recordable(model.kernels, num_groups, divided=divided)
+    packs, why = step.name == "triton", EAGER if eager else not_recordable(model.kernels, divided=divided)
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -98,7 +96,7 @@ def make_runner(
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
     divided = groups.tp is not None or groups.ep is not None
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager, divided=divided)
+    parts = choose_parts(model, target, forced, eager=eager, divided=divided)
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state = DeviceState(limits, model.args.vocab_size, device)

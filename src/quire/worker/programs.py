@@ -173,6 +173,7 @@ class Programs:
                     decode_len=shape.query if shape.decode else few,
                     shared=shared if self._windows[group] is None else None,
                     prompts=prompts,
+                    kv_group=group,
                 )
             )
         live = buffers.live if shape.recorded or shape.query > 1 else None  # else all rows count

@@ -21,18 +21,36 @@ Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix on
 
 
 @dataclass(frozen=True)
+class GroupCalls:
+    """The attention calls of the layers of a KV group: their rows in a step, by which they are retargeted.
+
+    number                number of the group
+    layer                 index of one of its layers
+    window                tokens that a row attends to; None: all
+    num_heads, head_dim   of its layers; the most, if they differ
+    """
+
+    number: int
+    layer: int
+    window: int | None
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Recorded:
     """A recording of the layers' kernel calls on a CPU, with its input tensors and its output `out` [T, hidden].
 
     A replay first copies a step's inputs to the input tensors.
 
-    threads   PyTorch's number of threads when it was recorded; with another number a new recording is made
+    kv_slots   slots of the step's keys in each KV group
+    threads    PyTorch's number of threads when it was recorded; with another number a new recording is made
     """
 
     recording: KernelRecording
     hidden: Tensor
     turns: Turns
-    kv_slots: Tensor
+    kv_slots: tuple[Tensor, ...]
     threads: int
     out: Tensor
 
@@ -48,38 +66,40 @@ class LayerRecordings(Recorder):
         self.obstacles: dict[Kind, str] = {}
         self._recordings: dict[Kind, Recorded] = {}
         self._buffers = Buffers()
+        self._groups: tuple[GroupCalls, ...] = ()  # of the model, found at the first step
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
         """Run the layers: replay their recording, or run them and record them if possible. See `Recorder`."""
-        ((heads, dim),) = {(one.num_heads, one.head_dim) for one in model.args.mixers}  # of all layers
-        (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
-        kind = len(hidden), attention.shared is not None
-        if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
+        kernel, groups = model.kernels.attention, self._groups or _groups_of(model)
+        self._groups = groups
+        steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
+        kind = len(hidden), any(meta.shared is not None for meta in ctx.attention)
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
+        if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
         turns = model.rotary.rows(ctx.positions, hidden.dtype)
         found = self._recordings.get(kind)
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, turns, ctx)
-        for kept, new in zip(
-            (found.hidden, *chain(*found.turns), found.kv_slots),
-            (hidden, *chain(*turns), attention.kv_slots),
-            strict=True,
-        ):
+        slots = [meta.kv_slots for meta in ctx.attention]
+        inputs = found.hidden, *chain(*found.turns), *found.kv_slots
+        for kept, new in zip(inputs, (hidden, *chain(*turns), *slots), strict=True):
             kept.copy_(new)
-        kernel.retarget(found.recording.address, attention, block_size, heads, dim)
+        for one, meta, size in steps:
+            kernel.retarget(found.recording.address, meta, size, one.num_heads, one.head_dim, one.window)
         found.recording.replay()
         self.counts["replayed"] += 1
         return found.out
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, turns: Turns, ctx: StepContext) -> Tensor:
         """Run the layers and record them. They read copies of the step's inputs, which the recording keeps."""
-        hidden, meta = hidden.clone(), ctx.attention[0]
-        turns = tuple((cos.clone(), sin.clone()) for cos, sin in turns)
-        own = replace(meta, kv_slots=meta.kv_slots.clone())
+        hidden, turns = hidden.clone(), tuple((cos.clone(), sin.clone()) for cos, sin in turns)
+        own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
+        assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
         # Rows that are not live are computed, too. A further tensor of the context would be that of this step for ever.
-        step = replace(ctx, attention=(own,), live=None)
+        step = replace(ctx, attention=own, live=None)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
             self.obstacles[kind] = recording.obstacle
@@ -89,7 +109,8 @@ class LayerRecordings(Recorder):
                 self._buffers = Buffers()
         else:
             self.counts["recorded"] += 1
-            self._recordings[kind] = Recorded(recording, hidden, turns, own.kv_slots, torch.get_num_threads(), out)
+            slots = tuple(meta.kv_slots for meta in own)
+            self._recordings[kind] = Recorded(recording, hidden, turns, slots, torch.get_num_threads(), out)
         return out
 
     def unrecorded(self) -> dict[str, str]:
@@ -103,15 +124,24 @@ class LayerRecordings(Recorder):
         return len(self._recordings)
 
 
-def not_recordable(kernels: Kernels, num_groups: int, *, divided: bool = False) -> str:
+def _groups_of(model: Model) -> tuple[GroupCalls, ...]:
+    """Return the attention calls of a model's layers, by KV group."""
+    found: dict[int, GroupCalls] = {}
+    for index, layer in enumerate(model.layers):
+        own = layer.attention
+        before = found.setdefault(own.group, GroupCalls(own.group, index, own.window, own.num_heads, own.head_dim))
+        most = {"num_heads": max(before.num_heads, own.num_heads), "head_dim": max(before.head_dim, own.head_dim)}
+        found[own.group] = replace(before, **most)
+    return tuple(found.values())
+
+
+def not_recordable(kernels: Kernels, *, divided: bool = False) -> str:
     """Return the reason why the layers of a model with these kernels cannot be recorded, or "".
 
     divided   other ranks hold parts of layers
     """
     if divided:
         return "layers sum over ranks, and a recording holds kernels alone"
-    if num_groups > 1:
-        return f"the layers are in {num_groups} KV groups, and a recording has the block tables of one"
     strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"

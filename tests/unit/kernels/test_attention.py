@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, ref
-from quire.kernels.attention import cpu_plan as plan
+from quire.kernels.attention_cpu import native_plan, plan
 from quire.kernels.select import here
 from quire.kernels.supports import SUPPORTS
 
@@ -203,7 +203,7 @@ def test_a_value_that_is_not_finite_in_one_layer_of_a_bounded_scratch(monkeypatc
     """Whichever pass over the KV heads meets it; the next layer of the step is as ever."""
     case = inputs.Case((40, 5), (300, 70), heads=(8, 4), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, torch.bfloat16)
-    monkeypatch.setattr(native, "SCRATCH", 1000)
+    monkeypatch.setattr(native_plan, "SCRATCH", 1000)
     sound = native.paged_attention(q, kv, meta, scale=0.2)
     for head in range(4):
         broken = KVView(kv.k.clone(), kv.v.clone())
@@ -235,7 +235,7 @@ def test_a_part_of_a_context_that_takes_no_weight(part: int, rows: int, dtype: t
     """Every score of it is minus infinity."""
     q, kv, meta = inputs.make(inputs.Case((rows,), (1600,), head_dim=64, block_size=16), dtype)
     q = q.abs()
-    for t in range(part * native.PART, (part + 1) * native.PART):
+    for t in range(part * native_plan.PART, (part + 1) * native_plan.PART):
         kv.k[int(meta.block_tables[0, t // 16]), :, t % 16, 3] = float("-inf")
     expected = ref.paged_attention(q, kv, meta, scale=0.1)
     actual = native.paged_attention(q, kv, replace(meta, plans={}), scale=0.1)
@@ -269,12 +269,12 @@ def test_the_room_for_parts_of_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, 
     case = inputs.Case((4, 3, 1, 4, 1), (1100, 513, 1600, 30, 700), heads=(4, 2), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, dtype)
     together = native.paged_attention(q, kv, meta, scale=0.2)
-    assert len(meta.plans[16].rows) == 1
-    monkeypatch.setattr(native, "MOST_PARTS", 5)
+    assert len(meta.plans[16, None].rows) == 1
+    monkeypatch.setattr(native_plan, "MOST_PARTS", 5)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
-    assert sum(len(rows.items) for rows in bounded.plans[16].rows) == 13
-    assert len(bounded.plans[16].partial) <= (5 + 4) * 4 * 66 < len(meta.plans[16].partial)
+    assert sum(len(rows.items) for rows in bounded.plans[16, None].rows) == 13
+    assert len(bounded.plans[16, None].partial) <= (5 + 4) * 4 * 66 < len(meta.plans[16, None].partial)
     assert native.rows_only(meta, 16) and not native.rows_only(bounded, 16)
 
 
@@ -285,24 +285,24 @@ def test_the_scratch_of_chunks_is_bounded(parts: float, monkeypatch: pytest.Monk
     case = inputs.Case((40, 5, 9, 33), (300, 70, 40, 33), heads=(8, 4), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, torch.bfloat16)
     together = native.paged_attention(q, kv, meta, scale=0.2)
-    (everything,) = meta.plans[16].passes.values()
+    (everything,) = meta.plans[16, None].passes.values()
     assert len(everything) == 1 and everything[0].heads == 4
     budget = int(everything[0].size * 2 / parts)
-    monkeypatch.setattr(native, "SCRATCH", budget)
+    monkeypatch.setattr(native_plan, "SCRATCH", budget)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
     one_head = 2 * 320 * 64 * 2
-    assert bounded.plans[16].scratch.nbytes <= max(budget, one_head)
-    assert len(bounded.plans[16].passes[4, 64]) == {1: 1, 2.5: 3, 8: 4, 1000: 4}[parts]
+    assert bounded.plans[16, None].scratch.nbytes <= max(budget, one_head)
+    assert len(bounded.plans[16, None].passes[4, 64]) == {1: 1, 2.5: 3, 8: 4, 1000: 4}[parts]
 
 
 def test_the_scratch_of_many_long_chunks() -> None:
     """256 requests that share a prefix of 8,000 tokens took 7.8 GiB."""
     none = torch.zeros(1, dtype=torch.long)
     chunks = tuple(plan.ChunkPlan(s, s * 8, s * 8 + 8, 8000, 8008, none) for s in range(256))
-    passes = native._chunk_passes(chunks, 8, 128)
+    passes = native_plan.chunk_passes(chunks, 8, 128)
     assert sum(len(one.items) for one in passes) == 256
-    assert max(one.size for one in passes) * 2 <= native.SCRATCH
+    assert max(one.size for one in passes) * 2 <= native_plan.SCRATCH
 
 
 WRONG = {
@@ -344,15 +344,14 @@ def test_shared_blocks_serve_every_owner() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"window": 5}, {"soft_cap": 2.0}, {"sinks": torch.zeros(4)}], ids=str)
-@pytest.mark.parametrize("impl", FAST)
-def test_declares_what_it_cannot(impl: ModuleType, extra: dict) -> None:  # type: ignore[type-arg]
+def test_declares_what_it_can(extra: dict) -> None:  # type: ignore[type-arg]
     q, kv, meta = inputs.make(inputs.CASES[2], torch.float32)
     able = SUPPORTS["attention"]
-    assert not set(extra) & able[impl.__name__.rpartition(".")[2]].features and set(extra) <= able["ref"].features
+    assert not set(extra) & able["cpu"].features and set(extra) <= able["ref"].features & able["native"].features
     plain = ref.paged_attention(q, kv, meta, scale=0.3)
     assert not torch.allclose(plain, ref.paged_attention(q, kv, meta, scale=0.3, **extra))
     with pytest.raises(AssertionError):
-        impl.paged_attention(q, kv, meta, scale=0.3, **extra)
+        cpu.paged_attention(q, kv, meta, scale=0.3, **extra)
 
 
 def test_reference_window_equals_a_shorter_context() -> None:

@@ -99,7 +99,9 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
 def test_the_kernels_of_lesser_cpus_on_a_cpu_with_more(without: str) -> None:
     """A part of the tests of kernels, or with --full all: a CPU that has no more runs them all anyway."""
     folder = Path(__file__).parent
-    files = [folder / f"test_{name}.py" for name in ("small_ops", "attention", "experts", "quantized")]
+    files = [
+        folder / f"test_{name}.py" for name in ("small_ops", "attention", "attention_scores", "experts", "quantized")
+    ]
     fewer = [] if FULL else ["-p", "tests.support.every_seventh"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *fewer, "-k", NATIVE, *files],

@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
@@ -19,6 +21,7 @@ from quire.weights.dummy import load_dummy
 from quire.worker import recordings
 from quire.worker.recordings import LayerRecordings, not_recordable
 
+from ...support import compared
 from ...support.filled_models import built, fill, normal
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
@@ -54,6 +57,19 @@ def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Seq
         kv_slots=torch.tensor([int(table[s, p // BLOCK]) * BLOCK + p % BLOCK for s, p in where]),
     )
     return StepContext(torch.tensor([p for _, p in where]), (meta,), kv)
+
+
+def make_grouped_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Sequence[int]) -> StepContext:
+    """As `make_step`, with a second KV group: other blocks, and none behind its window."""
+    step = make_step(model, kv, starts, tokens)
+    (first,) = step.attention
+    tables, size = BLOCKS + 1 - first.block_tables, BLOCK
+    slots = (BLOCKS + 1 - first.kv_slots // size) * size + first.kv_slots % size
+    window = next(layer.attention.window for layer in model.layers if layer.attention.group == 1)
+    for s, start in enumerate(starts):
+        tables[s, : max(0, start + 1 - window) // size] = 0
+    second = replace(first, block_tables=tables, kv_slots=slots, kv_group=1, plans={})
+    return replace(step, attention=(first, second))
 
 
 def make_cache(model: Model, seed: int) -> list[KVView]:
@@ -99,6 +115,51 @@ def test_a_replayed_step_has_the_bits_of_one_that_was_run(
     assert layers.obstacles == {} and layers.counts == {"recorded": 2, "replayed": len(replays)}
     assert len(replays) == len(STEPS) - 2  # all but the first of one row and of three
     assert len({id(recording) for recording in replays}) == 2
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [1, 20, 600])
+@torch.inference_mode()
+def test_a_replayed_step_of_two_groups_has_the_bits_of_one_that_was_run(
+    window: int, dtype: str, replays: list[KernelRecording]
+) -> None:
+    """Every other layer has a window, and other blocks."""
+    args = compared.model_args(num_hidden_layers=4, head_dim=DIM, hidden_size=HIDDEN, intermediate_size=96)
+    model = compared.make_model(args, dtype=dtype, window=window)
+    caches = direct, replayed = make_cache(model, 0), make_cache(model, 0)
+    for one in (*direct, *replayed):
+        one.k[0] = one.v[0] = float("nan")  # no block of any sequence
+    layers, random = LayerRecordings(), torch.Generator().manual_seed(1)
+    for starts, tokens in STEPS:
+        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).to(model.dtype)
+        expected, found = (
+            run(model, hidden, make_grouped_step(model, kv, starts, tokens))
+            for run, kv in zip((run_layers, layers.run_layers), caches, strict=True)
+        )
+        assert torch.equal(found, expected) and found.isfinite().all(), (starts, tokens)
+        for one, other in zip(direct, replayed, strict=True):
+            assert torch.equal(one.k[1:], other.k[1:]) and torch.equal(one.v[1:], other.v[1:]), (starts, tokens)
+    assert layers.counts == {"recorded": 2, "replayed": len(replays)} and len(replays) == len(STEPS) - 2
+
+
+@needs_native
+@torch.inference_mode()
+def test_layers_of_a_group_may_differ_in_their_query_heads() -> None:
+    """Parts of contexts have room for the most of them."""
+    args = compared.model_args(num_hidden_layers=3, head_dim=DIM, hidden_size=HIDDEN, intermediate_size=96)
+    few, many, last = args.layers
+    many = structs.replace(many, mixer=structs.replace(many.mixer, num_heads=12))
+    model = compared.make_model(replace(args, layers=(few, many, last)))
+    direct, replayed, layers = make_cache(model, 0), make_cache(model, 0), LayerRecordings()
+    for start in (1500, 3000, 2000):
+        hidden = torch.randn(1, HIDDEN)
+        expected = run_layers(model, hidden, make_step(model, direct, [start], [1]))
+        step = make_step(model, replayed, [start], [1])
+        assert torch.equal(layers.run_layers(model, hidden, step), expected)
+        (plan,) = step.attention[0].plans.values()
+        assert plan.partial.nbytes == -(-start // 512) * 12 * (DIM + 2) * 4
+    assert layers.counts == {"recorded": 1, "replayed": 2}
 
 
 @needs_native
@@ -183,7 +244,7 @@ def test_a_model_with_foreign_kernels_is_run_as_ever(replays: list[KernelRecordi
         expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
         assert torch.equal(layers.run_layers(model, hidden, make_step(model, replayed, [4], [1])), expected)
     assert replays == [] and "not native" in layers.unrecorded()["1 row"]
-    assert not_recordable(model.kernels, 1) == "linear is cpu, whose operations are PyTorch's"
+    assert not_recordable(model.kernels) == "linear is cpu, whose operations are PyTorch's"
 
 
 @needs_native

@@ -60,7 +60,7 @@ def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: in
     compared = ComparedRunners(runner, naive, blocks)
     core = compare_requests(compared, 20, budget=24)
     assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 12)
-    assert runner.parts[-1].name == "none" and "2 KV groups" in runner.parts[-1].reason
+    assert (runner.programs.recorder.counts["replayed"] > 50) == (not missing())
 
 
 def test_steps_without_rows_run_and_leave_what_they_bring() -> None:

@@ -19,10 +19,10 @@ A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value i
 Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), e4m3 cache, e5m2
 cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it writes), and
 
-recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size) is
-            true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,
-            num_heads, head_dim) gives the recorded calls the rows of another such step, whose meta must live until the
-            recording has been replayed.
+recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size, window)
+            is true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,
+            num_heads, head_dim, window) gives the recorded calls of the KV group `meta.kv_group` the rows of another
+            such step, whose meta must live until the recording has been replayed.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class AttentionMeta:
     row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
                    are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
                    last tokens
+    kv_group       number of the KV group
     plans          scratch of the implementation: values derived from the fields above, once per step
     """
 
@@ -115,6 +116,7 @@ class AttentionMeta:
     shared: SharedBlocks | None = None
     prompts: tuple[Prompt, ...] | None = None
     row_positions: Tensor | None = None
+    kv_group: int = 0
     plans: dict[object, object] = field(default_factory=dict)
 
 

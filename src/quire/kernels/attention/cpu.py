@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.attention.cpu_plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_chunk, plan_step
 from quire.kernels.attention.eight_bits import encode, is_coded
+from quire.kernels.attention_cpu.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_chunk, plan_step
 
 
 def missing() -> str:

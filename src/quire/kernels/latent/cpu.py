@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import attend_chunk
-from quire.kernels.attention.cpu_plan import ChunkPlan, plan_chunk
+from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.ref import prepare, project
 

@@ -6,9 +6,9 @@
 #include "tiles.h"
 
 #include "../activation/native.c"
-#include "../attention/native.c"
-#include "../attention/native_chunks.c"
-#include "../attention/native_prompts.c"
+#include "../attention_cpu/rows.c"
+#include "../attention_cpu/chunks.c"
+#include "../attention_cpu/prompts.c"
 #include "../heads/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"

@@ -16,10 +16,10 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
-    "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
-    "quire_attend_prompts": "ppppppp" + "lllllllll" + "fii",
-    "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
-    "quire_retarget_rows": "ppppp" + "lll",
+    "quire_attend_rows": "ppppppppp" + "llllllllll" + "ffiii",
+    "quire_attend_prompts": "pppppppp" + "llllllllll" + "ffii",
+    "quire_attend_chunks": "pppppppp" + "lllllllllll" + "ffi",
+    "quire_retarget_rows": "ppppp" + "llli",
     "quire_record": "p",
     "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fii",

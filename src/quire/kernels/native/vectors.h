@@ -292,5 +292,23 @@ static inline Vec exp_of(Vec x) {
     return scale_by_power(p, n);
 }
 
+/* tanh x within 4 units in the last place, NaN for NaN: y / (y + 2) of y = e^(2|x|) - 1, with the sign of x. Here
+   y = 2^n * (e^r - 1) + (2^n - 1), with n and r as in exp_of: near 0, where n is 0, no bits are lost. */
+static inline Vec tanh_of(Vec x) {
+    const Words sign = fill_words(INT32_MIN);
+    const Vec size = as_floats(as_words(x) & ~sign), twice = smallest(fill(40.0f), size + size);
+    const Vec n = nearest(twice * fill(1.44269504f)), power = scale_by_power(fill(1.0f), n);
+    const Vec r = nmadd(n, fill(1.42860677e-6f), nmadd(n, fill(0.693145752f), twice));
+    Vec p = fill(1.0f / 5040);
+    p = madd(p, r, fill(1.0f / 720));
+    p = madd(p, r, fill(1.0f / 120));
+    p = madd(p, r, fill(1.0f / 24));
+    p = madd(p, r, fill(1.0f / 6));
+    p = madd(p, r, fill(0.5f));
+    p = madd(p, r, fill(1.0f));
+    const Vec y = madd(power, p * r, power - fill(1.0f));
+    return as_floats(as_words(y / (y + fill(2.0f))) | (as_words(x) & sign));
+}
+
 /* gate * sigmoid(gate) * up */
 static inline Vec silu_mul_of(Vec gate, Vec up) { return gate / (fill(1.0f) + exp_of(negative(gate))) * up; }

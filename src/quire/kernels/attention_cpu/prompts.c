@@ -7,8 +7,9 @@
 
    The rows of a block are pairs (position, query head), position by position: every number of query heads fills the
    tiles, and rows of a tile see nearly as many tokens. Spans start at multiples of their length. Each sum is a chain
-   in the order of dimensions or tokens, and a weight past a row's position is exactly 0. So a row's result depends
-   neither on other rows nor on the chunk's first row. Slots past the end of the context are never read.
+   in the order of dimensions or tokens, and a weight past a row's position or before its window is exactly 0. So a
+   row's result depends neither on other rows nor on the chunk's first row. Slots past the end of the context are never
+   read, nor those before the window of a block's first row.
 
    Factors are words of 32 bits, by form: a float32, a bfloat16 widened to float32, or a pair of bfloat16 where the CPU
    multiplies pairs. Pairs of keys are neighbouring dimensions, pairs of values are neighbouring tokens. */
@@ -36,7 +37,9 @@ typedef struct PromptsJob {
     const PromptItem *items;
     const int64_t *positions; /* of each row of q, ascending in a chunk; NULL: the rows are the last of the context */
     long num_heads, num_kv_heads, dim, block_rows, span, q_stride, block_size, block_stride, head_stride, table_stride;
-    float scale;
+    long window;           /* 0: no window */
+    const float *sinks;    /* [num_heads], or NULL */
+    float scale, soft_cap; /* 0: no cap */
     int half;
 } PromptsJob;
 
@@ -49,14 +52,15 @@ _Static_assert(sizeof(PromptsJob) <= JOB_BYTES, "a recording has no room for the
    values   [2 W dimensions][span, or pairs of its tokens][2 W]
    scores   [TILE_ROWS][KEYS]; weights: the same as words
    sums     [tile][2 W dimensions][TILE_ROWS][2 W]
-   maximum, total   [tile][W]: of the rows so far;  seen  [row]: tokens from the start of the context
+   maximum, total   [tile][W]: of the rows so far
+   hidden, seen     [row]: first token of its window, and the end of the tokens that it sees
    at       [token] of the span: see locate_tokens
    sound    0: a value in `values` is not finite */
 typedef struct __attribute__((aligned(64))) PromptBlock {
     float q[BLOCK_WORDS + W], sums[BLOCK_WORDS], keys[SPAN_WORDS], values[SPAN_WORDS];
     float scores[TILE_ROWS * KEYS], weights[TILE_ROWS * KEYS];
     float maximum[BLOCK_ROWS / TILE_ROWS * W], total[BLOCK_ROWS / TILE_ROWS * W];
-    long seen[BLOCK_ROWS], at[KEYS];
+    long hidden[BLOCK_ROWS], seen[BLOCK_ROWS], at[KEYS];
     int sound;
 } PromptBlock;
 
@@ -98,11 +102,11 @@ INLINE void multiply_tile(const float *x, long row_step, long word_step, const f
     }
 }
 
-/* Find the elements where `count` tokens from `first` on start in a KV head of the cache. */
+/* Find the elements where tokens skip .. count - 1 from `first` on start in a KV head of the cache. */
 static inline void locate_tokens(const PromptsJob *job, PromptBlock *block, const int32_t *table, long first,
-                                 long count) {
-    long page = first / job->block_size, offset = first % job->block_size;
-    for (long t = 0; t < count; t++) {
+                                 long skip, long count) {
+    long page = (first + skip) / job->block_size, offset = (first + skip) % job->block_size;
+    for (long t = skip; t < count; t++) {
         block->at[t] = table[page] * job->block_stride + offset * job->dim;
         if (++offset == job->block_size) {
             offset = 0;
@@ -111,15 +115,17 @@ static inline void locate_tokens(const PromptsJob *job, PromptBlock *block, cons
     }
 }
 
-/* Keys of the `count` located tokens; tokens up to the next multiple of 2 W are 0. */
-INLINE void pack_keys(const PromptsJob *job, PromptBlock *block, const void *base, long count, long words, int form) {
-    for (long t = 0; t < rounded_up(count, 2 * W); t += W) {
+/* Keys of the located tokens skip .. count - 1; tokens from the last and to the next multiple of 2 W are 0. */
+INLINE void pack_keys(const PromptsJob *job, PromptBlock *block, const void *base, long skip, long count, long words,
+                      int form) {
+    for (long t = skip / (2 * W) * 2 * W; t < rounded_up(count, 2 * W); t += W) {
         float *to = block->keys + t / (2 * W) * words * 2 * W + t % (2 * W);
         for (long at = 0; at < words; at += W) {
             Words some[W];
             for (int i = 0; i < W; i++)
-                some[i] = t + i < count ? words_of(element(base, block->at[t + i], form != FLOATS), at, job->dim, form)
-                                        : as_words(zeros());
+                some[i] = t + i >= skip && t + i < count
+                              ? words_of(element(base, block->at[t + i], form != FLOATS), at, job->dim, form)
+                              : as_words(zeros());
             transpose(some);
             const long left = words - at < W ? words - at : W;
             for (long i = 0; i < left; i++, to += 2 * W) put(to, as_floats(some[i]));
@@ -127,21 +133,24 @@ INLINE void pack_keys(const PromptsJob *job, PromptBlock *block, const void *bas
     }
 }
 
-/* Values of the `count` located tokens; the second token of a pair past the end is 0. */
-INLINE void pack_values(const PromptsJob *job, PromptBlock *block, const void *base, long count, long width, int form) {
+/* Values of the located tokens skip .. count - 1; tokens from the last multiple of 2 W on are 0, and so is the second
+   token of a pair past the end. */
+INLINE void pack_values(const PromptsJob *job, PromptBlock *block, const void *base, long skip, long count, long width,
+                        int form) {
     const long step = form == PAIRS ? 2 : 1;
     Vec bad = zeros();
-    for (long t = 0; t < count; t += step) {
-        const void *from = element(base, block->at[t], form != FLOATS);
+    for (long t = skip / (2 * W) * 2 * W; t < count; t += step) {
+        const int own = t >= skip;
+        const void *from = own ? element(base, block->at[t], form != FLOATS) : NULL;
         float *to = block->values + t / step * 2 * W;
         for (long d = 0; d < width; d += W) {
             const Lanes lanes = lanes_of(job->dim - d);
-            Vec value = load(from, d, lanes, form != FLOATS);
+            Vec value = own ? load(from, d, lanes, form != FLOATS) : zeros();
             bad = madd(value, zeros(), bad);
 #ifdef __AVX512BF16__
             if (form == PAIRS) {
                 Vec next = zeros();
-                if (t + 1 < count) next = load(element(base, block->at[t + 1], 1), d, lanes, 1);
+                if (t + 1 >= skip && t + 1 < count) next = load(element(base, block->at[t + 1], 1), d, lanes, 1);
                 bad = madd(next, zeros(), bad);
                 value = as_floats(_mm512_or_si512(_mm512_srli_epi32(as_words(value), 16), as_words(next)));
             }
@@ -153,19 +162,23 @@ INLINE void pack_values(const PromptsJob *job, PromptBlock *block, const void *b
     block->sound = sum_of(bad) == 0;
 }
 
-/* Scores of a row, of which it sees `seen`, -> weights, `width` of both. Returns the sum of the weights; raises
-   `maximum` to that of the scores. */
-INLINE float soften_scores(float *scores, float *weights, long seen, long width, float scale, float *maximum,
-                           int form) {
-    Vec most = fill(-INFINITY), sum = zeros();
-    for (long t = 0; t < width; t += W) {
-        const Vec value = choose(lanes_of(seen - t), get(scores + t) * fill(scale), fill(-INFINITY));
+/* Scores from .. width of a row, of which it sees those from `hidden` on and before `seen`, -> weights. Returns the sum
+   of the weights; raises `maximum` to that of the scores. special: 0 without window and soft cap */
+INLINE float soften_scores(const PromptsJob *job, float *scores, float *weights, long hidden, long seen, long from,
+                           long width, float *maximum, int form, int special) {
+    const Vec scale = fill(job->scale), none = fill(-INFINITY);
+    Vec most = none, sum = zeros();
+    for (long t = from; t < width; t += W) {
+        Vec value = get(scores + t) * scale;
+        if (special && job->soft_cap) value = capped(value, job->soft_cap);
+        value = choose(lanes_of(seen - t), value, none);
+        if (special) value = choose(lanes_of(hidden - t), none, value);
         put(scores + t, value);
         most = largest(most, value);
     }
     const float now = fmaxf(*maximum, largest_of(most));
-    const Vec peak = fill(now > -INFINITY ? now : 0.0f); /* as in native.c */
-    for (long t = 0; t < width; t += W) {
+    const Vec peak = fill(now > -INFINITY ? now : 0.0f); /* as in rows.c */
+    for (long t = from; t < width; t += W) {
         const Vec weight = exp_of(get(scores + t) - peak);
         sum = sum + weight;
         if (form == PAIRS) write_halves((bf16 *)weights + t, lanes_of(W), narrow(weight));
@@ -175,19 +188,22 @@ INLINE float soften_scores(float *scores, float *weights, long seen, long width,
     return sum_of(sum);
 }
 
-/* A row's sums += weights of the `seen` tokens it sees times values, as multiply_tile would if all values were finite:
-   a weight of 0 does not hide a value that is not, 0 * NaN is NaN. */
-INLINE void add_seen_values(const float *weights, const float *values, long seen, float fade, float *sums, int form) {
+/* A row's sums += weights of the tokens hidden .. seen - 1, which it sees, times values, as multiply_tile would if all
+   values were finite: a weight of 0 does not hide a value that is not, 0 * NaN is NaN. */
+INLINE void add_seen_values(const float *weights, const float *values, long hidden, long seen, float fade, float *sums,
+                            int form) {
     const long step = form == PAIRS ? 2 : 1;
     Vec low = get(sums) * fill(fade), high = get(sums + W) * fill(fade);
-    for (long t = 0; t < seen; t += step, weights++, values += 2 * W) {
+    const long from = hidden > 0 ? hidden / step : 0;
+    weights += from;
+    values += from * 2 * W;
+    for (long t = from * step; t < seen; t += step, weights++, values += 2 * W) {
         Vec a = get(values), b = get(values + W);
-#ifdef __AVX512BF16__
-        if (form == PAIRS && t + 1 == seen) {
-            a = as_floats(_mm512_and_si512(as_words(a), _mm512_set1_epi32(0xFFFF)));
-            b = as_floats(_mm512_and_si512(as_words(b), _mm512_set1_epi32(0xFFFF)));
+        if (form == PAIRS && (t + 1 == seen || t < hidden)) {
+            const Words own = fill_words((t + 1 == seen ? 0 : ~0xFFFF) | (t < hidden ? 0 : 0xFFFF));
+            a = as_floats(as_words(a) & own);
+            b = as_floats(as_words(b) & own);
         }
-#endif
         low = madd_words(fill(*weights), a, low, form == PAIRS);
         high = madd_words(fill(*weights), b, high, form == PAIRS);
     }
@@ -197,18 +213,21 @@ INLINE void add_seen_values(const float *weights, const float *values, long seen
 
 /* A tile's rows over the packed tokens, of which `start` precede in the context. */
 INLINE void attend_tile(const PromptsJob *job, PromptBlock *block, long tile, long start, long words, long width,
-                        int form) {
+                        int form, int special) {
     const long *seen = block->seen + tile * TILE_ROWS, step = form == PAIRS ? 2 : 1;
+    const long *hidden = block->hidden + tile * TILE_ROWS; /* the first row has the first token of all */
+    const long from = special && *hidden > start ? (*hidden - start) / (2 * W) * 2 * W : 0;
     const long left = seen[TILE_ROWS - 1] - start; /* the last row sees most */
     const long most = left < job->span ? left : job->span;
     float *maximum = block->maximum + tile * W, *total = block->total + tile * W, fade[W], part[W] = {0};
-    for (long t = 0; t < most; t += 2 * W)
+    for (long t = from; t < most; t += 2 * W)
         multiply_tile(block->q + tile * words * TILE_ROWS, 1, TILE_ROWS, block->keys + t * words, words, NULL,
                       block->scores + t, KEYS, form);
     const Vec before = get(maximum);
     for (long r = 0; r < TILE_ROWS; r++)
-        part[r] = soften_scores(block->scores + r * KEYS, block->weights + r * KEYS / step, seen[r] - start,
-                                rounded_up(most, 2 * W), job->scale, maximum + r, form);
+        part[r] = soften_scores(job, block->scores + r * KEYS, block->weights + r * KEYS / step,
+                                special ? hidden[r] - start : 0, seen[r] - start, from, rounded_up(most, 2 * W),
+                                maximum + r, form, special);
     Vec peak = get(maximum);
     peak = largest(peak, fill(-FLT_MAX)); /* before any score both are minus infinity, whose difference is NaN */
     put(fade, exp_of(before - peak));
@@ -217,12 +236,13 @@ INLINE void attend_tile(const PromptsJob *job, PromptBlock *block, long tile, lo
         float *sums = block->sums + (tile * width + d) * TILE_ROWS;
         const float *values = block->values + d * (job->span / step);
         if (block->sound) {
-            multiply_tile(block->weights, KEYS / step, 1, values, (most + step - 1) / step, fade, sums, 2 * W, form);
+            multiply_tile(block->weights + from / step, KEYS / step, 1, values + from / step * 2 * W,
+                          (most + step - 1) / step - from / step, fade, sums, 2 * W, form);
             continue;
         }
         for (long r = 0; r < TILE_ROWS; r++)
-            add_seen_values(block->weights + r * KEYS / step, values, seen[r] - start < most ? seen[r] - start : most,
-                            fade[r], sums + r * 2 * W, form);
+            add_seen_values(block->weights + r * KEYS / step, values, special ? hidden[r] - start : 0,
+                            seen[r] - start < most ? seen[r] - start : most, fade[r], sums + r * 2 * W, form);
     }
 }
 
@@ -232,13 +252,15 @@ INLINE long seen_by(const PromptsJob *job, const PromptItem *item, long row) {
     return job->positions ? job->positions[item->first + token] + 1 : item->length - item->rows + token + 1;
 }
 
-/* Rows first .. first + rows - 1 of a KV head's pairs (position, query head). */
+/* Rows first .. first + rows - 1 of a KV head's pairs (position, query head). special: 0 without window and soft cap */
 INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptItem *item, long kv_head, long first,
-                        long rows, int form) {
+                        long rows, int form, int special) {
     const int half = form != FLOATS;
     const long dim = job->dim, width = rounded_up(dim, 2 * W), words = form == PAIRS ? (dim + 1) / 2 : dim;
     const long group = job->num_heads / job->num_kv_heads, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const long context = seen_by(job, item, first + rows - 1);
+    const long window = special && job->window ? job->window : context; /* that of a row that sees everything */
+    const long end = seen_by(job, item, first), begin = end > window ? end - window : 0;
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
     const void *v = element(job->v, kv_head * job->head_stride, half);
@@ -247,6 +269,7 @@ INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptI
         for (long r = 0; r < TILE_ROWS; r++) { /* the last tile repeats the last row */
             const long own = tile * TILE_ROWS + r, row = first + (own < rows ? own : rows - 1);
             block->seen[own] = seen_by(job, item, row);
+            block->hidden[own] = block->seen[own] > window ? block->seen[own] - window : 0;
             from[r] = element(job->q, (item->first + row / group) * job->q_stride +
                                           (kv_head * group + row % group) * dim, half);
         }
@@ -263,19 +286,23 @@ INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptI
         put(block->total + tile * W, zeros());
     }
     memset(block->sums, 0, tiles * TILE_ROWS * width * sizeof(float));
-    for (long start = 0; start < context; start += job->span) {
+    for (long start = special ? begin / job->span * job->span : 0; start < context; start += job->span) {
         const long count = context - start < job->span ? context - start : job->span;
-        locate_tokens(job, block, table, start, count);
-        pack_keys(job, block, k, count, words, form);
-        pack_values(job, block, v, count, width, form);
+        const long skip = special && begin > start ? begin - start : 0;
+        locate_tokens(job, block, table, start, skip, count);
+        pack_keys(job, block, k, skip, count, words, form);
+        pack_values(job, block, v, skip, count, width, form);
         for (long tile = 0; tile < tiles; tile++)
-            if (block->seen[tile * TILE_ROWS + TILE_ROWS - 1] > start)
-                attend_tile(job, block, tile, start, words, width, form);
+            if (block->seen[tile * TILE_ROWS + TILE_ROWS - 1] > start &&
+                (!special || block->hidden[tile * TILE_ROWS] < start + count))
+                attend_tile(job, block, tile, start, words, width, form, special);
     }
     for (long own = 0; own < rows; own++) {
         const long row = first + own, tile = own / TILE_ROWS, r = own % TILE_ROWS;
-        const Vec share = fill(1.0f / block->total[tile * W + r]);
-        const long to = ((item->first + row / group) * job->num_heads + kv_head * group + row % group) * dim;
+        const long head = kv_head * group + row % group;
+        const long to = ((item->first + row / group) * job->num_heads + head) * dim;
+        const float *sink = job->sinks ? job->sinks + head : NULL;
+        const Vec share = fill(share_of(block->maximum[tile * W + r], block->total[tile * W + r], sink));
         for (long d = 0; d < dim; d += W) {
             const long at = ((tile * width + d / (2 * W) * 2 * W) * TILE_ROWS) + r * 2 * W + d % (2 * W);
             store(job->out, to + d, lanes_of(dim - d), get(block->sums + at) * share, half);
@@ -303,22 +330,26 @@ static void attend_prompt_tasks(void *argument) {
         const long kv_head = task / blocks, first = (blocks - 1 - task % blocks) * job->block_rows;
         const long left = item->rows * (job->num_heads / job->num_kv_heads) - first;
         const long rows = left < job->block_rows ? left : job->block_rows;
-        if (job->half) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM);
-        else attend_rows(job, &block, item, kv_head, first, rows, FLOATS);
+        const int special = job->window || job->soft_cap;
+        if (job->half && special) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM, 1);
+        else if (special) attend_rows(job, &block, item, kv_head, first, rows, FLOATS, 1);
+        else if (job->half) attend_rows(job, &block, item, kv_head, first, rows, HALF_FORM, 0);
+        else attend_rows(job, &block, item, kv_head, first, rows, FLOATS, 0);
     }
 }
 
-/* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out. k, v, tables
-   and half as for quire_attend_rows; positions: see PromptsJob; dim <= MAX_DIM */
+/* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out. k, v, tables,
+   sinks, soft_cap and half as for quire_attend_rows; positions, window: see PromptsJob; dim <= MAX_DIM */
 void quire_attend_prompts(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
-                          const PromptItem *items, const int64_t *positions, long num_items, long num_heads,
-                          long num_kv_heads, long dim, long q_stride, long block_size, long block_stride,
-                          long head_stride, long table_stride, float scale, int half, int threads) {
+                          const PromptItem *items, const int64_t *positions, const float *sinks, long num_items,
+                          long num_heads, long num_kv_heads, long dim, long q_stride, long block_size,
+                          long block_stride, long head_stride, long table_stride, long window, float scale,
+                          float soft_cap, int half, int threads) {
     PromptsJob job = {.q = q, .k = k, .v = v, .out = out, .tables = tables, .items = items,
                       .positions = positions, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim,
                       .q_stride = q_stride, .block_size = block_size, .block_stride = block_stride,
-                      .head_stride = head_stride, .table_stride = table_stride, .scale = scale,
-                      .half = half, .span = KEYS};
+                      .head_stride = head_stride, .table_stride = table_stride, .window = window,
+                      .sinks = sinks, .scale = scale, .soft_cap = soft_cap, .half = half, .span = KEYS};
     while (job.span * rounded_up(dim, 2 * W) > SPAN_WORDS) job.span /= 2;
     const long most = BLOCK_WORDS / rounded_up(dim, 2 * W) / TILE_ROWS * TILE_ROWS;
     for (job.block_rows = most < BLOCK_ROWS ? most : BLOCK_ROWS;;) {

@@ -1,14 +1,16 @@
 /* Paged attention of single rows: decodes, and the few rows of short chunks.
 
    A task computes a row's query heads of one KV head over a part of the context. A part is always PART tokens, so that
-   a row's result depends on that row alone. A task computes the scores of a part, then its softmax, then the sums of
-   values. Parts of a longer context are merged by their maxima and sums (Dao, 2023, flash-decoding). Slots past the end
-   of a context are never read. */
+   a row's result depends on that row alone. Parts are counted from the first token that the row sees: with a window,
+   the tokens before it are never read. A task computes the scores of a part, then its softmax, then the sums of values.
+   Parts of a longer context are merged by their maxima and sums (Dao, 2023, flash-decoding). Slots past the end of a
+   context are never read. */
 
 enum { PART = 512, HEADS = 16, MAX_DIM = 512 }; /* tokens of a part, query heads at a time, largest head */
 
 typedef struct RowItem {
-    int64_t row, length, table, first_part; /* of q; tokens it sees; row of the block tables; parts before this row's */
+    int64_t row, length, table, first_part; /* of q; end of its tokens; row of the block tables; parts before its own */
+    int64_t start;                          /* first token that it sees */
 } RowItem;
 
 typedef struct RowsAttention {
@@ -20,10 +22,30 @@ typedef struct RowsAttention {
     const RowItem *items;
     const int32_t *part_item; /* part -> its item */
     float *partial;           /* [part][query head]: dim sums, maximum, total */
+    const float *sinks;       /* [query head], or NULL */
     long num_items, num_heads, num_kv_heads, dim, q_stride, block_size, block_stride, head_stride, table_stride;
-    float scale;
-    int half;
+    float scale, soft_cap; /* 0: no cap */
+    int half, kv_group;    /* KV group of the layer, by which a recorded call finds its rows */
 } RowsAttention;
+
+_Static_assert(sizeof(RowsAttention) <= JOB_BYTES, "a recording has no room for the job");
+
+static inline long parts_of(const RowItem *item) { return (item->length - item->start + PART - 1) / PART; }
+
+/* Scores with a soft cap: cap * tanh(score / cap). */
+INLINE Vec capped(Vec scores, float cap) { return fill(cap) * tanh_of(scores * fill(1.0f / cap)); }
+
+/* As share_of, with a sink. Not inlined: its calls would cost registers in rows without sinks. */
+static __attribute__((noinline)) float share_beside(float maximum, float total, float sink) {
+    const float peak = fmaxf(maximum, sink), fade = expf(maximum - peak);
+    return fade / (total * fade + expf(sink - peak));
+}
+
+/* The factor that turns a row's sums of values into its result; `maximum` and `total` are those of its scores. A sink
+   (NULL: none) is one more score, without a value. */
+INLINE float share_of(float maximum, float total, const float *sink) {
+    return sink ? share_beside(maximum, total, *sink) : 1.0f / total;
+}
 
 /* Find the addresses of W tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
 static inline void locate(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
@@ -100,6 +122,13 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
     }
 }
 
+/* Cap `count` scores; those past the end stay minus infinity. A pass of its own: a variant of attend_part would slow
+   the one without a cap. */
+static __attribute__((noinline)) void cap_scores(float *scores, long count, float cap) {
+    for (long i = 0; i < count; i += W)
+        put(scores + i, choose(lanes_of(count - i), capped(get(scores + i), cap), fill(-INFINITY)));
+}
+
 /* Replace scores by weights; give their maximum and the sum of the weights. The sum is NaN if a score is NaN or
    infinite. If all scores are minus infinity, weights and sum are 0. */
 static inline void soften(float *scores, long count, float *maximum, float *total) {
@@ -116,10 +145,10 @@ static inline void soften(float *scores, long count, float *maximum, float *tota
 }
 
 /* Up to HEADS query heads from `head` on, all of one KV head, over tokens first .. stop. */
-INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part,
-                                                              long head, long heads, long kv_head, int half) {
+INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part, long head, long heads, long kv_head,
+                        int half) {
     float scores[HEADS * PART] __attribute__((aligned(64))), sums[HEADS * MAX_DIM] __attribute__((aligned(64)));
-    const long dim = job->dim, first = (part - item->first_part) * PART;
+    const long dim = job->dim, first = item->start + (part - item->first_part) * PART;
     const long stop = first + PART < item->length ? first + PART : item->length, count = stop - first;
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
@@ -138,6 +167,7 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
     }
     float maximum[HEADS], total[HEADS];
     for (long i = 0; i < heads; i++) {
+        if (job->soft_cap) cap_scores(scores + i * PART, count, job->soft_cap);
         soften(scores + i * PART, count, &maximum[i], &total[i]);
         for (long d = 0; d < dim; d += W) put(sums + i * MAX_DIM + d, zeros());
     }
@@ -146,11 +176,11 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
         if (t + W < count) fetch(job, table, v, first + t + W, stop, tokens[next], half);
         add_values(own, scores + t, heads, dim, sums, half);
     }
-    const int whole = item->length <= PART;
+    const int whole = parts_of(item) == 1;
     for (long i = 0; i < heads; i++) {
         float *to = whole ? NULL : job->partial + (part * job->num_heads + head + i) * (dim + 2);
         const long at = (item->row * job->num_heads + head + i) * dim;
-        const Vec share = fill(1.0f / total[i]);
+        const Vec share = fill(share_of(maximum[i], total[i], whole && job->sinks ? job->sinks + head + i : NULL));
         for (long d = 0; d < dim; d += W) {
             const Lanes lanes = lanes_of(dim - d);
             const Vec sum = get(sums + i * MAX_DIM + d);
@@ -185,12 +215,13 @@ static void merge_tasks(void *argument) {
     long task;
     while ((task = claim(&job->tasks)) >= 0) {
         const RowItem *item = job->items + task / job->num_heads;
-        const long head = task % job->num_heads, parts = (item->length + PART - 1) / PART;
+        const long head = task % job->num_heads, parts = parts_of(item);
         if (parts <= 1) continue;
         const float *from = job->partial + item->first_part * pitch + head * (dim + 2);
-        float peak = -INFINITY, total = 0;
+        float peak = job->sinks ? job->sinks[head] : -INFINITY, total = 0;
         for (long p = 0; p < parts; p++) peak = fmaxf(peak, from[p * pitch + dim]);
         for (long p = 0; p < parts; p++) total += from[p * pitch + dim + 1] * expf(from[p * pitch + dim] - peak);
+        if (job->sinks) total += expf(job->sinks[head] - peak);
         for (long d = 0; d < dim; d += W) {
             const Lanes lanes = lanes_of(dim - d);
             Vec sum = zeros();
@@ -207,16 +238,20 @@ static void merge_tasks(void *argument) {
 
    items      [num_items], one per row; the parts of all items have consecutive numbers
    part_item  [num_parts] the item of each part
-   partial    num_parts * num_heads * (dim + 2) floats of scratch, or NULL if no context is longer than PART
+   partial    num_parts * num_heads * (dim + 2) floats of scratch, or NULL if no row has several parts
+   sinks      [num_heads], or NULL
    k, v       as for quire_heads
-   tables     [*, table_stride] block ids
+   tables     [*, table_stride] block ids; those before the block of an item's first token are not read
+   soft_cap   0: none
    half       bfloat16, else float32; dim <= MAX_DIM */
 void quire_attend_rows(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
-                       const RowItem *items, const int32_t *part_item, float *partial, long num_items, long num_parts,
-                       long num_heads, long num_kv_heads, long dim, long q_stride, long block_size, long block_stride,
-                       long head_stride, long table_stride, float scale, int half, int threads) {
+                       const RowItem *items, const int32_t *part_item, float *partial, const float *sinks,
+                       long num_items, long num_parts, long num_heads, long num_kv_heads, long dim, long q_stride,
+                       long block_size, long block_stride, long head_stride, long table_stride, float scale,
+                       float soft_cap, int half, int kv_group, int threads) {
     RowsAttention job = {.tasks.count = num_parts * num_kv_heads, .q = q, .out = out, .k = k, .v = v, .tables = tables,
-                         .items = items, .part_item = part_item, .partial = partial, .num_items = num_items,
+                         .items = items, .part_item = part_item, .partial = partial, .sinks = sinks,
+                         .num_items = num_items, .soft_cap = soft_cap, .kv_group = kv_group,
                          .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride,
                          .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                          .table_stride = table_stride, .scale = scale, .half = half};
@@ -226,14 +261,15 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
     RUN(merge_tasks, &job, threads);
 }
 
-/* Give the attention calls of a recording the rows of the next step; parameters as for quire_attend_rows. */
+/* Give the recorded attention calls of a KV group the rows of the next step; parameters as for quire_attend_rows. */
 void quire_retarget_rows(Recording *recording, const int32_t *tables, const RowItem *items, const int32_t *part_item,
-                          float *partial, long num_items, long num_parts, long table_stride) {
+                          float *partial, long num_items, long num_parts, long table_stride, int kv_group) {
     for (long i = 0; i < recording->count; i++) {
-        RowsAttention *job = (RowsAttention *)recording->entries[i].job;
-        if (recording->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
-        else if (recording->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
-        else continue;
+        const Entry *entry = &recording->entries[i];
+        RowsAttention *job = (RowsAttention *)entry->job;
+        if ((entry->body != attend_tasks && entry->body != merge_tasks) || job->kv_group != kv_group) continue;
+        if (entry->body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
+        else job->tasks.count = partial ? num_items * job->num_heads : 0;
         job->tables = tables;
         job->items = items;
         job->part_item = part_item;
