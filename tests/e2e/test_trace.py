@@ -61,7 +61,7 @@ def test_every_room_is_passed_in_the_order_of_the_design(llm: LLM) -> None:
         "Programs.compute",
         "step.ref.build_inputs",
         "embed",
-        "Rotary.rows",
+        "Rotaries.rows",
         "layers.0",
         "layers.0.attention",
         "layers.0.mlp",
