@@ -85,6 +85,9 @@ class FamilyCase:
 FAMILIES: Mapping[str, FamilyCase] = {
     "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
     "mistral": FamilyCase(options={"sliding_window": None}),
+    "ministral": FamilyCase(options={"sliding_window": 9}),
+    "seed_oss": FamilyCase(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
+    "smollm3": FamilyCase(options={"no_rope_layer_interval": 2}, biases=("attention_bias", "mlp_bias")),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -96,6 +99,10 @@ FAMILIES: Mapping[str, FamilyCase] = {
         options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
     ),
     "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
+    "kimi_k2": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID, peer="deepseek_v3"),
+    "glm4_moe_lite": FamilyCase(
+        options={key: one for key, one in (_DEEPSEEK | _LATENT | _SIGMOID).items() if key != "first_k_dense_replace"}
+    ),
     "glm4_moe": FamilyCase(
         options=_DEEPSEEK
         | _SIGMOID

@@ -13,8 +13,8 @@ class Window:
 
     default   value of sliding_window when config.json lacks the key
     by_flag   True: sliding_window has an effect only with use_sliding_window=true
-    layers    layers with the window: "all"; or, without layer_types, "from" max_window_layers on, or "even below" it;
-              "": the family has no windows
+    layers    layers with the window: "all", whatever layer_types says; or, without layer_types, "each" layer, those
+              "from" max_window_layers on, the "even below" it, the "unrotated" ones; "": the family has no windows
     """
 
     default: int | None = None
@@ -27,18 +27,22 @@ class Family:
     """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads.
 
     qkv_bias, output_bias   biases of these projections; None: config.json decides, by its key attention_bias
+    biased       value of attention_bias when config.json lacks the key
+    output_key   key that decides of output_bias
     qk_norm      RMS norm of queries and keys; None: config.json decides, by its key use_qk_norm
     one_kv_head_each   True: num_key_value_heads may be missing; every head then has its own keys and values
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     keys         further keys of config.json that the family reads. Some switch a feature on by being listed here:
-                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
-                 which are skipped; config.json may spell this key num_mtp_layers)
+                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, no_rope_layers (layers without RoPE),
+                 num_nextn_predict_layers (MTP layers, which are skipped; config.json may spell it num_mtp_layers)
     """
 
     architecture: str
     qkv_bias: bool | None = False
     output_bias: bool | None = False
+    biased: bool = False
+    output_key: str = "attention_bias"
     qk_norm: bool | None = False
     one_kv_head_each: bool = False
     experts: str = ""
@@ -60,6 +64,13 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
+    "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
+    "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
+                       output_key="attention_out_bias", one_kv_head_each=True, default_head_dim=128,
+                       keys=frozenset({"attention_bias", "attention_out_bias", "mlp_bias"})),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
+                      window=Window(by_flag=True, layers="unrotated"),
+                      keys=frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"})),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
@@ -74,9 +85,13 @@ FAMILIES: Mapping[str, Family] = {
                         keys=frozenset({"attention_bias"})),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
                           latent="deepseek_v2"),
+    "kimi_k2": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
+                      latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
                           latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
                        experts="glm4_moe", keys=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm",
                                                            "num_nextn_predict_layers"})),
+    "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", one_kv_head_each=True, norm_eps=1e-5,
+                            experts="glm4_moe", latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
 }  # fmt: skip

@@ -11,7 +11,10 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
     heads = keys.size("num_attention_heads")
     kv_heads = _kv_heads(keys, family, heads)
     head_dim = _head_dim(keys, family, keys.size("hidden_size"), heads)
-    bias = keys.flag("attention_bias") if "attention_bias" in family.keys else False
+    bias, of_output = (
+        keys.flag(key, family.biased and key == "attention_bias") if key in family.keys else False
+        for key in ("attention_bias", family.output_key)
+    )
     return GroupedArgs(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -19,7 +22,7 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
         rotary_dim=_rotary_dim(keys, family, head_dim, rope),
         rope=rope,
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=bias if family.output_bias is None else family.output_bias,
+        output_bias=of_output if family.output_bias is None else family.output_bias,
         qk_norm=keys.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm,
     )
 

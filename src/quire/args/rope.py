@@ -45,6 +45,9 @@ class RopeArgs:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
+UNROTATED = RopeArgs(kind="none")
+
+
 class Rotation(NamedTuple):
     """A rotation of heads: its settings, the dimensions that it rotates, and those that a kernel takes."""
 

@@ -234,3 +234,20 @@ def test_half_a_head_rotates_in_glm() -> None:
 def test_quantized_sizes_can_be_read() -> None:
     raw = V3 | {"quantization_config": {"quant_method": "fp8"}}
     assert parse_checkpoint_config(raw).moe == read(V3).moe
+
+
+def test_kimi_is_deepseek_by_another_name() -> None:
+    """Only its model_type tells: the architecture is DeepSeek's, which alone means DeepSeek-V3."""
+    kimi = read(V3 | {"n_group": 1, "topk_group": 1}, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    plain = read(V3 | {"n_group": 1, "topk_group": 1}, architectures=["DeepseekV3ForCausalLM"])
+    assert (kimi.model_type, plain.model_type) == ("kimi_k2", "deepseek_v3") and kimi.layers == plain.layers
+
+
+def test_glm_with_latent_attention() -> None:
+    types = ["dense", "sparse", "sparse", "dense"]
+    args = read(
+        {key: one for key, one in V3.items() if key != "first_k_dense_replace"} | {"n_group": 1, "topk_group": 1},
+        model_type="glm4_moe_lite",
+        mlp_layer_types=types,
+    )
+    assert args.expert_layers == (1, 2) and latent_of(args).kv_rank == V3["kv_lora_rank"] and args.norm_eps == 1e-5
