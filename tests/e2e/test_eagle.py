@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"norm_before_fc": True}, {}, {}, "norm_before_fc=True of an EAGLE head is not implemented"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, {}, "use_aux_hidden_state=False of an EAGLE head"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, {}, "head with rope type dynamic is not implemented"),
-    ({"sliding_window": 4096}, {}, {}, "sliding window attention is not implemented"),
+    ({"sliding_window": 4096}, {}, {}, "sliding_window=4096 is not implemented for this family"),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def needs_of_kinds(
     every = replace(rank, layers=(0, args.num_layers), last=True)
     params = with_formats(layout(args, every, rank.expert_ids[:1]), quantization)
     schemes = [param.scheme for param in params if param.name.endswith(".experts.gate_up")]
-    kinds = {kind_of(scheme): scheme for scheme in reversed(schemes)} or {"": needs.scheme}
+    kinds = {kind_of(scheme): scheme for scheme in reversed(schemes)} or {(): needs.scheme}
     return tuple(replace(needs, scheme=scheme) for scheme in reversed(kinds.values()))
 
 

@@ -70,7 +70,7 @@ class LatentKind:
         """The sizes of latents, and the number of query tokens from which they are expanded."""
         break_even = min(self._sizes.break_even, NEVER)
         sizes = structs.asdict(self._sizes) | {"break_even": break_even}
-        del sizes["num_heads"]  # among `facts`
+        del sizes["num_heads"], sizes["rope"]  # among `facts`, and a line of its own
         return sizes
 
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
