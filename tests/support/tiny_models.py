@@ -85,11 +85,7 @@ class FamilyCase:
 FAMILIES: Mapping[str, FamilyCase] = {
     "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
     "mistral": FamilyCase(options={"sliding_window": None}),
-    "ministral": FamilyCase(options={"sliding_window": 9, "head_dim": 12}),
     "seed_oss": FamilyCase(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
-    "smollm3": FamilyCase(
-        options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
-    ),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),

@@ -52,7 +52,7 @@ def _rope(rope: dict[str, Any], partial: str) -> str:
     if rope["kind"] != "default":
         trained = rope["original_max_position"]
         words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))
-    without = f"; {rope['layers_without']} layers without" * (rope["layers_without"] > 0)
+    without = f"; {rope['layers_without']} layers without" if rope["layers_without"] else ""
     rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
     return ", ".join([*words, f"all {whole} dimensions of a head rotated" if part == whole else rotated]) + without
 

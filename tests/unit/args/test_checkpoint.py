@@ -373,32 +373,6 @@ def test_a_model_type_that_is_no_name_is_refused() -> None:
         parse_checkpoint_config(changed(model_type=["qwen3"]))
 
 
-def test_layers_without_rotation() -> None:
-    """SmolLM3: every fourth layer, or those that the list names; with a window, if the flag is set, these have it."""
-
-    def layers(**changes: Any) -> list[tuple[str, int | None]]:
-        args = parse_checkpoint_config(family_config("smollm3", num_hidden_layers=5, **changes))
-        return [(one.mixer.rope.kind, one.mixer.window) for one in args.layers if isinstance(one.mixer, GroupedArgs)]
-
-    turned, plain = ("default", None), ("none", None)
-    assert layers() == [turned] * 3 + [plain, turned]
-    assert layers(no_rope_layers=[1, 0, 1, 1, 0]) == [turned, plain, turned, turned, plain]
-    assert layers(no_rope_layer_interval=2, sliding_window=64) == [turned, plain, turned, plain, turned]
-    windowed = layers(no_rope_layer_interval=2, sliding_window=64, use_sliding_window=True)
-    assert windowed == [turned, ("none", 64), turned, ("none", 64), turned]
-    for wrong in ([1, 0], [1, 0, 2, 1, 1], "all"):
-        with pytest.raises(ModelError, match="no_rope_layers=.* must be a list of 5 numbers, 1 for a layer with RoPE"):
-            layers(no_rope_layers=wrong)
-    with pytest.raises(UnsupportedModel, match="no_rope_layers"):
-        parse_checkpoint_config(changed(no_rope_layers=[1, 1, 1, 0]))
-
-
-def test_ministral_lists_its_windows() -> None:
-    assert windows(family_config("ministral", sliding_window=32)) == [32] * 4
-    assert windows(family_config("ministral", sliding_window=32, layer_types=MIXED)) == [None, 32] * 2
-    assert windows(family_config("ministral", sliding_window=None, layer_types=["full_attention"] * 4)) == [None] * 4
-
-
 def test_seed_oss_has_biases_unless_it_says_otherwise() -> None:
     def biases(**changes: Any) -> tuple[bool, bool]:
         (mixer,) = parse_checkpoint_config(family_config("seed_oss", **changes)).mixers
