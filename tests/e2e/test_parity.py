@@ -95,8 +95,8 @@ class SampledLogits:
             self.rows.append((tuple(self._history[slot, :position].tolist()), row.numpy().copy()))
 
 
-def build(engine: Callable[..., LLM], folder: Any, run: Row) -> LLM:
-    """A small pool holds two of the longest sequences (125 tokens) and a bit more."""
+def build(engine: Callable[..., LLM], folder: Any, run: Row, blocks: int = 0) -> LLM:
+    """A small pool holds two of the longest sequences (125 tokens) and a bit more. blocks: other than for one group."""
     options: Row = {
         "max_num_batched_tokens": run["chunk"],
         "block_size": run["block_size"],
@@ -106,7 +106,7 @@ def build(engine: Callable[..., LLM], folder: Any, run: Row) -> LLM:
         "max_logprobs": -1,
     }
     if run["pool"] == "small":
-        options["num_gpu_blocks_override"] = 2 * math.ceil(125 / run["block_size"]) + 2
+        options["num_gpu_blocks_override"] = blocks or 2 * math.ceil(125 / run["block_size"]) + 2
     return engine(folder, **options)
 
 

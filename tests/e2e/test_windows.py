@@ -1,12 +1,10 @@
 """Layers with sliding windows: transformers' logits and tokens, for any window, block, chunk and pool."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from quire import LLM
 from quire.args.checkpoint import read_checkpoint_config
 from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import layer_groups
@@ -14,7 +12,7 @@ from quire.plan.kv_geometry import layer_groups
 from ..support.full import full_rows
 from ..support.pairwise import Row, label
 from ..support.windowed_models import MODELS, windowed
-from .test_parity import Greedy, check_run
+from .test_parity import Greedy, build, check_run
 
 NORMAL = {"batch": 7, "chunk": 16, "block_size": 8, "prefix": True, "depth": 2, "pool": "normal"}
 SMALL = {"batch": 7, "chunk": 7, "block_size": 8, "prefix": True, "depth": 1, "pool": "small"}
@@ -35,32 +33,17 @@ ROWS: list[Row] = [
 ]
 
 
-def num_blocks(window: int, windows: list[int | None], run: Row) -> int:
+def num_blocks(folder: Any, run: Row) -> int:
     """Blocks that two of the longest sequences (125 tokens) need at once, and a few more."""
-    whole = math.ceil(125 / run["block_size"])
-    peak = min(whole, (window + run["chunk"] - 3) // run["block_size"] + 2)
-    return 2 * sum(whole if one is None else peak for one in windows) + 2
-
-
-def build(engine: Callable[..., LLM], folder: Any, window: int, run: Row) -> LLM:
-    options: Row = {
-        "max_num_batched_tokens": run["chunk"],
-        "block_size": run["block_size"],
-        "async_depth": run["depth"],
-        "enable_prefix_caching": run["prefix"],
-        "max_num_seqs": min(7, run["chunk"]),
-        "max_logprobs": -1,
-    }
-    if run["pool"] == "small":
-        args = read_checkpoint_config(folder)
-        windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
-        options["num_gpu_blocks_override"] = num_blocks(window, windows, run)
-    return engine(folder, **options)
+    args, whole = read_checkpoint_config(folder), math.ceil(125 / run["block_size"])
+    windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
+    peaks = (whole if one is None else min(whole, (one + run["chunk"] - 3) // run["block_size"] + 2) for one in windows)
+    return 2 * sum(peaks) + 2
 
 
 @pytest.mark.parametrize("row", ROWS, ids=label)
 def test_logits_and_tokens(row: Row, oracle: Any, engine: Any, prompts: list[list[int]], greedy: Greedy) -> None:
     checkpoint = oracle(windowed(row["model"], row["window"]))
-    llm = build(engine, checkpoint.folder, row["window"], row)
+    llm = build(engine, checkpoint.folder, row, num_blocks(checkpoint.folder, row))
     check_run(llm, checkpoint, prompts, row, greedy)
     llm.engine.core.check()

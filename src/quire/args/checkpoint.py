@@ -19,10 +19,10 @@ from quire.args.experts import MoEArgs, read_moe
 from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_grouped
 from quire.args.keys import Keys
-from quire.args.latent import LatentArgs, read_latent
-from quire.args.layers import DenseArgs, FeedForwardArgs, LayerArgs, MixerArgs
-from quire.args.rope import UNROTATED, RopeArgs, Rotation, read_rope
-from quire.args.windows import read_rotated, read_windows
+from quire.args.latent import read_latent
+from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, LayerArgs, MixerArgs
+from quire.args.rope import RopeArgs, Rotation, read_rope
+from quire.args.windows import read_windows
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 
@@ -123,8 +123,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, family.theta)
     context = max(max_positions, rope.extended_positions)
-    rotated = read_rotated(keys, family, layers)
-    windows = read_windows(keys, family, UNBOUNDED if eagle else context, rotated)
+    windows = read_windows(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys)
     args = ModelArgs(
@@ -132,7 +131,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, rope, tuple(zip(windows, rotated, strict=True)), extra),
+        layers=_layers(keys, family, rope, windows, extra),
         norm_eps=keys.positive("rms_norm_eps", family.norm_eps),
         tie_word_embeddings=keys.flag("tie_word_embeddings") or headless,
         max_position_embeddings=context,
@@ -164,24 +163,23 @@ def _extra_layers(keys: Keys, family: Family) -> int:
 
 
 def _layers(
-    keys: Keys, family: Family, rope: RopeArgs, own: Sequence[tuple[int | None, bool]], extra: int
+    keys: Keys, family: Family, rope: RopeArgs, windows: Sequence[int | None], extra: int
 ) -> tuple[LayerArgs, ...]:
-    """Return the layers of the checkpoint; `extra` of them predict several tokens. own: windows, and who rotates.
+    """Return the layers of the checkpoint, with their windows; `extra` more predict several tokens.
 
     Those have full attention, and experts where any layer has.
     """
     full = read_latent(keys, family.latent, rope) if family.latent else read_grouped(keys, family, rope)
-    mixers: list[MixerArgs] = [full] * (len(own) + extra)
-    for layer, (window, rotates) in enumerate(own):
-        if window is not None or not rotates:
-            if isinstance(full, LatentArgs):
-                raise keys.unsupported(f"sliding_window={window} is not implemented with latent attention.")
-            mixers[layer] = structs.replace(full, window=window, rope=rope if rotates else UNROTATED)
+    mixers: list[MixerArgs] = [full] * (len(windows) + extra)
+    for layer, window in enumerate(windows):
+        if window is not None:
+            assert isinstance(full, GroupedArgs), "a family with latent attention has no rule for windows"
+            mixers[layer] = structs.replace(full, window=window)
     width, bias = keys.size("intermediate_size"), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
     parts: list[FeedForwardArgs] = [DenseArgs(width=width, bias=bias)] * len(mixers)
     if family.experts:
-        moe, sparse = read_moe(keys, family.experts, len(own))
-        for layer in (*sparse, *range(len(own), len(mixers))):
+        moe, sparse = read_moe(keys, family.experts, len(windows))
+        for layer in (*sparse, *range(len(windows), len(mixers))):
             parts[layer] = moe
     return tuple(LayerArgs(mixer=one, feed_forward=part) for one, part in zip(mixers, parts, strict=True))
 

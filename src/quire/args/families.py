@@ -13,8 +13,8 @@ class Window:
 
     default   value of sliding_window when config.json lacks the key
     by_flag   True: sliding_window has an effect only with use_sliding_window=true
-    layers    layers with the window: "all", whatever layer_types says; or, without layer_types, "each" layer, those
-              "from" max_window_layers on, the "even below" it, the "unrotated" ones; "": the family has no windows
+    layers    layers with the window: "all", whatever layer_types says; or, without layer_types, those "from"
+              max_window_layers on, or the "even below" it; "": the family has no windows
     """
 
     default: int | None = None
@@ -34,8 +34,8 @@ class Family:
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     keys         further keys of config.json that the family reads. Some switch a feature on by being listed here:
-                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, no_rope_layers (layers without RoPE),
-                 num_nextn_predict_layers (MTP layers, which are skipped; config.json may spell it num_mtp_layers)
+                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
+                 which are skipped; config.json may spell this key num_mtp_layers)
     """
 
     architecture: str

@@ -21,7 +21,7 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn | none
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
     original_max_position   trained length in tokens, for llama3 and yarn
     attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
     """
@@ -43,9 +43,6 @@ class RopeArgs:
     def extended_positions(self) -> int:
         """Number of positions that are usable with yarn; 0 for the other kinds."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
-
-
-UNROTATED = RopeArgs(kind="none")
 
 
 class Rotation(NamedTuple):

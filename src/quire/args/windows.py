@@ -1,4 +1,4 @@
-"""Reader of what config.json says of single layers: which have a sliding window, and which rotate heads. No torch."""
+"""Reader of sliding windows in config.json: which layers have one, and its length. No torch."""
 
 from quire.args.families import Family
 from quire.args.keys import Keys
@@ -6,14 +6,13 @@ from quire.args.keys import Keys
 KINDS = {"full_attention": False, "sliding_attention": True}  # names in layer_types -> the layer has the window
 
 
-def read_windows(keys: Keys, family: Family, context: int, rotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+def read_windows(keys: Keys, family: Family, context: int, num_layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in tokens, the attending token included; None: full attention.
 
     context   most tokens of a sequence; a window of as many changes nothing
-    rotated   of each layer, see `read_rotated`
     Raises ModelError or UnsupportedModel.
     """
-    named, num_layers = keys.names("layer_types"), len(rotated)
+    named = keys.names("layer_types")
     if other := sorted(set(named) - KINDS.keys()):
         raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
     rule, window = family.window, keys.count("sliding_window", family.window.default)
@@ -31,22 +30,7 @@ def read_windows(keys: Keys, family: Family, context: int, rotated: tuple[bool, 
         return tuple(window if KINDS[one] else None for one in named[:num_layers])
     own = {
         "all": range(num_layers),
-        "each": range(num_layers),
-        "unrotated": [layer for layer, turns in enumerate(rotated) if not turns],
         "from": range(limit, num_layers),
         "even below": range(0, limit, 2),
     }[rule.layers]
     return tuple(window if layer in own else None for layer in range(num_layers))
-
-
-def read_rotated(keys: Keys, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return, of each layer, True if it rotates queries and keys by their positions (RoPE). Raises ModelError."""
-    if "no_rope_layers" not in family.keys:
-        return (True,) * num_layers
-    every = keys.size("no_rope_layer_interval", 4)
-    listed = keys.checked(
-        "no_rope_layers",
-        lambda value: not value or (isinstance(value, list) and len(value) >= num_layers and set(value) <= {0, 1}),
-        f"a list of {num_layers} numbers, 1 for a layer with RoPE and 0 for one without",
-    )
-    return tuple(bool(listed[layer]) if listed else (layer + 1) % every > 0 for layer in range(num_layers))

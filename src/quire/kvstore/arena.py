@@ -25,7 +25,7 @@ class KVArena:
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
     pages   [num_blocks, page_bytes] uint8, a view of `data`
 
-    Raises `ConfigError` if pages of groups differ in size.
+    A page has room for the largest group; the end of the others' pages is unused.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:

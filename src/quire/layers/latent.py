@@ -67,10 +67,10 @@ class LatentAttention(nn.Module):
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
-    def __init__(self, args: LatentArgs, at: str, eps: float, build: Build, group: int = 0, turn: int = 0) -> None:
+    def __init__(self, sizes: LatentArgs, at: str, eps: float, build: Build, group: int = 0, turn: int = 0) -> None:
         super().__init__()
         assert build.window(group) is None, "latent attention sees everything"
-        self.group, self.turn, sizes = group, turn, args
+        self.group, self.turn = group, turn
         self.sizes, self.kernel = sizes, build.kernels.latent
         self.most_absorbed = sizes.break_even  # query rows of a sequence
         expanded = sizes.nope_dim + sizes.v_dim

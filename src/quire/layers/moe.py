@@ -136,9 +136,8 @@ class MoE(nn.Module):
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
 
-    def __init__(self, args: MoEArgs, at: str, hidden_size: int, build: Build) -> None:
+    def __init__(self, moe: MoEArgs, at: str, hidden_size: int, build: Build) -> None:
         super().__init__()
-        moe = args
         assert build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
         self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)

@@ -87,14 +87,11 @@ def resolve_memory(
     asked = model.max_model_len
     check_context(model, context)
     length = asked or context
-    num_blocks, source, remedy = _budget(
-        geometry, cache, max_num_seqs * geometry.request_blocks(length, chunk), free_bytes
-    )
-    if (
-        asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked, chunk)
-    ):  # the default share grows
+    whole = geometry.request_blocks(length, chunk)
+    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes)
+    if asked and source.startswith(QUARTER) and num_blocks < whole:  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
-        if (most := min(geometry.request_blocks(asked, chunk), room // geometry.page_bytes - 1)) > num_blocks:
+        if (most := min(whole, room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
         raise ConfigError(
@@ -102,16 +99,14 @@ def resolve_memory(
             f"{remedy}, or choose a smaller model."
         )
     notes: tuple[str, ...] = ()
-    if geometry.most_tokens(num_blocks, chunk, length) < length:
+    if (longest := geometry.most_tokens(num_blocks, chunk, length)) < length:
         if asked is not None:
-            needed, given = (
-                as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length, chunk), num_blocks)
-            )
+            needed, given = (as_gib(count * geometry.page_bytes) for count in (whole, num_blocks))
             raise ConfigError(
                 f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
-                f"max_model_len to {geometry.most_tokens(num_blocks, chunk, length)}, or {remedy}."
+                f"max_model_len to {longest}, or {remedy}."
             )
-        length = geometry.most_tokens(num_blocks, chunk, length)
+        length = longest
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)

@@ -17,13 +17,10 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     (attention,) = [one for i, one in enumerate(facts) if one not in facts[:i]]
     windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
     full = windows.pop(None, 0)
-    (rotation,) = (one for one in args.rotations if one.rope.kind != "none")
-    unrotated = sum(one.mixer.rope.kind == "none" for one in args.layers)
+    (rotation,) = args.rotations
     return {
         "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},
-        "rope": asdict(rotation.rope)
-        | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim}
-        | {"layers_without": unrotated},
+        "rope": asdict(rotation.rope) | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim},
         "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 
@@ -52,9 +49,8 @@ def _rope(rope: dict[str, Any], partial: str) -> str:
     if rope["kind"] != "default":
         trained = rope["original_max_position"]
         words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))
-    without = f"; {rope['layers_without']} layers without" if rope["layers_without"] else ""
     rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
-    return ", ".join([*words, f"all {whole} dimensions of a head rotated" if part == whole else rotated]) + without
+    return ", ".join([*words, f"all {whole} dimensions of a head rotated" if part == whole else rotated])
 
 
 def _router(router: dict[str, Any]) -> str:
