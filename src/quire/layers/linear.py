@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build, StepContext
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 
 class PackedLinear(NamedTuple):
@@ -54,9 +54,9 @@ class Linear(nn.Module):
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if "norm" not in self.features:
+        if "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -70,16 +70,22 @@ class Linear(nn.Module):
             return y
         return residual + self(x, ctx)
 
+    def summed(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """Return the projection of x, [T, out_features], summed over the ranks that have its inputs."""
+        y = self(x, ctx)
+        return y if self.tp is None else self.tp.all_reduce(y)
+
 
 class GatedLinear(Linear):
-    """silu(gate(x)) * up(x), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
+    """act(gate(x)) * up(x), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 
     A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
     """
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
         super().__init__(at, build)
-        self.activation = build.kernels.activation
+        assert act == "silu", act
+        self.activation, self.act = build.kernels.activation, act
         self.fused = "gated" in self.features
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
@@ -93,9 +99,9 @@ class GatedLinear(Linear):
         y: Tensor = self.kernel.run_gated(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fused or "norm" not in self.features:
+        if not self.fused or "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed)
         return y
