@@ -64,7 +64,8 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         alone(plan.args),
         dtype=plan.cache.dtype,
         device=plan.machine.device,
-        block_size=plan.geometry.block_size,
+        block_size=None,
+        sizes=plan.geometry.block_sizes,
     )
     return joined(own, _whole(plan.draft)) if plan.draft else own
 
