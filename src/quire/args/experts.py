@@ -17,8 +17,9 @@ from quire.args.keys import Keys
 class Routing:
     """Routing of a token: `top_k` experts and their weights, computed in float32.
 
-    scores   = softmax or sigmoid of the router's logits (`scoring`)
-    chosen   = scores + bias, when `bias`: the bias changes the choice of experts, never their weights
+    logits   = x @ router, plus the router's bias when `logit_bias`
+    scores   = softmax or sigmoid of the logits (`scoring`)
+    chosen   = scores + correction, when `correction`: it changes the choice of experts, never their weights
     groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
                score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
     ids      = top_k of chosen, best first; of equal scores the expert with the lower number
@@ -28,7 +29,8 @@ class Routing:
     num_experts: int
     top_k: int
     scoring: str  # softmax | sigmoid
-    bias: bool = False
+    logit_bias: bool = False
+    correction: bool = False
     num_groups: int = 1
     top_groups: int = 1
     group_score: str = "max"  # max | top2
@@ -43,6 +45,7 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
+    stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
 
     routing: Routing
@@ -50,6 +53,7 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_size: int
     shared_gate: bool
     router_float: bool
+    stored: str = "each"
 
 
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
@@ -137,7 +141,7 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, fro
         scoring=scoring,
         normalize=normalize,
         normalize_eps=0.0 if old else 1e-20,
-        bias=not old,
+        correction=not old,
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,

@@ -1,6 +1,30 @@
 """Rows of the name maps that the decoders of Hugging Face share: (checkpoint name, parameter, part)."""
 
+from typing import NamedTuple
+
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
+
+
+class StackedForm(NamedTuple):
+    """Form of a stored tensor that stacks a matrix of all experts along its first axis.
+
+    transposed   True: matrices are stored as [inputs, outputs]; False: as [outputs, inputs]
+    paired       True: outputs of gate and up alternate (g0, u0, g1, u1); False: all of gate come before those of up
+    """
+
+    transposed: bool = False
+    paired: bool = False
+
+
+# Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
+# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.".
+EACH = "each"
+STACKED_FORMS = {
+    "rows": StackedForm(),
+    "columns": StackedForm(transposed=True),
+    "paired rows": StackedForm(paired=True),
+    "paired columns": StackedForm(transposed=True, paired=True),
+}
 
 
 def renamed(at: str, *maps: NameMap) -> NameMap:
@@ -63,7 +87,13 @@ EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
     ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
 )
-ROUTER_BIAS: NameMap = (("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.bias", ""),)
+STACKED_EXPERTS: NameMap = (  # as checkpoints store them beside EXPERTS, whose router has the same name
+    ("model.layers.{i}.mlp.experts.gate_up_proj", "layers.{i}.mlp.experts.gate_up", "rows"),
+    ("model.layers.{i}.mlp.experts.down_proj", "layers.{i}.mlp.experts.down", "rows"),
+)
+ROUTER_CORRECTION: NameMap = (
+    ("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.correction", ""),
+)
 SHARED_EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.shared_experts.gate_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.shared_experts.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),

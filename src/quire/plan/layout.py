@@ -5,14 +5,18 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
+from msgspec import structs
+
 from quire.args.checkpoint import ModelArgs
+from quire.args.experts import MoEArgs
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
-from quire.models.names import NameMap
+from quire.models.names import EACH, STACKED_FORMS, NameMap
 from quire.plan.kinds.blocks import block_params, head_params, prediction_params
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
@@ -47,6 +51,29 @@ def stored_names(params: Iterable[Param]) -> Iterator[str]:
     for param in params:
         yield from tensor_names(param)
         yield from spare_names(param)
+
+
+def with_stored_experts(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
+    """Return the arguments with the form in which a checkpoint stores its experts, by the names of its tensors.
+
+    A form is recognized by the tensors of the first layer with experts. Where none is there, `args` stay as they are:
+    the loader tells what is missing.
+    stored   names of the checkpoint's tensors
+    """
+    if args.moe is None or not args.expert_layers:
+        return args
+    names, layer = checkpoint_names(args.model_type), str(args.expert_layers[0])
+    for form in (args.moe.stored, EACH, *STACKED_FORMS):  # the config's own form first: two may have the same names
+        name = names.get(("layers.{i}.mlp.experts.down", "{e}." if form == EACH else form))
+        if name is None or name.replace("{i}", layer).replace("{e}", "0") not in stored:
+            continue
+        moe = structs.replace(args.moe, stored=form)
+        layers = (
+            structs.replace(one, feed_forward=moe) if isinstance(one.feed_forward, MoEArgs) else one
+            for one in args.layers
+        )
+        return replace(args, layers=tuple(layers))
+    return args
 
 
 def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:

@@ -94,8 +94,8 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
         "experts.down": theirs.experts.down_proj[list(own)],
     }
-    if args.moe.routing.bias:
-        stored["router.bias"] = theirs.gate.e_score_correction_bias
+    if args.moe.routing.correction:
+        stored["router.correction"] = theirs.gate.e_score_correction_bias
     if args.moe.shared_size:
         shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))

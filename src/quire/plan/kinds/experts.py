@@ -17,7 +17,9 @@ from quire.plan.kinds.interfaces import (
     RankExchange,
     StoredRows,
     product,
+    weights,
 )
+from quire.plan.kinds.stored_experts import StoredExperts
 
 AT = "layers.{i}.mlp."
 SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
@@ -46,13 +48,13 @@ class ExpertsKind:
         """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
         moe, hidden, num, width = self._moe, write.hidden, self._moe.routing.num_experts, self._moe.expert_size
         yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
-        if moe.routing.bias:
-            yield write.param(AT + "router.bias", {"": StoredRows(num)}, dtype="float32", layer=layer)
-        own = (0, width) if write.rank.whole_experts else write.share(width)
-        halves = dict.fromkeys(("{e}.gate", "{e}.up"), StoredRows(width, *own))
-        yield write.stacked(write.param(AT + "experts.gate_up", halves, hidden, layer=layer))
-        rows = {"{e}.": StoredRows(hidden)}
-        yield write.stacked(write.param(AT + "experts.down", rows, width, columns=own, layer=layer))
+        if moe.routing.logit_bias:
+            yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
+        if moe.routing.correction:
+            yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        experts = StoredExperts(write, moe, layer, (0, width) if write.rank.whole_experts else write.share(width))
+        yield experts.gate_up("gate_up", hidden)
+        yield experts.down("down")
         if moe.shared_size:
             yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
@@ -65,16 +67,17 @@ class ExpertsKind:
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
-            yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
-            yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
-        run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+            run = "linear.run_float" if moe.router_float else "linear.run"
+            yield Call(run, weights("mlp.router", moe.routing.logit_bias))
+            yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
+        experts = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
         shared = tuple(self._shared(step))
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), run, *next(ways))
+            yield from (*shared, *summed, *next(ways), experts, *next(ways))
             return
-        yield from (*shared, run)
+        yield from (*shared, experts)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
 
