@@ -45,6 +45,7 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
+    act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
     stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
 
@@ -53,6 +54,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_size: int
     shared_gate: bool
     router_float: bool
+    act: str = "silu"
+    biased: bool = False
     stored: str = "each"
 
 
@@ -72,6 +75,10 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     "qwen3_moe": QWEN_KEYS,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
+    "gpt_oss": frozenset(
+        "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
+    ),
+    "minimax_m2": frozenset("num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias".split()),
 }
 
 
@@ -81,7 +88,13 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
     kind   see `Family.experts`
     Raises ModelError or UnsupportedModel.
     """
-    read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
+    read_family = {
+        "mixtral": _read_mixtral,
+        "qwen2_moe": _read_qwen,
+        "qwen3_moe": _read_qwen,
+        "gpt_oss": _read_gpt_oss,
+        "minimax_m2": _read_minimax,
+    }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
     if every > MOST_EXPERTS:
@@ -119,6 +132,44 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         router_float=False,
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
+
+
+def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Softmax over the chosen logits is softmax over all, renormalized."""
+    spelled = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+    for own, known in spelled.items():
+        if keys.get(own) is not None and keys.get(known, keys[own]) != keys[own]:
+            raise keys.wrong(f"{own}={keys[own]!r} contradicts {known}={keys[known]!r}: correct the file.")
+    keys = Keys({**{known: keys[own] for own, known in spelled.items() if own in keys}, **keys}, keys.source)
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if keys.positive(key, value) != value:
+            raise keys.unsupported(f"{key}={keys[key]!r} is not implemented (only {value}): use another model.")
+    quantized = (keys.object("quantization_config") or {}).get("quant_method") == "mxfp4"
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring="softmax", normalize=True, logit_bias=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+        act="swiglu_oai",
+        biased=True,
+        stored="paired rows" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
+    )
+    return moe, frozenset(range(num_layers))
+
+
+def _read_minimax(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    scoring = _agrees(keys, "scoring_func", ("sigmoid",))
+    if not keys.flag("use_routing_bias", True):
+        raise keys.unsupported("use_routing_bias=false is not implemented for minimax_m2: use another model.")
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring=scoring, normalize=True, correction=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+    )
+    return moe, frozenset(range(num_layers))
 
 
 def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:

@@ -17,13 +17,14 @@ class StackedForm(NamedTuple):
 
 
 # Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
-# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.".
+# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.". Two forms may have the
+# same names: quantized stacks are of rows, and have "_blocks" and "_scales" behind the names.
 EACH = "each"
 STACKED_FORMS = {
-    "rows": StackedForm(),
     "columns": StackedForm(transposed=True),
-    "paired rows": StackedForm(paired=True),
     "paired columns": StackedForm(transposed=True, paired=True),
+    "rows": StackedForm(),
+    "paired rows": StackedForm(paired=True),
 }
 
 
@@ -86,6 +87,12 @@ EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
     ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
     ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)
+MIXTRAL_EXPERTS: NameMap = (
+    ("model.layers.{i}.block_sparse_moe.gate.weight", "layers.{i}.mlp.router.weight", ""),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "layers.{i}.mlp.experts.down", "{e}."),
 )
 STACKED_EXPERTS: NameMap = (  # as checkpoints store them beside EXPERTS, whose router has the same name
     ("model.layers.{i}.mlp.experts.gate_up_proj", "layers.{i}.mlp.experts.gate_up", "rows"),

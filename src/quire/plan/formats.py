@@ -123,9 +123,9 @@ def _is_dequantized(param: Param, stored: Scheme) -> bool:
 
 def _check_groups(param: Param, stored: Scheme) -> None:
     width, part = stored.block[1], param.parts[0]
-    if stored.values in ("w4", "w8") and (part.shape[1] % (width or 1) or part.shape[1] % 8):
+    if stored.values in ("w4", "w8") and (part.matrix[1] % (width or 1) or part.matrix[1] % 8):
         raise UnsupportedModel(
-            f"{part.stored} has {part.shape[1]} columns, which groups of {width or 8} do not "
+            f"{part.stored} has {part.matrix[1]} columns, which groups of {width or 8} do not "
             "divide: use a checkpoint with another group size."
         )
 

@@ -63,9 +63,11 @@ def with_stored_experts(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
     if args.moe is None or not args.expert_layers:
         return args
     names, layer = checkpoint_names(args.model_type), str(args.expert_layers[0])
-    for form in (args.moe.stored, EACH, *STACKED_FORMS):  # the config's own form first: two may have the same names
-        name = names.get(("layers.{i}.mlp.experts.down", "{e}." if form == EACH else form))
-        if name is None or name.replace("{i}", layer).replace("{e}", "0") not in stored:
+    for form in (EACH, *STACKED_FORMS):  # transposed ones first: quantized stacks, which have the same name, are not
+        name = names.get(("layers.{i}.mlp.experts.down", "{e}." if form == EACH else form), "")
+        name = name.replace("{i}", layer).replace("{e}", "0")
+        quantized = form != EACH and not STACKED_FORMS[form].transposed and f"{name}_blocks" in stored
+        if name not in stored and not quantized:
             continue
         moe = structs.replace(args.moe, stored=form)
         layers = (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.params import Part
+from quire.kernels.pack.convert import ordered
 from quire.weights.files import StoredTensor
 
 
@@ -63,22 +64,13 @@ def order_rows(whole: Tensor, first: int, part: Part) -> None:
         return
     rows = whole.narrow(0, first, part.rows)
     kept = rows.view(torch.uint8).view(*rows.shape[:1], -1) if rows.itemsize == 1 else rows
-    loaded = kept.view(kept.shape[::-1]).t() if part.transposed else kept
-    if part.paired:
-        loaded = loaded.unflatten(0, (-1, 2)).transpose(0, 1)
-    elif part.order:
-        loaded = loaded.unflatten(0, (-1, len(part.order)))[:, torch.tensor(part.order, device=rows.device)]
-    kept.copy_(loaded.clone(memory_format=torch.contiguous_format).view(kept.shape))
+    made = ordered(kept.view(kept.shape[::-1]).t() if part.transposed else kept, part)
+    kept.copy_(made.clone() if made.data_ptr() == kept.data_ptr() else made)
 
 
 def sliced(tensor: Tensor, part: Part) -> Tensor:
     """Return the rows of a parameter that `part` fills, in the parameter's order, from the whole stored tensor."""
-    rows = _view(tensor, part)
-    if part.paired:
-        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-    if part.order:
-        return rows.unflatten(0, (-1, len(part.order)))[:, torch.tensor(part.order)].flatten(0, 1)
-    return rows
+    return ordered(_view(tensor, part), part)
 
 
 def write_slice(tensor: Tensor, part: Part, rows: Tensor) -> None:

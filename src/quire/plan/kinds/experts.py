@@ -55,6 +55,10 @@ class ExpertsKind:
         experts = StoredExperts(write, moe, layer, (0, width) if write.rank.whole_experts else write.share(width))
         yield experts.gate_up("gate_up", hidden)
         yield experts.down("down")
+        if moe.biased:
+            yield experts.gate_up("gate_up_bias")
+        if moe.biased and (write.rank.whole_experts or write.rank.place == 0):  # once in the sum of the ranks
+            yield experts.down("down_bias", bias=True)
         if moe.shared_size:
             yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
