@@ -16,7 +16,7 @@ NAME_MAP: NameMap = (
     *names.ATTENTION,
     *names.QKV_BIAS,
     *names.OUTPUT_BIAS,
-    ("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks", ""),
+    ("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks.weight", ""),
     ("model.layers.{i}.mlp.router.weight", "layers.{i}.mlp.router.weight", ""),
     ("model.layers.{i}.mlp.router.bias", "layers.{i}.mlp.router.bias", ""),
     *((f"{_STORED}gate_up_proj", "layers.{i}.mlp.experts.gate_up", form) for form in _FORMS),

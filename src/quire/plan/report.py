@@ -357,8 +357,11 @@ class PlanReport:
         """
         if param.shard == "experts" and self.plan.mesh.parallel.experts:
             return "experts" if self.plan.mesh.parallel.expert_ranks > 1 else ""
-        sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
-        return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
+        sliced = {"down": "columns of each expert", "down_bias": ""}  # other ranks do not have the bias
+        cut = param.shard
+        if cut == "experts":
+            cut = sliced.get(param.name.rpartition(".")[2], "rows of each expert")
+        return "" if self.plan.mesh.parallel.tp == 1 else cut
 
     @cached_property
     def cache_scales(self) -> list[tuple[str, str]]:

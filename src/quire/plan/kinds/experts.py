@@ -74,7 +74,8 @@ class ExpertsKind:
             run = "linear.run_float" if moe.router_float else "linear.run"
             yield Call(run, weights("mlp.router", moe.routing.logit_bias))
             yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
-        experts = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+        names = ("mlp.experts.gate_up", "mlp.experts.down")
+        experts = Call("experts.run", (*names, *(f"{name}_bias" for name in names if moe.biased)))
         shared = tuple(self._shared(step))
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
