@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.activation import checked
 from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build, StepContext
 from quire.layers.norm import RMSNorm
@@ -72,13 +73,15 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """silu(gate(x)) * up(x), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
+    """act(gate(x), up(x)), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 
+    act   word of `quire.kernels.activation.ACTS`
     A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
     """
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
         super().__init__(at, build)
+        self.act = checked(act)
         self.activation = build.kernels.activation
         self.fused = "gated" in self.features
 
@@ -88,14 +91,14 @@ class GatedLinear(Linear):
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
         if not self.fused:
-            gated: Tensor = self.activation.silu_mul(super().forward(x, ctx))
+            gated: Tensor = self.activation.gated(super().forward(x, ctx), self.act)
             return gated
-        y: Tensor = self.kernel.run_gated(x, *self.packed)
+        y: Tensor = self.kernel.run_gated(x, *self.packed, self.act)
         return y
 
     def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
         if not self.fused or "norm" not in self.features:
             return self(norm(x), ctx)
-        y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed)
+        y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.experts.hopper import ROWS, WORDS, _find, _silu, _tiles_kernel, _write
+from quire.kernels.experts.hopper import ROWS, WORDS, _added, _find, _tiles_kernel, _write
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.quantize.triton import GROUP
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
 
 if TYPE_CHECKING:
-    from quire.kernels.experts.scaled_stack import Stack
+    from quire.kernels.experts.scaled_stack import Packed, Stack
 
 if hopper is not None:
     async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
@@ -52,7 +53,7 @@ DOWN = Form(computing=232, reading=40, readers=1)
 
 def products(
     x: tuple[Tensor, Tensor],
-    packed: tuple[Stack, Stack],
+    packed: Packed,
     order: Tensor,
     starts: Tensor,
     weights: Tensor,
@@ -67,12 +68,12 @@ def products(
     weights  [T, k] float32 routing weights
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
     """
-    first, second = packed
+    first, second, act, first_bias, second_bias = packed
     tiles = make_tiles(starts, len(order))
     h = torch.empty((len(order), second.values.shape[2]), dtype=torch.float8_e4m3fn, device=parts.device)
     scales = torch.empty((h.shape[1] // GROUP, len(h)), dtype=torch.float32, device=parts.device)
-    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers)
-    down((h, scales), second, order, tiles, weights, parts)
+    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers, act, first_bias)
+    down((h, scales), second, order, tiles, weights, parts, second_bias)
 
 
 def make_tiles(starts: Tensor, pairs: int) -> Tensor:
@@ -99,16 +100,19 @@ def up(
     scales: Tensor,
     k: int,
     powers: bool,
+    act: str = "silu",
+    bias: Tensor | None = None,
 ) -> None:
-    """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
+    """Compute and quantize the activation of gate and up of all pairs (token, chosen expert), sorted by expert.
 
     h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
     k           number of experts of a token
     powers      True: `scales` are powers of two
+    bias        [experts, 2I]; None: no bias
 
     Other arguments as in `products` and `make_tiles`.
     """
-    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, UP)
+    _product(x[0], x[1], stack, order, bias, tiles, None, h, scales, k, powers, act, UP)
 
 
 def down(
@@ -118,12 +122,16 @@ def down(
     tiles: Tensor,
     weights: Tensor,
     parts: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
 
-    h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
+    h      quantized rows and their scales, which `up` wrote
+    bias   [experts, H]; None: no bias
+
+    Other arguments as in `products` and `make_tiles`.
     """
-    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, DOWN)
+    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, bias, tiles, weights, parts, None, 0, False, "", DOWN)
 
 
 def _product(
@@ -131,12 +139,14 @@ def _product(
     x_scales: Tensor,
     stack: Stack,
     order: Tensor,
+    bias: Tensor | None,
     tiles: Tensor,
     routing: Tensor | None,
     y: Tensor,
     y_scales: Tensor | None,
     k: int,
     powers: bool,
+    act: str,
     form: Form,
 ) -> None:
     (_, _, depth), width, gated = stack.values.shape, y.shape[1], routing is None
@@ -146,6 +156,7 @@ def _product(
         x_scales,
         describe(stack.values.view(-1, depth), [GROUP, GROUP]),
         stack.scales,
+        bias,
         order,
         tiles,
         routing,
@@ -157,7 +168,7 @@ def _product(
         TOP_K=k,
         N=width,
         K=depth,
-        GATED=gated,
+        ACT=act,
         POWERS=powers,
         COLS=cols,
         BAND=form.band,
@@ -364,6 +375,7 @@ def _sum(
 
 @gluon_jit
 def _multiply(
+    bias,
     order,
     tiles,
     routing,
@@ -379,7 +391,7 @@ def _multiply(
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     POWERS: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
@@ -390,6 +402,7 @@ def _multiply(
 
     Arguments as in `_scaled_kernel` and `_read`; outs: buffers of results, one per group.
     """
+    GATED: gl.constexpr = ACT != ""
     rows, _left_cols, _right_cols = rings
     out = outs.index(HALF)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -397,10 +410,10 @@ def _multiply(
     STORE: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH // 4, 128 // EACH], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
-    _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
+    expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
         upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)  # read meanwhile
-        _expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
+        next_expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
         if left > HALF * 64:
             place = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
             lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -409,12 +422,17 @@ def _multiply(
                 routed = gl.load(routing + gl.load(order + first + gl.minimum(lane, left - 1)))[:, None]
             one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, SUMS)
             count += K // 128
+            at = expert.to(gl.int64) * (N << GATED)
             if GATED:
-                values = _rounded(_silu(one) * two)
+                one = _added(one, bias, at, col * 128, N)
+                two = _added(two, bias, at + N, col * 128, N)
+                values = _rounded(gated_in_gluon(one, two, ACT))
                 scale = _scale_of(values, POWERS)
                 gl.store(y_scales + col * stride_y + first + lane, scale, mask=lane < left)
                 _write(y, _narrow(values, scale), out, place, col * 128, left, HALF, N, STORE)
             else:
+                one = _added(one, bias, at, col * 256, N)
+                two = _added(two, bias, at, col * 256 + 128, N)
                 _write(y, one * routed, out, place, col * 256, left, HALF, N, STORE)
                 _write(y, two * routed, out, place, col * 256 + 128, left, HALF, N, STORE)
         else:
@@ -422,7 +440,7 @@ def _multiply(
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(free.index(count % STAGES))
                 count += 1
-        first, left, col = next_first, next_left, next_col
+        expert, first, left, col = next_expert, next_first, next_left, next_col
 
 
 @gluon_jit
@@ -431,6 +449,7 @@ def _scaled_kernel(
     x_scales,
     weight,
     w_scales,
+    bias,
     order,
     tiles,
     routing,
@@ -442,7 +461,7 @@ def _scaled_kernel(
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     POWERS: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
@@ -460,14 +479,17 @@ def _scaled_kernel(
     x_scales           float32 [K / 128, rows of x]; stride_s  elements from group to group
     weight             descriptor of all experts' weights as rows [R, K] e4m3, in tiles [128, 128]
     w_scales           float32 [experts, 2 N / 128 if GATED else N / 128, K / 128]
+    bias               [experts, 2 N] if GATED, else [experts, N]; or None
     order, tiles       [pairs] int32, see `triton._sort`; [most, WORDS] int32, see `hopper._tiles_kernel`
     routing            [T, k] float32 routing weights, None if GATED
-    y                  [pairs, N], output: e4m3 silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: e4m3 activation in sorted order if GATED, else weighted results by pair
     y_scales           float32 [N / 128, pairs], output: scales of y if GATED; stride_y  elements from group to group
     POWERS             scales of y are powers of two
     N, K               outputs and inputs of an expert;  COLS, BAND  tiles of columns; tiles of pairs side by side
     ROWS, STAGES .. READERS   pairs of a tile; see `Form`
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: gl.constexpr = ACT != ""
     TYPE: gl.constexpr = weight.dtype
     ring: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     rows = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], ring)
@@ -491,6 +513,7 @@ def _scaled_kernel(
             (
                 _multiply,
                 (
+                    bias,
                     order,
                     tiles,
                     routing,
@@ -506,7 +529,7 @@ def _scaled_kernel(
                     TOP_K,
                     N,
                     K,
-                    GATED,
+                    ACT,
                     POWERS,
                     COLS,
                     BAND,
@@ -517,6 +540,7 @@ def _scaled_kernel(
             (
                 _multiply,
                 (
+                    bias,
                     order,
                     tiles,
                     routing,
@@ -532,7 +556,7 @@ def _scaled_kernel(
                     TOP_K,
                     N,
                     K,
-                    GATED,
+                    ACT,
                     POWERS,
                     COLS,
                     BAND,

@@ -63,4 +63,4 @@ def gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Cal
     else:
         yield from (Call("norm.rms_norm", (norm,)), call) if norm else (call,)
     if not run:
-        yield Call("activation.silu_mul")
+        yield Call("activation.gated")
