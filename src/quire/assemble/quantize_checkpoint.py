@@ -182,8 +182,9 @@ def _ignored(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 def _check_shape(tensor: StoredTensor, rule: Rule) -> None:
     rows, columns = tensor.shape
-    if rule.scheme.values in ("w4", "w8") and columns % (rule.scheme.block[1] or 8):
-        fits = next((f"--group-size {size} or " for size in GROUPS if columns % size == 0), "")
+    if rule.scheme.values in ("w4", "w8", "e2m1") and columns % (rule.scheme.block[1] or 8):
+        sizes = GROUPS if rule.scheme.values != "e2m1" else ()
+        fits = next((f"--group-size {size} or " for size in sizes if columns % size == 0), "")
         raise ConfigError(
             f"{tensor.name} has {columns} columns, not a multiple of {rule.scheme.block[1] or 8}: "
             f"use {fits}--ignore {tensor.name.removesuffix('.weight')}."

@@ -13,6 +13,7 @@ from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.contracts.params import FLOATS, Param, Part, first_expert
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
+from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
 from quire.quantization.scheme_words import scheme_words
@@ -21,7 +22,7 @@ from quire.quantization.slices import mixes_groups, packed_scheme
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
-MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # only quantized modules have these
+MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")  # of quantized modules alone
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
@@ -57,12 +58,12 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
     rules, plain, head = rules_of(config), list[str](), False
     for part in (part for param in params if is_quantizable(param) for part in param.parts):
         module = _module(part)
-        mark = next((name for name in MARKS if f"{module}.{name}" in stored), "")
+        mark = next((name for name in MARKS if f"{module}{name}" in stored), "")
         if module == HEAD:
             head = bool(mark)
         elif mark and rules(module) is None:
             raise WeightsError(
-                f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
+                f"{module}{mark} is stored, but quantization_config leaves {module} unquantized: use "
                 "the config.json that belongs to these weights."
             )
         elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
@@ -106,6 +107,11 @@ def _with_format(param: Param, rules: Rules) -> Param:
             )
     if first is None:
         return param
+    if param.parts[0].expert >= 0 and first.format != GPT_OSS.name:
+        raise UnsupportedModel(
+            f"{_words(param.parts[0].stored, first)} and holds all experts: it is read unquantized or in MXFP4. Use a "
+            "checkpoint that stores each expert by itself."
+        )
     stored = first.scheme
     _check_groups(param, stored)
     one = replace(first_expert(param), format=first.format, stored=stored)  # slices of all experts are cut alike
@@ -123,7 +129,7 @@ def _is_dequantized(param: Param, stored: Scheme) -> bool:
 
 def _check_groups(param: Param, stored: Scheme) -> None:
     width, part = stored.block[1], param.parts[0]
-    if stored.values in ("w4", "w8") and (part.matrix[1] % (width or 1) or part.matrix[1] % 8):
+    if stored.values in ("w4", "w8", "e2m1") and (part.matrix[1] % (width or 1) or part.matrix[1] % 8):
         raise UnsupportedModel(
             f"{part.stored} has {part.matrix[1]} columns, which groups of {width or 8} do not "
             "divide: use a checkpoint with another group size."

@@ -22,8 +22,12 @@ class Axes(NamedTuple):
 
 
 def stored_name(part: Part, suffix: str) -> str:
-    """Return the name of a tensor stored beside a weight: for "....q_proj.weight" and "scales", "....q_proj.scales"."""
-    return f"{part.stored.rpartition('.')[0]}.{suffix}"
+    """Return the name of a tensor stored beside a weight: for "....q_proj.weight" and "scales", "....q_proj.scales".
+
+    A suffix that begins with "_" is added to the name: for "....experts.down_proj" and "_scales",
+    "....experts.down_proj_scales".
+    """
+    return part.stored + suffix if suffix.startswith("_") else f"{part.stored.rpartition('.')[0]}.{suffix}"
 
 
 def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> Part:

@@ -30,7 +30,8 @@ from quire.weights.unpacked import Unpacked
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
+    "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 CHUNK = 8 << 20  # bytes; two per thread are pinned
 GPU_THREADS = 8  # one thread reads the page cache at 5 to 10 GB/s, PCIe 5 takes about 50

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
+from quire.kernels.pack.matrix import MIDDLE, NO_POWER, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
@@ -133,6 +133,9 @@ class _Conversion:
     def _positive(self, name: str) -> Tensor:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
+        if scale.dtype == torch.uint8:
+            self.findings.add(self.param, name, "has a scale that is NaN", (scale == NO_POWER).any())
+            return scale
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)
         if scale.dim() == 1:
@@ -193,8 +196,8 @@ class _Conversion:
             fill_rows(values, self.tensors["values"])
         elif stored.values == "w8":  # stored signed
             values = self.tensors["values"].view(torch.uint8).bitwise_xor_(MIDDLE["w8"])
-        else:
-            values = self.tensors["values"]
+        else:  # those of gpt-oss come in blocks, [rows, K / 32, 16]
+            values = self.tensors["values"].flatten(1)
         if stored.values == "e4m3":
             self._check_codes(values)
         if order is not None:
