@@ -11,13 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.contracts.errors import WeightsError
+from quire.contracts.errors import UnsupportedModel, WeightsError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Part
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models import qwen3_moe
 from quire.models.names import STACKED_FORMS
+from quire.plan.formats import with_formats
 from quire.plan.layout import layout, stored_names, with_stored_experts
 from quire.plan.placement import ranks
+from quire.quantization.formats import raw_tensors
 from quire.weights.digest import join_sums
 from quire.weights.load import load_weights
 from quire.weights.slices import sliced, write_slice
@@ -108,6 +111,62 @@ def test_a_rank_reads_its_whole_experts_alone(form: str) -> None:
     rank = list(ranks(args, Parallel(tp=2, experts=True)))[1]
     experts = [param for param in layout(args, rank) if param.shard == "experts"]
     assert {part.expert for param in experts for part in param.parts} == set(rank.expert_ids)
+
+
+def test_quantized_stacks_are_slices_too(tmp_path: Path, form: str) -> None:
+    """Bytes of MXFP4, [E, 2I, H / 32, 16] and scales [E, 2I, H / 32]: those of the same experts one by one."""
+    if STACKED_FORMS[form].transposed:
+        pytest.skip("quantized stacks are of rows")
+    each = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"), moe_intermediate_size=64))
+    other = with_stored_experts(each, [f"{AT.format(i=i)}down_proj_blocks" for i in each.expert_layers])
+    assert other.moe is not None and other.moe.stored == form
+    config, random = {"quant_method": "mxfp4"}, torch.Generator().manual_seed(1)
+    plain = stored_tensors([param for param in layout(each) if param.shard != "experts"])
+    codes = {
+        part.stored: torch.randint(0, 255, part.shape, generator=random, dtype=torch.uint8)
+        for param in with_formats(layout(each), config)
+        if param.stored
+        for raw in raw_tensors(param)
+        for part in raw.parts
+    }
+    stacks = {}
+    for end in ("blocks", "scales"):
+        own = {name.removesuffix(f"_{end}"): one for name, one in codes.items() if name.endswith(f"_{end}")}
+        stacks |= {f"{name}_{end}": one for name, one in stacked(own, form).items()}
+    for name, tensors in (("each", plain | codes), ("stacked", plain | stacks)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    for parallel in CUTS[:2]:
+        for rank in ranks(each, parallel):
+            loaded = []
+            for name, args in (("each", each), ("stacked", other)):
+                params = with_formats(layout(args, rank), config)
+                everything = frozenset(stored_names(with_formats(layout(args), config)))
+                taken: Any = Kept(args, params, elsewhere=everything)
+                load_weights(taken, tmp_path / name, num_threads=1)
+                loaded.append(taken.taken)
+            wanted, got = loaded
+            assert wanted.keys() == got.keys() and any(isinstance(one, QuantizedMatrix) for one in got.values())
+            for name in wanted:
+                ours, theirs = got[name], wanted[name]
+                if isinstance(ours, QuantizedMatrix):
+                    assert torch.equal(ours.values, theirs.values) and torch.equal(ours.scale, theirs.scale), name
+                else:
+                    assert torch.equal(ours, theirs), name
+
+
+class Kept(Taken):
+    """Keeps the weights of each expert by themselves: quantized ones cannot be joined."""
+
+    def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
+        self.taken: dict[str, Any] = getattr(self, "taken", {})
+        self.taken |= {f"{module}.{name}.{place}": one for name, one in tensors.items()}
+
+
+def test_experts_of_other_formats_are_refused_in_a_stack(form: str) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(UnsupportedModel, match="holds all experts"):
+        with_formats(layout(as_stored(EACH, form)), config)
 
 
 def test_reading_back_reverses_a_slice(form: str) -> None:
