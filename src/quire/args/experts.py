@@ -78,7 +78,10 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
-    "minimax_m2": frozenset("num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias".split()),
+    "minimax_m2": frozenset(
+        "num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias shared_intermediate_size "
+        "use_qk_norm qk_norm_type attn_type_list".split()
+    ),
 }
 
 
@@ -159,9 +162,16 @@ def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froz
 
 
 def _read_minimax(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Keys that published files share with MiniMax-01 must have the values of M2."""
+    for key, value in (("use_routing_bias", True), ("use_qk_norm", True), ("shared_intermediate_size", 0)):
+        _agrees(keys, key, (value,))
+    _agrees(keys, "qk_norm_type", ("per_layer",))
+    keys.checked(
+        "attn_type_list",
+        lambda value: value is None or (isinstance(value, list) and all(one == 1 for one in value)),
+        "a list of ones, for full attention in every layer",
+    )
     scoring = _agrees(keys, "scoring_func", ("sigmoid",))
-    if not keys.flag("use_routing_bias", True):
-        raise keys.unsupported("use_routing_bias=false is not implemented for minimax_m2: use another model.")
     moe = MoEArgs(
         routing=_routing(keys, "num_local_experts", scoring=scoring, normalize=True, correction=True),
         expert_size=keys.size("intermediate_size"),
@@ -233,12 +243,12 @@ def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
     return counted
 
 
-def _agrees(keys: Keys, key: str, known: tuple[str, ...]) -> str:
+def _agrees(keys: Keys, key: str, known: tuple[Any, ...]) -> str:
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
         raise keys.unsupported(
             f"{key}={value!r} is not implemented for {keys.get('model_type')} "
-            f"(only {', '.join(known)}): use another model."
+            f"(only {', '.join(map(str, known))}): use another model."
         )
     return str(value)
 

@@ -9,7 +9,7 @@ NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,
     *names.BLOCK_NORMS,
     *names.ATTENTION,
-    *names.QK_NORM,
+    *names.WIDE_NORM,
     *names.MIXTRAL_EXPERTS,
     (f"{_AT}e_score_correction_bias", "layers.{i}.mlp.router.correction", ""),
 )
