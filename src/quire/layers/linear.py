@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.kernels.activation import checked
 from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build, StepContext
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 
 class PackedLinear(NamedTuple):
@@ -55,9 +55,9 @@ class Linear(nn.Module):
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if "norm" not in self.features:
+        if "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -70,6 +70,11 @@ class Linear(nn.Module):
             y: Tensor = self.kernel.run_add(x, *self.packed, residual)
             return y
         return residual + self(x, ctx)
+
+    def summed(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """Return the projection of x, [T, out_features], summed over the ranks that have its inputs."""
+        y = self(x, ctx)
+        return y if self.tp is None else self.tp.all_reduce(y)
 
 
 class GatedLinear(Linear):
@@ -96,9 +101,9 @@ class GatedLinear(Linear):
         y: Tensor = self.kernel.run_gated(x, *self.packed, self.act)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fused or "norm" not in self.features:
+        if not self.fused or "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

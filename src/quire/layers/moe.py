@@ -19,11 +19,11 @@ from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -170,9 +170,18 @@ class MoE(nn.Module):
         self.choose: Callable[[Tensor, Tensor | None], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
-        x = norm(hidden)
+    def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
+        """Return residual + moe(x) by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
+
+        residual   None: x
+        """
+        residual = x if residual is None else residual
+        if branch.plain:
+            return self._added(branch.read(x), residual, ctx)
+        return branch.join(self._added(branch.read(x), torch.zeros_like(residual), ctx), residual)
+
+    def _added(self, x: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`."""
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
             weights, ids = (self.choose or self.router)(x, ctx.live)
