@@ -323,7 +323,7 @@ def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def experts_of(config: Any) -> Any:
-    """The first block of experts of a random model, by transformers; its router is `gate`."""
+    """The first block of experts of a random model, by transformers; its router is `gate` or `router`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
