@@ -41,7 +41,7 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
     made = tuple(_with_format(param, rules) if is_quantizable(param) else param for param in params)
     _check_experts(made)
     # A kernel runs both matrices of an expert: where it cannot run one, both are dequantized.
-    plain = {param.module for param in made if param.shard == "experts" and param.scheme is None}
+    plain = {param.module for param in made if _is_of_experts(param) and param.scheme is None}
     return tuple(replace(param, scheme=None) if param.module in plain else param for param in made)
 
 
@@ -140,7 +140,7 @@ def _check_experts(params: Iterable[Param]) -> None:
     """Refuse experts whose two matrices are of different kinds: a kernel runs both."""
     own: dict[str, Param] = {}
     for param in params:
-        if param.shard == "experts":
+        if _is_of_experts(param):
             other = own.setdefault(param.module, param)
             ours, theirs = (one.stored.needs if one.stored else None for one in (param, other))
             if ours != theirs:
@@ -149,6 +149,11 @@ def _check_experts(params: Iterable[Param]) -> None:
                     f"{one}, {two}: the matrices of an expert must have the same quantization: use "
                     "a checkpoint that quantizes both alike."
                 )
+
+
+def _is_of_experts(param: Param) -> bool:
+    """True for the matrices of experts, which have biases that are never quantized."""
+    return param.shard == "experts" and is_quantizable(param)
 
 
 def _rule(param: Param) -> Rule | None:

@@ -254,7 +254,8 @@ class PlanReport:
     @cached_property
     def _schemes(self) -> dict[str, Scheme | None]:
         """Parameter of experts -> its scheme."""
-        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+        matrices = {one.name: one.scheme for one in self._listed if one.shard == "experts"}
+        return {name: matrices[name.removesuffix("_bias")] for name in matrices}  # biases lie beside the matrices
 
     @property
     def load_device(self) -> str:
