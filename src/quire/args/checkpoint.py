@@ -23,12 +23,14 @@ from quire.args.latent import read_latent
 from quire.args.layers import DenseArgs, EndArgs, FeedForwardArgs, GroupedArgs, LayerArgs, MixerArgs, NormArgs
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.windows import LayerRule, read_layer_rules
+from quire.args.wrappers import WRAPPERS, WrapperArgs, unwrapped
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
 SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
+WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -49,6 +51,7 @@ class ModelArgs:
     draft_layers     number of these that an engine runs to draft tokens; the others are skipped
     eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
+    wrapper          place of the model in the checkpoint of a model around it, of which nothing else runs
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
 
@@ -65,6 +68,7 @@ class ModelArgs:
     extra_layers: int = 0
     draft_layers: int = 0
     eagle: EagleArgs | None = None
+    wrapper: WrapperArgs | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -98,12 +102,19 @@ class ModelArgs:
 
 def read_checkpoint_config(folder: Path, head: str = "") -> ModelArgs:
     """Read `folder/config.json`. Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each."""
-    return parse_checkpoint_config(read_raw_config(folder), str(Path(folder) / "config.json"), head)
+    path = Path(folder) / "config.json"
+    return parse_checkpoint_config(_read_json(path), str(path), head)
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the decoded `folder/config.json`. Raises ModelNotFound or ModelError."""
-    path = Path(folder) / "config.json"
+    """Return the decoded `folder/config.json`, of the language model where another is around it.
+
+    Raises ModelNotFound or ModelError.
+    """
+    return dict(unwrapped(_read_json(Path(folder) / "config.json"), str(Path(folder) / "config.json"))[0])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -117,13 +128,16 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", head: str = "") -> ModelArgs:
     """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors, `head` is as in `read_head`."""
+    raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
-    rope, rope_notes = read_rope(of_layers(keys, "full_attention"), max_positions, family.theta)
+    rope, rope_notes = read_rope(
+        of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
+    )
     context = max(max_positions, rope.extended_positions)
     rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
@@ -144,7 +158,9 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         dtype=dtype,
         ends=_ends(keys, family, hidden),
         extra_layers=extra,
+        wrapper=wrapper,
         notes=(
+            *([WRAPPED.format(wrapper.model_type)] if wrapper else ()),
             *_notes(keys, family, layers, extra),
             *rope_notes,
             *dtype_notes,
@@ -221,7 +237,9 @@ def _ends(keys: Keys, family: Family, hidden: int) -> EndArgs:
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:
     """Return model_type, its family, and True when the model has no head; the embedding then takes its place."""
-    ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    every = {name: family.architecture for name, family in FAMILIES.items()}
+    every |= {name: wrapper.architecture for name, wrapper in WRAPPERS.items()}
+    ours = ", ".join(f"{name} ({architecture})" for name, architecture in every.items())
     architectures = keys.names("architectures")
     named = {family.architecture: name for name, family in FAMILIES.items()}
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)

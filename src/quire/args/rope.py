@@ -14,7 +14,8 @@ DEFAULT_THETA = 10_000.0
 LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
+    "mrope_section mrope_interleaved".split()
 )
 
 
@@ -88,8 +89,12 @@ def rope_settings(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
+def read_rope(
+    keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA, *, sections: bool = False
+) -> tuple[RopeArgs, tuple[str, ...]]:
     """Return the checked rotary settings of a config.json, and notes about ignored keys.
+
+    sections   True: pairs of a head may have positions of their own in images (mrope_section). In text all are equal
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
     A rope_theta inside the settings wins over the outer one.
@@ -99,7 +104,7 @@ def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THE
         {"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
         f"{keys.source}: rope settings",
     )
-    if raw.get("mrope_section") is not None:
+    if raw.get("mrope_section") is not None and not sections:
         raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in KINDS:

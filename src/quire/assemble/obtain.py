@@ -17,7 +17,7 @@ from quire.plan.drafts import draft_config, head_method, with_draft_layers, with
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.layout import alone, layout, with_stored_experts
+from quire.plan.layout import alone, as_stored, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
@@ -52,16 +52,16 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     """Return the arguments of the model in `folder`, with the layers that draft.
 
     head   method of the EAGLE head that the folder must hold; "": a model
-    The tensors of a head have several spellings, and experts are stored in several forms: names of tensors decide.
+    Names of tensors decide the spelling of a head, the place inside another model, and the form of stored experts.
     """
     args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
-    if args.eagle is None and args.moe is None:
+    if args.eagle is None and args.wrapper is None and args.moe is None:
         return args
     try:
         stored = _stored_names(config, folder)
     except (ModelNotFound, WeightsError):  # the loader tells
         return args
-    return with_stored_experts(args, stored) if args.eagle is None else with_spelling(args, stored)
+    return with_spelling(args, stored) if args.eagle is not None else as_stored(args, stored)
 
 
 def read_model(

@@ -10,10 +10,12 @@ class StackedForm(NamedTuple):
 
     transposed   True: matrices are stored as [inputs, outputs]; False: as [outputs, inputs]
     paired       True: outputs of gate and up alternate (g0, u0, g1, u1); False: all of gate come before those of up
+    unit         numbers between gate and down that ranks do not divide: those of a block of MXFP4; 1: they divide all
     """
 
     transposed: bool = False
     paired: bool = False
+    unit: int = 1
 
 
 # Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
@@ -24,7 +26,7 @@ STACKED_FORMS = {
     "columns": StackedForm(transposed=True),
     "paired columns": StackedForm(transposed=True, paired=True),
     "rows": StackedForm(),
-    "paired rows": StackedForm(paired=True),
+    "paired rows": StackedForm(paired=True, unit=32),  # always quantized
 }
 
 

@@ -18,7 +18,7 @@ from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models import qwen3_moe
 from quire.models.names import STACKED_FORMS
 from quire.plan.formats import with_formats
-from quire.plan.layout import layout, stored_names, with_stored_experts
+from quire.plan.layout import as_stored, layout, stored_names
 from quire.plan.placement import ranks
 from quire.quantization.formats import raw_tensors
 from quire.weights.digest import join_sums
@@ -65,8 +65,8 @@ def stacked(each: dict[str, Tensor], form: str) -> dict[str, Tensor]:
     return found
 
 
-def as_stored(args: ModelArgs, form: str) -> ModelArgs:
-    made = with_stored_experts(args, [f"{AT.format(i=i)}down_proj" for i in args.expert_layers])
+def in_form(args: ModelArgs, form: str) -> ModelArgs:
+    made = as_stored(args, [f"{AT.format(i=i)}down_proj" for i in args.expert_layers])
     assert made.moe is not None and made.moe.stored == form
     return made
 
@@ -81,7 +81,7 @@ def test_ranks_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return count
 
     monkeypatch.setattr(os, "preadv", preadv)
-    each, other = stored_tensors(layout(EACH)), as_stored(EACH, form)
+    each, other = stored_tensors(layout(EACH)), in_form(EACH, form)
     for name, tensors in (("each", each), ("stacked", stacked(each, form))):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
@@ -107,7 +107,7 @@ def test_ranks_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_reads_its_whole_experts_alone(form: str) -> None:
-    args = as_stored(EACH, form)
+    args = in_form(EACH, form)
     rank = list(ranks(args, Parallel(tp=2, experts=True)))[1]
     experts = [param for param in layout(args, rank) if param.shard == "experts"]
     assert {part.expert for param in experts for part in param.parts} == set(rank.expert_ids)
@@ -118,7 +118,7 @@ def test_quantized_stacks_are_slices_too(tmp_path: Path, form: str) -> None:
     if STACKED_FORMS[form].transposed:
         pytest.skip("quantized stacks are of rows")
     each = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"), moe_intermediate_size=64))
-    other = with_stored_experts(each, [f"{AT.format(i=i)}down_proj_blocks" for i in each.expert_layers])
+    other = as_stored(each, [f"{AT.format(i=i)}down_proj_blocks" for i in each.expert_layers])
     assert other.moe is not None and other.moe.stored == form
     config, random = {"quant_method": "mxfp4"}, torch.Generator().manual_seed(1)
     plain = stored_tensors([param for param in layout(each) if param.shard != "experts"])
@@ -166,11 +166,11 @@ class Kept(Taken):
 def test_experts_of_other_formats_are_refused_in_a_stack(form: str) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with pytest.raises(UnsupportedModel, match="holds all experts"):
-        with_formats(layout(as_stored(EACH, form)), config)
+        with_formats(layout(in_form(EACH, form)), config)
 
 
 def test_reading_back_reverses_a_slice(form: str) -> None:
-    args = as_stored(EACH, form)
+    args = in_form(EACH, form)
     stored = stored_tensors(layout(args))
     again = {name: torch.full_like(one, torch.nan) for name, one in stored.items()}
     for param in layout(args):
@@ -189,7 +189,7 @@ def test_a_transposed_slice_is_one_of_the_matrix() -> None:
 def test_an_engine_computes_with_them(tmp_path: Path, form: str) -> None:
     """The layers get the memory of the experts; a wrong order of rows changes the hidden states."""
     each, found = stored_tensors(layout(EACH)), []
-    for tensors, args in ((each, EACH), (stacked(each, form), as_stored(EACH, form))):
+    for tensors, args in ((each, EACH), (stacked(each, form), in_form(EACH, form))):
         save_file(tensors, tmp_path / "model.safetensors")
         model = built(args)
         load_weights(model, tmp_path)
@@ -200,7 +200,7 @@ def test_an_engine_computes_with_them(tmp_path: Path, form: str) -> None:
 
 
 def test_a_tensor_of_another_size_is_named(tmp_path: Path, form: str) -> None:
-    args = as_stored(EACH, form)
+    args = in_form(EACH, form)
     tensors = stored_tensors(layout(args))
     name = f"{AT.format(i=args.expert_layers[0])}gate_up_proj"
     save_file(tensors | {name: tensors[name][1:].contiguous()}, tmp_path / "model.safetensors")
@@ -210,9 +210,9 @@ def test_a_tensor_of_another_size_is_named(tmp_path: Path, form: str) -> None:
 
 
 def test_names_decide_the_form() -> None:
-    assert EACH.moe is not None and with_stored_experts(EACH, ()) == EACH
+    assert EACH.moe is not None and as_stored(EACH, ()) == EACH
     names = [f"{AT.format(i=EACH.expert_layers[0])}down_proj"]
-    found = with_stored_experts(EACH, names).moe
+    found = as_stored(EACH, names).moe
     assert found == structs.replace(EACH.moe, stored="rows")
-    back = with_stored_experts(with_stored_experts(EACH, names), stored_tensors(layout(EACH)))
+    back = as_stored(as_stored(EACH, names), stored_tensors(layout(EACH)))
     assert back.moe == EACH.moe

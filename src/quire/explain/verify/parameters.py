@@ -22,7 +22,7 @@ from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm
-from quire.plan.layout import layout, with_stored_experts
+from quire.plan.layout import as_stored, layout
 from quire.quantization.formats import raw_tensors
 from quire.weights.files import full_names, stored_in, weight_files
 from quire.weights.slices import sliced
@@ -53,7 +53,7 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
     use the names in `params`. Raises ModelError for a tensor that the folder lacks.
     """
     try:
-        theirs = layout(with_stored_experts(read_checkpoint_config(folder), stored_in(folder)))
+        theirs = layout(as_stored(read_checkpoint_config(folder), stored_in(folder)))
     except UnsupportedModel:
         theirs = params
     parts = {param.name: param.parts for param in theirs}

@@ -47,13 +47,13 @@ class ExpertsKind:
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
-        moe, hidden, num, width = self._moe, write.hidden, self._moe.routing.num_experts, self._moe.expert_size
+        moe, hidden, num = self._moe, write.hidden, self._moe.routing.num_experts
         yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
         if moe.routing.logit_bias:
             yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
         if moe.routing.correction:
             yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
-        experts = StoredExperts(write, moe, layer, (0, width) if write.rank.whole_experts else write.share(width))
+        experts = StoredExperts(write, moe, layer)
         yield experts.gate_up("gate_up", hidden)
         yield experts.down("down")
         if moe.biased:

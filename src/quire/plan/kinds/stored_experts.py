@@ -6,6 +6,7 @@ The forms are those of `quire.models.names`: a tensor for each expert, or one th
 from collections.abc import Mapping
 
 from quire.args.experts import MoEArgs
+from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param, Part
 from quire.models.names import EACH, STACKED_FORMS, StackedForm
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
@@ -13,14 +14,21 @@ from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 AT = "layers.{i}.mlp.experts."
 
 
+def expert_share(moe: MoEArgs, rank: Rank) -> tuple[int, int]:
+    """Return start and count of a rank's slice of the numbers between gate and down of each expert."""
+    if rank.whole_experts:
+        return 0, moe.expert_size
+    unit = 1 if moe.stored == EACH else STACKED_FORMS[moe.stored].unit
+    unit = unit if moe.expert_size % unit == 0 else 1  # else the format refuses the matrix
+    first, end = share(moe.expert_size // unit, rank.tp, rank.place)
+    return first * unit, (end - first) * unit
+
+
 class StoredExperts:
-    """Writes the parameters of the experts of a layer.
+    """Writes the parameters of the experts of a layer."""
 
-    own   start and count of the rank's slice of the numbers between gate and down of each expert
-    """
-
-    def __init__(self, write: ParamWriter, moe: MoEArgs, layer: int, own: tuple[int, int]) -> None:
-        self._write, self._moe, self._layer, self._own = write, moe, layer, own
+    def __init__(self, write: ParamWriter, moe: MoEArgs, layer: int) -> None:
+        self._write, self._moe, self._layer, self._own = write, moe, layer, expert_share(moe, write.rank)
 
     def gate_up(self, name: str, width: int = 0) -> Param:
         """Make gate and up of each expert, fused. width: inputs; 0: the parameter is their biases."""
