@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from quire.args.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
-from quire.explain.verify.parameters import unordered
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
 from quire.quantization.scheme_words import scheme_words
 from quire.weights.load import load_weights
+from quire.weights.slices import write_slice
 
 Rules = Mapping[str, QuantizedMatrix]  # stored name of a weight -> its scheme and activation scale, without numbers
 
@@ -66,12 +66,7 @@ def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, o
         for place, weight in weights.items():  # in the order in which they were read
             one = of_expert(param, place, len(weights))
             for part, rows in _parts(one, _numbers(weight)):
-                at = (
-                    (slice(part.start, part.start + part.count),)
-                    if part.axis == 0
-                    else (slice(None), slice(part.start, part.start + part.count))
-                )
-                stored.setdefault(part.stored, torch.zeros(part.shape))[at] = rows
+                write_slice(stored.setdefault(part.stored, torch.zeros(part.shape)), part, rows)
                 if isinstance(weight, QuantizedMatrix):
                     rules[part.stored] = replace(
                         empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale
@@ -94,12 +89,12 @@ def _numbers(weight: Weight) -> Tensor:
 
 
 def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the parts of a parameter with their rows, in the order of the checkpoint."""
+    """Yield the parts of a parameter with their rows."""
     first = 0
     for part in param.parts:
         own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
         first += part.rows
-        yield part, unordered(own, part.order, by_head=False)
+        yield part, own
 
 
 class QuantizedInputs(TorchFunctionMode):
