@@ -1,8 +1,9 @@
 """The model families: defaults of keys that config.json lacks, and the keys that a family alone reads. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from quire.args.experts import MOE_KEYS
 from quire.args.latent import LATENT_KEYS
@@ -18,6 +19,7 @@ class Window:
               "from" max_window_layers on, the "even below" it, the "unrotated" ones, those "between" each `period`-th
               layer; "": the family has no windows
     period    of full layers, when config.json lacks the key sliding_window_pattern
+    last_full True: the last layer has no window, whatever layer_types says
     plain     True: layers with the window rotate heads without the scaling of the others
     theta     rope_theta of these, when config.json lacks the key rope_local_base_freq; 0: that of the others
     """
@@ -26,6 +28,7 @@ class Window:
     by_flag: bool = False
     layers: str = ""
     period: int = 0
+    last_full: bool = False
     plain: bool = False
     theta: float = 0.0
 
@@ -40,7 +43,9 @@ class Heads:
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
                  ones beside others with a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
-    interleaved, sinks   as in `GroupedArgs`
+    interleaved, sinks, values, scale   as in `GroupedArgs`
+    by_kind      True: layers with full attention have heads of their own: global_head_dim, num_global_key_value_heads,
+                 attention_k_eq_v
     """
 
     qk_norm: str | None = ""
@@ -50,6 +55,9 @@ class Heads:
     soft_cap: float | None = None
     interleaved: bool = False
     sinks: bool = False
+    values: str = ""
+    scale: float = 0.0
+    by_kind: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,7 @@ class LayerForm:
     root_embeddings   True: embeddings are multiplied by the root of hidden_size
     tied              tie_word_embeddings when config.json lacks the key
     logit_cap         final_logit_softcapping when config.json lacks the key
+    scaled            as in `LayerArgs`
     """
 
     norms: str = "before"
@@ -73,6 +82,7 @@ class LayerForm:
     root_embeddings: bool = False
     tied: bool = False
     logit_cap: float | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +93,10 @@ class Family:
     biased       value of attention_bias when config.json lacks the key
     output_key   key that decides of output_bias
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
+    experts_key  key that switches experts on; "": the family always has experts
+    beside       True: experts stand beside the gated MLP of a layer; False: in its place
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
+    ropes        rope_parameters when config.json lacks the key
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
                  which are skipped; config.json may spell this key num_mtp_layers), query_pre_attn_scalar and
@@ -97,12 +110,15 @@ class Family:
     biased: bool = False
     output_key: str = "attention_bias"
     experts: str = ""
+    experts_key: str = ""
+    beside: bool = False
     latent: str = ""
     window: Window = Window()
     heads: Heads = Heads()
     form: LayerForm = LayerForm()
     theta: float = 10_000.0  # when rope_theta is missing
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
+    ropes: Mapping[str, Any] = field(default_factory=dict)
     words: str = ""
 
     @cached_property
@@ -121,6 +137,15 @@ QWEN3 = Heads(qk_norm="head", dim=128)
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
 GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping hidden_activation"
+GEMMA4_KEYS = (
+    "attention_bias final_logit_softcapping hidden_activation global_head_dim num_global_key_value_heads "
+    "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
+    "hidden_size_per_layer_input vocab_size_per_layer_input"
+)
+GEMMA4_ROPES: Mapping[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                     words="attention_bias mlp_bias"),
@@ -146,6 +171,13 @@ FAMILIES: Mapping[str, Family] = {
                           heads=Heads(qk_norm="head", dim=256), form=GEMMA, theta=1e6,
                           window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
                           words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
+    "gemma4_text": Family(architecture="Gemma4ForCausalLM", qkv_bias=None, output_bias=None, experts="gemma4",
+                          experts_key="enable_moe_block", beside=True,
+                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True),
+                          form=replace(GEMMA, plus_one=False, scaled=True), theta=1e6,
+                          window=Window(default=512, layers="between", period=6, last_full=True, plain=True,
+                                        theta=10_000.0),
+                          ropes=GEMMA4_ROPES, words=GEMMA4_KEYS),
     "olmo2": Family(architecture="Olmo2ForCausalLM", qkv_bias=None, output_bias=None,
                     heads=Heads(qk_norm="whole", one_kv_each=True), form=LayerForm(norms="after", eps=1e-5),
                     words="attention_bias"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.args.keys import Keys
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 DEFAULT_THETA = 10_000.0
 LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
@@ -23,7 +23,8 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn | none
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn |
+           proportional (the first `part` of the pairs of a whole head, the others stay) | none
     original_max_position   trained length in tokens, for llama3 and yarn
     attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
     """
@@ -40,6 +41,7 @@ class RopeArgs:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    part: float = 1.0
 
     @property
     def extended_positions(self) -> int:
@@ -112,6 +114,11 @@ def read_rope(
     theta, notes = raw.positive("rope_theta"), _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
+    if kind == "proportional":
+        part = raw.positive("partial_rotary_factor", 1.0)
+        if part > 1:
+            raise keys.wrong(f"partial_rotary_factor={part} must be at most 1.")
+        return RopeArgs(theta=theta, kind=kind, factor=raw.positive("factor", 1.0), part=part), notes
     if (factor := raw.positive("factor")) < 1:
         raise keys.wrong(f"rope factor={factor} must be at least 1.")
     temperature = raw.positive("mscale_all_dim") if raw.get("mscale_all_dim") else None

@@ -41,7 +41,7 @@ def model_views(
     views   returns the tensors of a layer's cache, as `KVArena.views`
     """
     mixers = [one.mixer for one in model.held]
-    found = kv_views(mixers, map(views, range(len(mixers))), scales)
+    found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
     if model.draft is not None:
         mixers = [one.mixer for one in model.draft.held]
         found += kv_views(mixers, map(views, count(len(found))))

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.layers.attention import Attention
+from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.eagle import DraftIds, EagleLayer
@@ -22,7 +23,7 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
-from quire.layers.norm import Norm
+from quire.layers.norm import LayerFactor, Norm
 
 MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
@@ -30,9 +31,10 @@ MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
 }
 
 
-FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE]] = {
-    DenseArgs: lambda args, at, hidden_size, build: GatedMLP(at, build, args.act),
-    MoEArgs: MoE,
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
+    DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
+    MoEArgs: lambda args, at, hidden_size, build, norm: MoE(args, at, hidden_size, build),
+    BesideArgs: MLPBesideExperts,
 }
 
 
@@ -53,13 +55,14 @@ class DecoderBlock(nn.Module):
             f"{at}.attention",
             args.norm,
             build,
-            build.group_of(layer),
+            build.group_of(args.kept_by(layer)),
             args.rotations.index(own.mixer.rotation),
         )
-        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build)
+        self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, self.factor)
         self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
         part = FEED_FORWARDS[type(own.feed_forward)]
-        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
+        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
 
     def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
@@ -70,10 +73,16 @@ class DecoderBlock(nn.Module):
         hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
         return self.mlp(hidden, self.mlp_branch, ctx)
 
+    @property
+    def experts(self) -> MoE | None:
+        """The layer's experts; None: it has none."""
+        part = self.mlp.moe if isinstance(self.mlp, MLPBesideExperts) else self.mlp
+        return part if isinstance(part, MoE) else None
+
     def join(self, ctx: StepContext) -> None:
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
-        if isinstance(self.mlp, MoE):
-            self.mlp.join(ctx)
+        if self.experts is not None:
+            self.experts.join(ctx)
 
 
 class DraftLayer(nn.Module):

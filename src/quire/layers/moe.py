@@ -38,6 +38,7 @@ class Router(nn.Module):
 
     def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
+        self.factors: Tensor | None = None
         self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
         self.correction: Tensor | None = None
@@ -45,8 +46,11 @@ class Router(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Pack the weight, and move weight, bias and correction to the layer's device. See `Loads`.
 
-        The projection adds the bias to the logits, the routing kernel the correction to the scores.
+        The projection adds the bias to the logits, the routing kernel the correction to the scores. It multiplies
+        weights by the factors of experts.
         """
+        factors = tensors.pop("factors", None)
+        self.factors = None if factors is None else factors.to(self.device)
         correction = tensors.pop("correction", None)
         self.correction = None if correction is None else correction.to(self.device)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
@@ -59,7 +63,7 @@ class Router(nn.Module):
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
-        weights, ids = self.kernel.route(logits, self.correction, self.routing, live)
+        weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.factors)
         return weights, ids
 
 
@@ -177,14 +181,17 @@ class MoE(nn.Module):
         """
         residual = x if residual is None else residual
         if branch.plain:
-            return self._added(branch.read(x), residual, ctx)
-        return branch.join(self._added(branch.read(x), torch.zeros_like(residual), ctx), residual)
+            return self.added(branch.read(x), residual, ctx)
+        return branch.join(self.added(branch.read(x), torch.zeros_like(residual), ctx), residual)
 
-    def _added(self, x: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`."""
+    def added(self, x: Tensor, hidden: Tensor, ctx: StepContext, scored: Tensor | None = None) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
+
+        scored   input of the router [T, hidden]; None: x
+        """
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = (self.choose or self.router)(x, ctx.live)
+            weights, ids = (self.choose or self.router)(x if scored is None else scored, ctx.live)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:

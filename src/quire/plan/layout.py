@@ -12,7 +12,6 @@ from math import prod
 from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import MoEArgs
 from quire.args.wrappers import PLACES, placed
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
@@ -67,10 +66,7 @@ def _with_experts(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
         if name not in stored and not quantized:
             continue
         moe = structs.replace(args.moe, stored=form)
-        layers = (
-            structs.replace(one, feed_forward=moe) if isinstance(one.feed_forward, MoEArgs) else one
-            for one in args.layers
-        )
+        layers = (one if one.experts is None else one.with_experts(moe) for one in args.layers)
         return replace(args, layers=tuple(layers))
     return args
 

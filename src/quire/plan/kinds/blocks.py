@@ -30,6 +30,8 @@ def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Pa
     yield from mixer(own.mixer).params(write, layer, args.hidden_size)
     yield from _norms("mlp", own, write, layer)
     yield from feed_forward(own.feed_forward).params(write, layer)
+    if own.scaled:
+        yield write.param(AT + "factor.weight", {"": StoredRows(1)}, dtype="float32", layer=layer)
 
 
 def _norms(half: str, own: LayerArgs, write: ParamWriter, layer: int) -> Iterator[Param]:

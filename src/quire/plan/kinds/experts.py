@@ -51,6 +51,8 @@ class ExpertsKind:
         yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
         if moe.routing.logit_bias:
             yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
+        if moe.routing.factors:
+            yield write.param(AT + "router.factors", {"": StoredRows(num)}, dtype="float32", layer=layer)
         if moe.routing.correction:
             yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
         experts = StoredExperts(write, moe, layer)
@@ -67,27 +69,32 @@ class ExpertsKind:
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield norm, router, experts and shared experts, with the exchanges between ranks and replicas."""
-        moe = self._moe
         if step.before:
             yield Call(step.norm, ("mlp_norm.weight",))
+        yield from self.routed(step)
+        yield from joined("mlp", step)
+
+    def routed(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the same calls without the norms around them."""
+        moe = self._moe
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
             run = "linear.run_float" if moe.router_float else "linear.run"
             yield Call(run, weights("mlp.router", moe.routing.logit_bias))
-            yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
+            stored = {"correction": moe.routing.correction, "factors": moe.routing.factors}
+            yield Call("routing.route", tuple(f"mlp.router.{name}" for name, there in stored.items() if there))
         names = ("mlp.experts.gate_up", "mlp.experts.down")
         experts = Call("experts.run", (*names, *(f"{name}_bias" for name in names if moe.biased)))
         shared = tuple(self._shared(step))
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), experts, *next(ways), *joined("mlp", step))
+            yield from (*shared, *summed, *next(ways), experts, *next(ways))
             return
         yield from (*shared, experts)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
-        yield from joined("mlp", step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs, or the ways of rows to the experts of other replicas and back."""
