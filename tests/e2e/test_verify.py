@@ -470,7 +470,7 @@ def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
         known = {**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}
         return read(Keys(known, keys.source), *given)
 
-    row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", keys=frozenset({"num_kv_groups"}))
+    row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", words="num_kv_groups")
     case = replace(
         FAMILIES["qwen2"],
         peer="qwen2",

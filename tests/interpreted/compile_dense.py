@@ -44,5 +44,5 @@ def main() -> None:
             launch(rows, 12288, 4096, gated=True)
     if FULL:
         launch(16, 5000, 1000, bias=True)
-    for act in ACTS[1:]:
+    for act in ACTS:
         launch(50, 3000, 520, bias=True, gated=True, act=act)

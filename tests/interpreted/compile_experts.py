@@ -144,9 +144,11 @@ def eight_bits() -> None:
         experts, hidden, inner = (32, 7168, 2048) if powers else (128, 2048, 768)
         scheme = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=powers)
         launch_quantized(scaled, tokens, experts, 8, hidden, inner, scheme)
-    for tokens in (1, 8192, *full_rows((64,))):
-        scheme = Scheme(values="e4m3", block=(128, 128), inputs="group")
+    scheme = Scheme(values="e4m3", block=(128, 128), inputs="group")
+    for tokens in (1, 512, *full_rows((8192,))):
         launch_quantized(scaled, tokens, 32, 4, 2880, 2944, scheme, GPT_OSS)
+    for act in ACTS[1:]:
+        launch_quantized(scaled, 8192, 128, 8, 2048, 768, scheme, ExpertForm(act))
 
 
 def integers() -> None:

@@ -73,7 +73,8 @@ def main() -> None:
     launch(1, 12288, 4096, gated=True)
     launch(8, 1000, 1024, 32, zeros=False)
     launch(16, 4096, 12288, residual=True)
-    launch(128, 3072, 1024, 64, gated=True, act="swiglu_oai")
+    launch(128, 3072, 1024, 64, gated=True)
+    launch(8, 3072, 1024, 64, gated=True, act="swiglu_oai")
     launch(128, 8192, 3584, 32, bits=8)
     launch(300, 8192, 3584, 32, bits=8)
     for rows, scheme in (

@@ -153,6 +153,10 @@ class Decoder(nn.Module):
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 
+    def owner(self, module: str) -> Loads:
+        """Return the layer named `module`, which has the parameters of that name."""
+        return self._owners[module]
+
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """Return the parameter memory of the layer named `module` for the loader to write to; None: call `take`."""
         owner = self._owners[module]

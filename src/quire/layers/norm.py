@@ -11,6 +11,7 @@ class Norm(nn.Module):
     """y = x / rms(x) * weight, or as `args` say; the weight is [width], float32 where 1 is added to it."""
 
     weight: Tensor
+    stored: Tensor  # the weight as the checkpoint has it
 
     def __init__(self, at: str, args: NormArgs, build: Build) -> None:
         super().__init__()
@@ -18,7 +19,8 @@ class Norm(nn.Module):
         self.eps, self.args = args.eps, args
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        self.weight = scale_of(tensors["weight"].to(self.device), self.args)
+        self.stored = tensors["weight"].to(self.device)
+        self.weight = scale_of(self.stored, self.args)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of each row of x, [T, width] -> [T, width]."""
@@ -49,12 +51,12 @@ class HeadNorm(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Repeat the weights "q" and "k" for every head and stack them, on the layer's device. See `Loads`."""
         q, k = (tensors[name].expand(heads, -1) for name, heads in zip("qk", self._heads, strict=True))
-        self.weight = scale_of(torch.cat((q, k)).to(self.device), self.args)
+        self.stored = torch.cat((q, k)).to(self.device)
+        self.weight = scale_of(self.stored, self.args)
 
     def rows(self, name: str) -> Tensor:
         """The weights of the heads of "q" or "k" as stored, [heads, head_dim]."""
-        rows = self.weight[: self._heads[0]] if name == "q" else self.weight[self._heads[0] :]
-        return rows - 1 if self.args.plus_one else rows
+        return self.stored[: self._heads[0]] if name == "q" else self.stored[self._heads[0] :]
 
 
 class WideNorm(nn.Module):
@@ -72,12 +74,12 @@ class WideNorm(nn.Module):
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Join the weights "q" and "k", on the layer's device. See `Loads`."""
-        self.weight = scale_of(torch.cat((tensors["q"], tensors["k"])).to(self.device), self.args)
+        assert not self.args.plus_one, "no family adds 1 to these weights"
+        self.weight = torch.cat((tensors["q"], tensors["k"])).to(self.device)
 
     def rows(self, name: str) -> Tensor:
         """The weights of "q" or "k" as stored, in the order of this rank's heads."""
-        rows = self.weight[: self._widths[0]] if name == "q" else self.weight[self._widths[0] :]
-        return rows - 1 if self.args.plus_one else rows
+        return self.weight[: self._widths[0]] if name == "q" else self.weight[self._widths[0] :]
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Normalize queries and keys of qkv [T, queries | keys | values] in place, and return it."""

@@ -66,8 +66,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
     These are those of a model around the language model, rotary tables of older checkpoints, a head that is tied to
-    the embedding, scales of a quantized KV cache, and the layers of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of
-    embedding and head.
+    the embedding, scales of a quantized KV cache, and the layers of multi-token prediction (MTP) that draft nothing. Of
+    the others, and of EAGLE heads, copies of embedding and head.
     """
     if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:
         return True

@@ -26,30 +26,34 @@ def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
     return y
 
 
-def _terms(gate, up, ACT: tl.constexpr):
-    """Return (g, z, u) of an activation g * sigmoid(z) * u, in float32. ACT: word of `activation.ACTS`.
-
-    The limits keep NaN, because it is not greater than a number.
-    """
+def _gate(gate, ACT: tl.constexpr):
+    """Return (g, z) of an activation g * sigmoid(z) * u, in float32. ACT: word of `activation.ACTS`."""
     z = gate
     if ACT == "gelu_tanh":  # (1 + tanh(t)) / 2 = sigmoid(2 t), and 2 sqrt(2 / pi) = 1.5957691216
         z = gate * (1.5957691216057308 * (1 + 0.044715 * gate * gate))
     if ACT == "swiglu_oai":
-        gate = tl.where(gate > 7.0, 7.0, gate)
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         z = gate * 1.702
-        up = tl.where(up > 7.0, 7.0, up)
-        up = 1 + tl.where(up < -7.0, -7.0, up)
-    return gate, z, up
+    return gate, z
 
 
-_triton_terms, _gluon_terms = jit(_terms), gluon_jit(_terms)
+def _up(up, ACT: tl.constexpr):
+    """Return u of an activation; see `_gate`."""
+    if ACT == "swiglu_oai":
+        below = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = 1 + tl.maximum(below, -7.0, propagate_nan=tl.PropagateNan.ALL)
+    return up
+
+
+_triton_gate, _triton_up = jit(_gate), jit(_up)
+_gluon_gate, _gluon_up = gluon_jit(_gate), gluon_jit(_up)
 
 
 @jit
 def gated_of(gate, up, ACT: tl.constexpr):
     """Return the activation of gate and up, in float32. ACT: word of `activation.ACTS`."""
-    gate, z, up = _triton_terms(gate, up, ACT)
-    return gate / (1 + tl.exp(-z)) * up
+    gate, z = _triton_gate(gate, ACT)
+    return gate / (1 + tl.exp(-z)) * _triton_up(up, ACT)
 
 
 @gluon_jit
@@ -58,12 +62,12 @@ def gated_in_gluon(gate, up, ACT: gl.constexpr):
 
     It is exact to a unit in the last place, and takes a third of the instructions of a division.
     """
-    gate, z, up = _gluon_terms(gate, up, ACT)
+    gate, z = _gluon_gate(gate, ACT)
     below = 1 + gl.exp2(-1.4426950408889634 * z)
     reciprocal = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True, pack=1
     )
-    return gate * reciprocal * up
+    return gate * reciprocal * _gluon_up(up, ACT)
 
 
 @jit

@@ -291,9 +291,12 @@ def many(
 
 
 def in_gluon(packed: Packed) -> bool:
-    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper."""
+    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper.
+
+    They have no registers for biases.
+    """
     blocks = all(one.block == one.rule == GROUP for one in (packed.gate_up, packed.down))
-    return blocks and not triton_runtime.missing_hopper()
+    return blocks and not packed.form.biased and not triton_runtime.missing_hopper()
 
 
 def products(

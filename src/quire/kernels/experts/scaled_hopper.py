@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.experts.hopper import ROWS, WORDS, _added, _find, _tiles_kernel, _write
+from quire.kernels.experts.hopper import ROWS, WORDS, _find, _tiles_kernel, _write
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.quantize.triton import GROUP
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
@@ -68,12 +68,12 @@ def products(
     weights  [T, k] float32 routing weights
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
     """
-    first, second, act, first_bias, second_bias = packed
+    first, second, act = packed[:3]
     tiles = make_tiles(starts, len(order))
     h = torch.empty((len(order), second.values.shape[2]), dtype=torch.float8_e4m3fn, device=parts.device)
     scales = torch.empty((h.shape[1] // GROUP, len(h)), dtype=torch.float32, device=parts.device)
-    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers, act, first_bias)
-    down((h, scales), second, order, tiles, weights, parts, second_bias)
+    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers, act)
+    down((h, scales), second, order, tiles, weights, parts)
 
 
 def make_tiles(starts: Tensor, pairs: int) -> Tensor:
@@ -100,19 +100,18 @@ def up(
     scales: Tensor,
     k: int,
     powers: bool,
-    act: str = "silu",
-    bias: Tensor | None = None,
+    act: str,
 ) -> None:
     """Compute and quantize the activation of gate and up of all pairs (token, chosen expert), sorted by expert.
 
     h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
     k           number of experts of a token
     powers      True: `scales` are powers of two
-    bias        [experts, 2I]; None: no bias
+    act         activation
 
     Other arguments as in `products` and `make_tiles`.
     """
-    _product(x[0], x[1], stack, order, bias, tiles, None, h, scales, k, powers, act, UP)
+    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, act, UP)
 
 
 def down(
@@ -122,16 +121,12 @@ def down(
     tiles: Tensor,
     weights: Tensor,
     parts: Tensor,
-    bias: Tensor | None = None,
 ) -> None:
     """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
 
-    h      quantized rows and their scales, which `up` wrote
-    bias   [experts, H]; None: no bias
-
-    Other arguments as in `products` and `make_tiles`.
+    h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
     """
-    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, bias, tiles, weights, parts, None, 0, False, "", DOWN)
+    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, "", DOWN)
 
 
 def _product(
@@ -139,7 +134,6 @@ def _product(
     x_scales: Tensor,
     stack: Stack,
     order: Tensor,
-    bias: Tensor | None,
     tiles: Tensor,
     routing: Tensor | None,
     y: Tensor,
@@ -156,7 +150,6 @@ def _product(
         x_scales,
         describe(stack.values.view(-1, depth), [GROUP, GROUP]),
         stack.scales,
-        bias,
         order,
         tiles,
         routing,
@@ -375,7 +368,6 @@ def _sum(
 
 @gluon_jit
 def _multiply(
-    bias,
     order,
     tiles,
     routing,
@@ -410,10 +402,10 @@ def _multiply(
     STORE: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH // 4, 128 // EACH], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
-    expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
+    _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
         upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)  # read meanwhile
-        next_expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
+        _expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
         if left > HALF * 64:
             place = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
             lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -422,17 +414,12 @@ def _multiply(
                 routed = gl.load(routing + gl.load(order + first + gl.minimum(lane, left - 1)))[:, None]
             one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, SUMS)
             count += K // 128
-            at = expert.to(gl.int64) * (N << GATED)
             if GATED:
-                one = _added(one, bias, at, col * 128, N)
-                two = _added(two, bias, at + N, col * 128, N)
                 values = _rounded(gated_in_gluon(one, two, ACT))
                 scale = _scale_of(values, POWERS)
                 gl.store(y_scales + col * stride_y + first + lane, scale, mask=lane < left)
                 _write(y, _narrow(values, scale), out, place, col * 128, left, HALF, N, STORE)
             else:
-                one = _added(one, bias, at, col * 256, N)
-                two = _added(two, bias, at, col * 256 + 128, N)
                 _write(y, one * routed, out, place, col * 256, left, HALF, N, STORE)
                 _write(y, two * routed, out, place, col * 256 + 128, left, HALF, N, STORE)
         else:
@@ -440,7 +427,7 @@ def _multiply(
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(free.index(count % STAGES))
                 count += 1
-        expert, first, left, col = next_expert, next_first, next_left, next_col
+        first, left, col = next_first, next_left, next_col
 
 
 @gluon_jit
@@ -449,7 +436,6 @@ def _scaled_kernel(
     x_scales,
     weight,
     w_scales,
-    bias,
     order,
     tiles,
     routing,
@@ -479,7 +465,6 @@ def _scaled_kernel(
     x_scales           float32 [K / 128, rows of x]; stride_s  elements from group to group
     weight             descriptor of all experts' weights as rows [R, K] e4m3, in tiles [128, 128]
     w_scales           float32 [experts, 2 N / 128 if GATED else N / 128, K / 128]
-    bias               [experts, 2 N] if GATED, else [experts, N]; or None
     order, tiles       [pairs] int32, see `triton._sort`; [most, WORDS] int32, see `hopper._tiles_kernel`
     routing            [T, k] float32 routing weights, None if GATED
     y                  [pairs, N], output: e4m3 activation in sorted order if GATED, else weighted results by pair
@@ -513,7 +498,6 @@ def _scaled_kernel(
             (
                 _multiply,
                 (
-                    bias,
                     order,
                     tiles,
                     routing,
@@ -540,7 +524,6 @@ def _scaled_kernel(
             (
                 _multiply,
                 (
-                    bias,
                     order,
                     tiles,
                     routing,
