@@ -24,7 +24,7 @@ DEEPSEEK = Routing(
     num_experts=256,
     top_k=8,
     scoring="sigmoid",
-    bias=True,
+    correction=True,
     num_groups=8,
     top_groups=4,
     group_score="top2",
@@ -106,7 +106,7 @@ def decodes() -> None:
         for live in (None, empty(4, dtype=torch.bool)):
             routing.route(
                 empty(4, plan.num_experts, dtype=torch.float32),
-                empty(plan.num_experts, dtype=torch.float32) if plan.bias else None,
+                empty(plan.num_experts, dtype=torch.float32) if plan.correction else None,
                 plan,
                 live,
             )

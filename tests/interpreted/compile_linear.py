@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
 from quire.kernels.linear import weight_only
-from quire.kernels.linear import weight_only_words as words
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import empty as empty_matrix
+from quire.kernels.weight_only import words
 
 from ..support.full import FULL
 from .compiling import AbsentGpu, Made

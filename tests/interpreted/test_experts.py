@@ -73,7 +73,7 @@ def test_routing_of_no_tokens_and_of_no_numbers() -> None:
     assert routing.route(torch.empty(0, 128), None, QWEN3)[1].shape == (0, 8)
     logits = torch.stack((torch.full((256,), torch.nan), torch.full((256,), -torch.inf)))
     for plan, rows in ((DEEPSEEK_V3, logits), (QWEN3, logits[:, :128])):
-        _, ids = routing.route(rows, torch.zeros(256) if plan.bias else None, plan)
+        _, ids = routing.route(rows, torch.zeros(256) if plan.correction else None, plan)
         assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < plan.num_experts for row in ids.tolist())
 
 

@@ -68,6 +68,7 @@ class FamilyCase:
     biases    keys that switch biases on
     ropes     kinds of rotation that the family may have
     by_layer  theta of the layers with a window, whose rotation has no scaling; 0: theirs is that of the others
+    yarn      settings of the rotation "yarn" beside those of `ROPES`
     peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
               cannot read the family's files: `write_model` writes a copy for it
     keys      key of the peer's config.json -> the family's own key
@@ -79,6 +80,7 @@ class FamilyCase:
     biases: tuple[str, ...] = ()
     ropes: tuple[str, ...] = tuple(ROPES)
     by_layer: float = 0.0
+    yarn: Mapping[str, Any] = field(default_factory=dict)
     peer: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -135,6 +137,15 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": FamilyCase(
         options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]}, biases=("attention_bias",)
+    ),
+    "gpt_oss": FamilyCase(
+        options=_WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24},
+        biases=("attention_bias",),
+        yarn={"truncate": False},
+    ),
+    "minimax_m2": FamilyCase(
+        options={"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "rotary_dim": 8},
+        ropes=tuple(rope for rope in ROPES if rope != "yarn"),
     ),
     "deepseek_v2": FamilyCase(
         options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
@@ -255,6 +266,8 @@ def hf_config(spec: Tiny) -> Any:
         del options["head_dim"]  # is that of the rotated part there
         if spec.rope == "yarn":
             options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    if spec.rope == "yarn":
+        options["rope_parameters"] |= family.yarn
     if options.get("head_dim", 0) is None:  # hidden_size / heads there
         del options["head_dim"]
     if family.by_layer:
@@ -310,7 +323,7 @@ def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def experts_of(config: Any) -> Any:
-    """The first block of experts of a random model, by transformers; its router is `gate`."""
+    """The first block of experts of a random model, by transformers; its router is `gate` or `router`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -326,7 +339,7 @@ def random_model(spec: Tiny, seed: int) -> Any:
     model.generation_config.eos_token_id = None  # the oracle never stops early
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("_proj_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -47,6 +47,8 @@ def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> flo
 def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> int:
     """Return the number of rotated dimensions of a head. Their two halves come first in the checkpoint."""
     nested = rope_settings(keys)
+    if "rotary_dim" in family.keys and keys.get("rotary_dim") is not None and "partial_rotary_factor" not in nested:
+        nested = {**nested, "partial_rotary_factor": keys.size("rotary_dim", most=head_dim) / head_dim}
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
             raise keys.unsupported(

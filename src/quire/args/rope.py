@@ -119,7 +119,7 @@ def read_rope(
     if kind in ("linear", "dynamic"):
         return common, notes
     trained = "original_max_position_embeddings"
-    original = keys.get(trained) or raw.get(trained) or max_positions
+    original = keys.get(trained) or raw.get(trained) or keys.get("initial_context_length") or max_positions
     if not isinstance(original, int) or original < 1:
         raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
     return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes

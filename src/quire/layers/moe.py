@@ -40,15 +40,15 @@ class Router(nn.Module):
         super().__init__()
         self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
-        self.bias: Tensor | None = None
+        self.correction: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the weight, and move weight and bias to the layer's device. See `Loads`.
+        """Pack the weight, and move weight, bias and correction to the layer's device. See `Loads`.
 
-        The routing kernel adds the bias to the scores; the projection does not.
+        The projection adds the bias to the logits, the routing kernel the correction to the scores.
         """
-        bias = tensors.pop("bias", None)
-        self.bias = None if bias is None else bias.to(self.device)
+        correction = tensors.pop("correction", None)
+        self.correction = None if correction is None else correction.to(self.device)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Routed:
@@ -59,7 +59,7 @@ class Router(nn.Module):
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
-        weights, ids = self.kernel.route(logits, self.bias, self.routing, live)
+        weights, ids = self.kernel.route(logits, self.correction, self.routing, live)
         return weights, ids
 
 

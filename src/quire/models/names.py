@@ -1,6 +1,33 @@
 """Rows of the name maps that the decoders of Hugging Face share: (checkpoint name, parameter, part)."""
 
+from typing import NamedTuple
+
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
+
+
+class StackedForm(NamedTuple):
+    """Form of a stored tensor that stacks a matrix of all experts along its first axis.
+
+    transposed   True: matrices are stored as [inputs, outputs]; False: as [outputs, inputs]
+    paired       True: outputs of gate and up alternate (g0, u0, g1, u1); False: all of gate come before those of up
+    unit         numbers between gate and down that ranks do not divide: those of a block of MXFP4; 1: they divide all
+    """
+
+    transposed: bool = False
+    paired: bool = False
+    unit: int = 1
+
+
+# Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
+# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.". Two forms may have the
+# same names: quantized stacks are of rows, and have "_blocks" and "_scales" behind the names.
+EACH = "each"
+STACKED_FORMS = {
+    "columns": StackedForm(transposed=True),
+    "paired columns": StackedForm(transposed=True, paired=True),
+    "rows": StackedForm(),
+    "paired rows": StackedForm(paired=True, unit=32),  # always quantized
+}
 
 
 def renamed(at: str, *maps: NameMap) -> NameMap:
@@ -82,7 +109,19 @@ EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
     ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
 )
-ROUTER_BIAS: NameMap = (("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.bias", ""),)
+MIXTRAL_EXPERTS: NameMap = (
+    ("model.layers.{i}.block_sparse_moe.gate.weight", "layers.{i}.mlp.router.weight", ""),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)
+STACKED_EXPERTS: NameMap = (  # as checkpoints store them beside EXPERTS, whose router has the same name
+    ("model.layers.{i}.mlp.experts.gate_up_proj", "layers.{i}.mlp.experts.gate_up", "rows"),
+    ("model.layers.{i}.mlp.experts.down_proj", "layers.{i}.mlp.experts.down", "rows"),
+)
+ROUTER_CORRECTION: NameMap = (
+    ("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.correction", ""),
+)
 SHARED_EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.shared_experts.gate_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.shared_experts.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),

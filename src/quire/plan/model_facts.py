@@ -74,6 +74,7 @@ def _router(router: dict[str, Any]) -> str:
         score = {"max": "best expert", "top2": "two best experts"}[router["group_score"]]
         groups = "from the best {top_groups} of {num_groups} groups".format(**router)
         words.append(f"{groups} (by their {score})")
-    words.append(f"{router['scoring']} scores{' with a bias that only chooses' * router['bias']}")
+    biased = " of biased logits" * router["logit_bias"] + " with a bias that only chooses" * router["correction"]
+    words.append(f"{router['scoring']} scores{biased}")
     words.append(f"weights {'' if router['normalize'] else 'not '}renormalized")
     return ", ".join([*words, *[f"scaled by {router['scaling']:g}"] * (router["scaling"] != 1)])

@@ -19,7 +19,9 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
         return "" if in_place else "experts.put"
     if name.endswith(".router.weight"):
         return "linear.pack"
-    if name.endswith(("norm.weight", "_after.weight", "_norm.q", "_norm.k", "sinks.weight", ".kv_up.weight", "bias")):
+    if name.endswith(
+        ("norm.weight", "_after.weight", "_norm.q", "_norm.k", "sinks.weight", ".kv_up.weight", ".correction", "bias")
+    ):
         return ""
     if name == "embed.weight" and not args.tie_word_embeddings:
         return ""

@@ -48,10 +48,15 @@ def test_a_family_decides_where_the_file_is_silent() -> None:
     silent, spelled = read(V3), read(V3, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     assert silent.moe == spelled.moe and silent.moe is not None
     routing = silent.moe.routing
-    assert (routing.scoring, routing.bias, routing.group_score, routing.normalize) == ("sigmoid", True, "top2", True)
+    assert (routing.scoring, routing.correction, routing.group_score, routing.normalize) == (
+        "sigmoid",
+        True,
+        "top2",
+        True,
+    )
     assert silent.moe.shared_size == 48 and silent.moe.router_float and silent.extra_layers == 1
     old = read(V3, model_type="deepseek_v2", topk_method=...).moe
-    assert old is not None and old.routing.scoring == "softmax" and not old.routing.bias
+    assert old is not None and old.routing.scoring == "softmax" and not old.routing.correction
     assert old.routing.num_groups == 1, "greedy knows no groups"
     limited = read(V3, model_type="deepseek_v2", topk_method="group_limited_greedy").moe
     assert limited is not None and (limited.routing.num_groups, limited.routing.group_score) == (4, "max")

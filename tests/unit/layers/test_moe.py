@@ -89,13 +89,24 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         MoE(args.moe, at[:-1], args.hidden_size, build),
         build.experts or range(theirs.experts.gate_up_proj.shape[0]),
     )
+    router = theirs.router if args.moe.routing.logit_bias else theirs.gate
     stored = {
-        "router.weight": theirs.gate.weight,
+        "router.weight": router.weight,
         "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
         "experts.down": theirs.experts.down_proj[list(own)],
     }
-    if args.moe.routing.bias:
-        stored["router.bias"] = theirs.gate.e_score_correction_bias
+    if args.moe.routing.logit_bias:
+        stored["router.bias"] = router.bias
+    if args.moe.biased:
+        stored |= {f"experts.{name}_bias": getattr(theirs.experts, f"{name}_proj_bias") for name in ("gate_up", "down")}
+    if args.moe.stored == "paired columns":  # as these experts have them in memory, too
+        columns = [stored[name].mT for name in ("experts.gate_up", "experts.down")]
+        halves = [(one[:, 0::2], one[:, 1::2]) for one in (columns[0], stored["experts.gate_up_bias"])]
+        stored |= {"experts.gate_up": torch.cat(halves[0], 1), "experts.down": columns[1]}
+        stored["experts.gate_up_bias"] = torch.cat(halves[1], 1)
+    if args.moe.routing.correction:
+        owner = router if hasattr(router, "e_score_correction_bias") else theirs
+        stored["router.correction"] = owner.e_score_correction_bias
     if args.moe.shared_size:
         shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
@@ -127,7 +138,8 @@ def test_the_block_of_every_family(family: str) -> None:
     build = build_for(args)
     layer, branch = filled(args, theirs, build), branch_for(args, build)
     hidden = torch.randn(21, args.hidden_size)
-    expected = hidden + theirs(branch.read(hidden)[None])[0]
+    found = theirs(branch.read(hidden)[None])
+    expected = hidden + (found[0] if isinstance(found, tuple) else found).view(hidden.shape)
     torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer(hidden[:1].clone(), branch, CTX), expected[:1], rtol=1e-5, atol=1e-5)
     assert layer(hidden[:0].clone(), branch, CTX).shape == (0, args.hidden_size)

@@ -77,8 +77,13 @@ def test_ranks_make_the_model_again(tmp_path: Path, bytes_read: list[int], famil
 
 def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
     """The inverse of a slice with its order."""
-    target, run = stored.narrow(part.axis, part.start, part.count), len(part.order)
+    matrix = stored if part.expert < 0 else stored[part.expert]
+    target, run = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count), len(part.order)
+    half = part.count // 2
     for i in range(len(rows)):
+        if part.paired:
+            target[2 * (i % half) + i // half] = rows[i]
+            continue
         target[i - i % run + part.order[i % run] if run else i] = rows[i]
 
 
@@ -86,10 +91,10 @@ def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
 def test_one_rank_reads_whole_tensors(family: str) -> None:
     """Or, of a tensor that holds several parts of a parameter, all of its rows."""
     for param in layout(arguments(family, False)):
-        for stored, parts in groupby(param.parts, lambda part: part.stored):
+        for stored, parts in groupby(param.parts, lambda part: (part.stored, part.expert)):
             own = list(parts)
             assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
-            assert sum(part.count for part in own) == own[0].shape[own[0].axis], stored
+            assert sum(part.count for part in own) == own[0].matrix[own[0].axis], stored
 
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:

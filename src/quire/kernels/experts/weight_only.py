@@ -1,7 +1,7 @@
 """Experts with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
 
 Pairs (token, chosen expert) are sorted by expert, as in `quire.kernels.experts.triton`. Weights stay packed, in the
-tiles of `quire.kernels.linear.weight_only_products`, and become bf16 or f16 in registers before tensor cores multiply
+tiles of `quire.kernels.weight_only.tiles`, and become bf16 or f16 in registers before tensor cores multiply
 them. Floor on an H200: the packed bytes of the hit experts over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
 """
 
@@ -22,9 +22,9 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.triton import _find_tile, _sort, _sum_kernel
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.linear.weight_only_products import ROWS, _sums, repack
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
+from quire.kernels.weight_only.tiles import ROWS, _sums, repack
 from quire.kernels.words import product_words
 
 DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups
@@ -37,7 +37,7 @@ class Stack:
 
     K is a multiple of the inputs of an iteration, and N of gate and of up is the K of down: added numbers are zero.
 
-    tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only_products.repack`
+    tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only.tiles.repack`
     scales    float32 [E, groups, (2) * N]
     zeros     uint8 zero points, as scales; None: all are 8 (4 bits) or 128 (8 bits)
     columns   int32 [E, K]: the column of x that each column of the weight multiplies; None: columns in their order

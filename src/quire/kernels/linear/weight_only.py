@@ -1,6 +1,6 @@
 """Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
 
-Up to `weight_only_products.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
+Up to `weight_only.tiles.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
 the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
 """
 
@@ -17,9 +17,9 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.activation import checked
 from quire.kernels.activation.triton import gated
 from quire.kernels.linear import quantized_ref
-from quire.kernels.linear import weight_only_products as products
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.weight_only import tiles as products
 from quire.kernels.words import product_words
 
 
@@ -44,7 +44,7 @@ class WeightOnly(Protocol):
         """Number of outputs N."""
 
     def product(self, x: Tensor, into: Epilogue) -> Tensor:
-        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight; return `into.y`."""
+        """Multiply x, of at most `weight_only.tiles.MOST_ROWS` rows, by the weight; return `into.y`."""
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in the floating-point type `dtype`."""
@@ -54,10 +54,10 @@ class WeightOnly(Protocol):
 class Tiled:
     """A packed weight of 4- or 8-bit integers in tiles, an implementation of `WeightOnly`.
 
-    tiles      the weight, as `weight_only_products.repack` returns it
+    tiles      the weight, as `weight_only.tiles.repack` returns it
     scales     [groups, N] float32
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
-    counters   int32 zeros, scratch memory of `weight_only_products.product`
+    counters   int32 zeros, scratch memory of `weight_only.tiles.product`
     bits       4 or 8
     """
 

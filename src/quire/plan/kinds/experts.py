@@ -18,7 +18,9 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     joined,
     product,
+    weights,
 )
+from quire.plan.kinds.stored_experts import StoredExperts
 
 AT = "layers.{i}.mlp."
 SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
@@ -45,15 +47,19 @@ class ExpertsKind:
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
-        moe, hidden, num, width = self._moe, write.hidden, self._moe.routing.num_experts, self._moe.expert_size
+        moe, hidden, num = self._moe, write.hidden, self._moe.routing.num_experts
         yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
-        if moe.routing.bias:
-            yield write.param(AT + "router.bias", {"": StoredRows(num)}, dtype="float32", layer=layer)
-        own = (0, width) if write.rank.whole_experts else write.share(width)
-        halves = dict.fromkeys(("{e}.gate", "{e}.up"), StoredRows(width, *own))
-        yield write.stacked(write.param(AT + "experts.gate_up", halves, hidden, layer=layer))
-        rows = {"{e}.": StoredRows(hidden)}
-        yield write.stacked(write.param(AT + "experts.down", rows, width, columns=own, layer=layer))
+        if moe.routing.logit_bias:
+            yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
+        if moe.routing.correction:
+            yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        experts = StoredExperts(write, moe, layer)
+        yield experts.gate_up("gate_up", hidden)
+        yield experts.down("down")
+        if moe.biased:
+            yield experts.gate_up("gate_up_bias")
+        if moe.biased and (write.rank.whole_experts or write.rank.place == 0):  # once in the sum of the ranks
+            yield experts.down("down_bias", bias=True)
         if moe.shared_size:
             yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
@@ -67,16 +73,18 @@ class ExpertsKind:
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
-            yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
-            yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
-        run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+            run = "linear.run_float" if moe.router_float else "linear.run"
+            yield Call(run, weights("mlp.router", moe.routing.logit_bias))
+            yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
+        names = ("mlp.experts.gate_up", "mlp.experts.down")
+        experts = Call("experts.run", (*names, *(f"{name}_bias" for name in names if moe.biased)))
         shared = tuple(self._shared(step))
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), run, *next(ways), *joined("mlp", step))
+            yield from (*shared, *summed, *next(ways), experts, *next(ways), *joined("mlp", step))
             return
-        yield from (*shared, run)
+        yield from (*shared, experts)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
         yield from joined("mlp", step)

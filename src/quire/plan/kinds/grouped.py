@@ -107,7 +107,7 @@ class GroupedKind:
             yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
         heads = ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm == "head" else ()
         yield Call("heads.prepare", heads)
-        yield Call("attention.paged_attention")
+        yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.sinks else ())
         yield from added("attention.output", args.output_bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:

@@ -91,15 +91,18 @@ class ParamWriter:
         """
         parts = tuple(
             Part(
-                part.stored.replace("{e}", expert),
+                part.stored.replace("{e}", str(expert)),
                 part.shape,
                 part.start,
                 part.count,
                 part.axis,
                 part.order,
-                part.name.replace("{e}", expert),
+                part.name.replace("{e}", str(expert)),
+                part.expert if part.expert < 0 else expert,
+                part.transposed,
+                part.paired,
             )
-            for expert in map(str, self.experts)
+            for expert in self.experts
             for part in one.parts
         )
         return Param(one.name, (len(self.experts) * one.shape[0], *one.shape[1:]), parts, one.dtype, "experts")

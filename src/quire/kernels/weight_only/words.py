@@ -2,7 +2,7 @@
 
 A weight lies in units of 16 outputs x 64 inputs (8 bits: 32): 32 lanes x 4 words of 32 bits. A lane's 16 bytes are, in
 this order, the numbers that the lane of a warp holds of a tensor core's left operand, so that they are read as they
-are, converted in registers and multiplied. Floor: see `weight_only_products`.
+are, converted in registers and multiplied. Floor: see `tiles`.
 
 _few_kernel    up to MOST_FEW rows. The warps of a program take parts of K, and read their weights into registers
                before the kernel that writes x has ended.
