@@ -13,9 +13,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.output_styles import OutputStyles, choose_styles
 from quire.text.special import read_json
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools import OutputStyles, choose_styles
 
 SOURCES = ("auto", "none", "vllm")  # values of generation_config; "vllm" is vLLM's name of "none"
 

@@ -69,11 +69,3 @@ CALL_ID = "[CALL_ID]"  # Mistral's tag of a call's id
 _TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
 REASONING_FORMATS, TOOL_FORMATS = _TABLE.reasoning, _TABLE.tools
 PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own
-
-
-class OutputStyles(msgspec.Struct, frozen=True):
-    """The formats of a model's tool calls and reasoning; None = the model has none. `why`: reason for the choice."""
-
-    tools: ToolFormat | None
-    reasoning: ReasoningFormat | None
-    why: str

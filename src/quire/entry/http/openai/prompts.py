@@ -8,12 +8,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from quire.answers.choice_parser import ParserPlan
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.auth import client_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
-from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
     ChatRequest,

@@ -1,6 +1,6 @@
 """The tools of a request: those shown to the model, those it may or must call, and the grammar this gives its answer.
 
-Knows the fields of a request. `quire.text.tools` knows the syntax of a model's calls.
+Knows the fields of a request. `quire.answers.output_parser` knows the syntax of a model's calls.
 """
 
 from collections.abc import Iterable
@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
+from quire.answers.choice_parser import ParserPlan
+from quire.answers.tool_grammar import tool_grammar
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.structured import StructuredOutputsParams
-from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
 from quire.text.load import TextSide
-from quire.text.tools import OutputStyles, thinking_at_end, tool_grammar
+from quire.text.output_styles import OutputStyles, thinking_at_end
 
 NO_BUDGET = -1
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # no parameters

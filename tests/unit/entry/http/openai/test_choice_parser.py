@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.answers.answer_events import Words
+from quire.answers.choice_parser import ChoiceParser, ParserPlan
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.openai.chat import ChatEventWriter
-from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.generate import Job, StreamProgress, usage
 from quire.entry.http.openai.schema import ChatRequest
 from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.prompts import Prompt
-from quire.text.answer_events import Words
 from quire.text.load import TextSide
 
 PATH = "/v1/chat/completions"

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
+from quire.answers.json_parts import LISTS, WHERE, SchemaDocument
+from quire.answers.json_schema import UNHELD, UNHELD_HERE, pattern_fault
+from quire.answers.text_formats import FORMATS, whole
+from quire.answers.tool_values import STRING, branches, kinds_of
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_parts import LISTS, WHERE, SchemaDocument
-from quire.text.json_schema import UNHELD, UNHELD_HERE, pattern_fault
-from quire.text.text_formats import FORMATS, whole
-from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
-from quire.text.tool_values import STRING, branches, kinds_of
+from quire.text.output_styles import OutputStyles
+from quire.text.tool_formats import PLAIN, ToolFormat
 
 # White space as models write it. Without this limit some models write nothing but white space.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.answers.answer_events import Event, Thought, Words
+from quire.answers.output_parser import OutputParser
 from quire.contracts.output import CompletionOutput
 from quire.contracts.sampling import SamplingParams
-from quire.text.answer_events import Event, Thought, Words
 from quire.text.detokenizer import hidden_ids
+from quire.text.output_styles import OutputStyles
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools import OutputParser, OutputStyles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from quire.answers.answer_events import CallArguments, CallBegins, Thought, Words
+from quire.answers.grammar import LEFT_OUT, GrammarCompiler
+from quire.answers.json_schema import Reading, holdable_in_lark
+from quire.answers.output_parser import OutputParser
+from quire.answers.tool_grammar import tool_grammar
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.answer_events import CallArguments, CallBegins, Thought, Words
-from quire.text.grammar import LEFT_OUT, GrammarCompiler
-from quire.text.json_schema import Reading, holdable_in_lark
+from quire.text.output_styles import OutputStyles
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.text.tools import OutputParser, OutputStyles, tool_grammar
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -14,17 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
+from quire.answers.output_parser import OutputParser
+from quire.answers.tool_reader import Reader
 from quire.contracts.errors import ConfigError
-from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.chat import ChatTemplate
+from quire.text.output_styles import OutputStyles, choose_styles, thinking_at_end
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.text.tool_reader import Reader
-from quire.text.tools import (
-    OutputParser,
-    OutputStyles,
-    choose_styles,
-    thinking_at_end,
-)
 
 from ...support.full import FULL
 
