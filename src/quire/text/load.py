@@ -45,7 +45,8 @@ class TextSide:
     @cached_property
     def styles(self) -> OutputStyles:
         """Formats of the model's tool calls and reasoning. Raises `ConfigError` for an unknown name."""
-        return choose_styles(self.chat_template, *self.parsers)
+        token_id = None if self.tokenizer is None else self.tokenizer.token_id
+        return choose_styles(self.chat_template, *self.parsers, token_id)
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
@@ -81,14 +82,22 @@ def load_text(
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder
+    template = None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template)
     return TextSide(
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
-        chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer),
+        chat_template=template,
+        eos_ids=(*dict.fromkeys((*load_eos_ids(folder, tokenizer), *_turn_ends(template, tokenizer))),),
         default_params=_default_params(config, folder),
         pooling=pooling,
     )
+
+
+def _turn_ends(template: ChatTemplate | None, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens that end a turn of a model that writes messages. Some checkpoints list only a part of them."""
+    if tokenizer is None or (row := choose_styles(template, token_id=tokenizer.token_id).messages) is None:
+        return []
+    return [i for i in map(tokenizer.token_id, (row.tokens.stop, row.tokens.call)) if i is not None]
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

@@ -60,12 +60,53 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     printed: tuple[str, str, str, str, str, str]
 
 
+class MessageTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The special tokens of messages with headers.
+
+    start, channel, constrain, message   before a role, a channel, the format of a body, and a body
+    end, call, stop   after a body: of a message with another behind it, of a call, of the last message
+    """
+
+    start: str
+    channel: str
+    constrain: str
+    message: str
+    end: str
+    call: str
+    stop: str
+
+
+class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A format in which the whole output is messages with headers. It is read by its tokens, which are special tokens.
+
+    names       names for --tool-call-parser and --reasoning-parser; Quire shows the first
+    marks       texts that a chat template must have, all of them, for this format to be detected
+    role        role of the model's messages
+    thought, comment, answer   channels: of reasoning, of calls (or text before them), of the answer
+    namespace   text before a function's name in a recipient
+    built_in    tools that the model knows by itself, none of which Quire runs
+    efforts     values of `reasoning_effort` that the model knows
+    """
+
+    names: tuple[str, ...]
+    marks: tuple[str, ...]
+    tokens: MessageTokens
+    role: str
+    thought: str
+    comment: str
+    answer: str
+    namespace: str
+    built_in: tuple[str, ...]
+    efforts: tuple[str, ...]
+
+
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    messages: tuple[MessageFormat, ...]
     reasoning: tuple[ReasoningFormat, ...]
     tools: tuple[ToolFormat, ...]
 
 
 CALL_ID = "[CALL_ID]"  # Mistral's tag of a call's id
 _TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
-REASONING_FORMATS, TOOL_FORMATS = _TABLE.reasoning, _TABLE.tools
+MESSAGE_FORMATS, REASONING_FORMATS, TOOL_FORMATS = _TABLE.messages, _TABLE.reasoning, _TABLE.tools
 PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own
