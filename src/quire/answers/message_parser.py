@@ -87,6 +87,11 @@ class MessageParser:
         self._whole = False  # the model has ended that body
         self._in = Reader()
 
+    @property
+    def begins_message(self) -> bool:
+        """True when nothing of the current message was read but its role."""
+        return self.in_header and not "".join(self._header.values()) and "channel" not in self._header
+
     def feed(self, tokens: Sequence[int], num_chars: int) -> list[Event]:
         """Parse the next tokens and return their events. `num_chars`: characters by which the sequence's text grew."""
         run: list[int] = []

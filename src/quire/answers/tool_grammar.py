@@ -87,20 +87,32 @@ def _call(fmt: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str,
     The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
     required ones first)."""
     _, before, between, after, _, _ = fmt.printed
-    root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
-    root = _resolved(root) if fmt.key or fmt.python else root
+    root, shared = arguments_schema(function, resolved=bool(fmt.key or fmt.python))
     properties = root.get("properties") or {}
+    if not fmt.key and not (fmt.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
+        between, after = ("(**", ")") if fmt.python else (between, after)
+        shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
+        return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", json_rule(f"{rule}_", root, shared)]
+    items, rules = _one_by_one(fmt, root, shared, rule)
+    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+
+
+def arguments_schema(function: Mapping[str, Any], *, resolved: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the JSON schema of a function's arguments, and the keywords that each of its parts needs to stand alone:
+    definitions, the layout of JSON, and the name for error messages. `resolved`: without a $ref at the root."""
+    root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
+    root = _resolved(root) if resolved else root
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions", "components", "$id") if key in root}
     own = root.get("x-guidance")
     lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
     shared["x-guidance"] = {**LAYOUT, "lenient": True} if lenient else LAYOUT
     shared[WHERE] = f"{function['name']}.parameters"
-    if not fmt.key and not (fmt.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
-        between, after = ("(**", ")") if fmt.python else (between, after)
-        shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
-        return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", f"{rule}_: %json {_plus(root, shared)}"]
-    items, rules = _one_by_one(fmt, root, shared, rule)
-    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+    return root, shared
+
+
+def json_rule(rule: str, schema: Any, shared: dict[str, Any]) -> str:
+    """Return a rule for JSON that fits a schema. `shared`: further keywords of the schema."""
+    return f"{rule}: %json {_plus(schema, shared)}"
 
 
 def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
@@ -171,7 +183,7 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
             tagless = _without([*map(_quoted, fmt.value_ends[-2:])])
             rules += [
                 f"{name}[suffix={end}]: {name.upper()}",
-                f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}",
+                f"{name.upper()}: {' & '.join([*map(terminal, filter(None, texts)), tagless])}",
             ]
             rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
@@ -201,5 +213,6 @@ def _bare(part: Mapping[str, Any]) -> list[str | None]:
     return [*texts, FORMATS[part["format"]]] if part.get("format") in FORMATS else texts
 
 
-def _terminal(text: str) -> str:
+def terminal(text: str) -> str:
+    """Return a regular expression as a terminal of a Lark grammar."""
     return "/" + SLASH.sub(lambda found: found[1] or SLASHES[found[0]], text) + "/"

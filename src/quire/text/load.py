@@ -3,6 +3,7 @@
 Knows the files that hold them. Knows nothing of weights and devices, so that a server loads it without torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,14 @@ class TextSide:
         """Formats of the model's tool calls and reasoning. Raises `ConfigError` for an unknown name."""
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         return choose_styles(self.chat_template, *self.parsers, token_id)
+
+    def begun_message(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the last tokens of a prompt, from the beginning of its last message on, for a model that writes
+        messages; () for other models."""
+        row = self.styles.messages
+        start = None if row is None or self.tokenizer is None else self.tokenizer.token_id(row.tokens.start)
+        at = next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] == start), len(prompt))
+        return tuple(prompt[at:])
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:

@@ -125,7 +125,7 @@ async def chat_prompts(
     prompt = await conversation_prompt(
         context, exchange, request, request.messages, longest, tools=use.shown, opens=opens
     )
-    plan = plan_parser(request, use, params, text, prompt.text or "")
+    plan = plan_parser(request, use, params, text, prompt)
     if bounded and not plan.thinking:
         exchange.warn("thinking_token_budget has no effect here: the prompt begins no reasoning")
     if (asked := request.max_completion_tokens) is not None:

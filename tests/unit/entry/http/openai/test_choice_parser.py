@@ -185,9 +185,14 @@ def test_an_answer_is_the_same_however_it_is_cut(
     expected: dict[str, Any],
 ) -> None:
     request = msgspec.convert({"messages": USER, **fields}, ChatRequest)
-    params, prompt = SamplingParams(), "<think>\n" if THINK["chat_template_kwargs"] in fields.values() else ""
+    params = SamplingParams()
+    prompt = Prompt(text="<think>\n" if THINK["chat_template_kwargs"] in fields.values() else "")
     plan = plan_parser(
-        request, tool_use(request, hide_idle=False), params, replace(text_side, parsers=(None, "deepseek_r1")), prompt
+        request,
+        tool_use(request, hide_idle=False),
+        params,
+        replace(text_side, parsers=(None, "deepseek_r1")),
+        prompt,
     )
     job = Job(
         prompts=[Prompt(token_ids=[5])],
