@@ -1,12 +1,12 @@
 """The formats of a model's tool calls and reasoning, chosen by name or detected in its chat template."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, InvalidParameter, shown
 from quire.text.chat import ChatTemplate
 from quire.text.tool_formats import (
     MESSAGE_FORMATS,
@@ -93,6 +93,25 @@ def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> t
     names = [row.names for row in rows] + [row.names for row in MESSAGE_FORMATS]
     known = ", ".join(name for each in names for name in each)
     raise ConfigError(f"{flag} {name!r} is not known, or not implemented yet: give one of {known}, or none.")
+
+
+def check_variables(styles: OutputStyles, variables: Mapping[str, Any]) -> None:
+    """Raise `InvalidParameter` for variables of the chat template that a model with messages cannot have: an effort of
+    reasoning that it does not know, or its built-in tools, which Quire does not run."""
+    if (row := styles.messages) is None:
+        return
+    effort = variables.get("reasoning_effort")
+    if effort is not None and effort not in row.efforts:
+        raise InvalidParameter(
+            f"reasoning_effort is {shown(effort)}, which this model does not know: send {', '.join(row.efforts)}.",
+            param="reasoning_effort",
+        )
+    if variables.get("builtin_tools"):
+        raise InvalidParameter(
+            f"builtin_tools ({', '.join(row.built_in)}) are not run by this server: leave them out, and send functions "
+            "of your own as tools.",
+            param="chat_template_kwargs",
+        )
 
 
 def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:

@@ -20,7 +20,7 @@ from quire.answers.tool_reader import Reader
 from quire.contracts.errors import ConfigError
 from quire.text.chat import ChatTemplate
 from quire.text.output_styles import OutputStyles, choose_styles, thinking_at_end
-from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from quire.text.tool_formats import MESSAGE_FORMATS, REASONING_FORMATS, TOOL_FORMATS
 
 from ...support.full import FULL
 
@@ -94,7 +94,7 @@ def recorded(family: str, shared: Path) -> list[dict[str, Any]]:
 
 def test_every_recorded_family_is_tested(shared: Path) -> None:
     lines = (shared / "hf" / "tool_outputs.jsonl").read_text("utf-8").splitlines()
-    # gpt_oss: its calls are messages with headers, of an architecture that is not here
+    # gpt_oss: in test_message_parser.py
     assert {json.loads(line)["family"] for line in lines} == {*FORMATS, "qwen3", "deepseek_r1", "gpt_oss"} - {"glm47"}
 
 
@@ -743,7 +743,8 @@ deepseek_v3 deepseek_v3 -; deepseek_v3.1 deepseek_v31 deepseek_r1; deepseek_v3.1
 deepseek_v3.2 deepseek_v32 deepseek_r1; deepseek_v3.2_exp deepseek_v31 deepseek_r1;
 deepseek_v3_tools_vllm deepseek_v3 -;
 glm4.5 glm45 deepseek_r1; glm4.6 glm45 deepseek_r1; glm4.7_flash glm47 deepseek_r1; glm5 glm47 deepseek_r1;
-glm5.2 glm47 deepseek_r1; gpt_oss - -; hermes2_pro_tool_use hermes -; hermes3_tool_use hermes -; hermes_vllm hermes -;
+glm5.2 glm47 deepseek_r1; gpt_oss harmony harmony; hermes2_pro_tool_use hermes -;
+hermes3_tool_use hermes -; hermes_vllm hermes -;
 llama3.1 llama3_json -; llama3.1_json_vllm llama3_json -; llama3.2 llama3_json -; llama3.2_json_vllm llama3_json -;
 llama3.2_pythonic pythonic -; llama3.3 llama3_json -; llama4_pythonic pythonic -; mistral_7b_v0.3 mistral -;
 mistral_nemo mistral -; mistral_parallel_vllm mistral -; mistral_vllm mistral -; mixtral_8x7b_v0.1 - -;
@@ -760,7 +761,9 @@ def table(text: str) -> list[list[str]]:
 
 
 def names(styles: OutputStyles) -> list[str]:
-    return [row.names[0] if row else "-" for row in (styles.tools, styles.reasoning)]
+    return [
+        row.names[0] if row else "-" for row in (styles.messages or styles.tools, styles.messages or styles.reasoning)
+    ]
 
 
 def test_every_template_chooses_its_styles(shared: Path) -> None:
@@ -795,6 +798,26 @@ def test_names_win_and_unknown_ones_are_refused() -> None:
         choose_styles(template, "hremes")
     with pytest.raises(ConfigError, match="--reasoning-parser 'gpt' is not known, .* give one of deepseek_r1"):
         choose_styles(template, None, "gpt")
+
+
+def test_messages_hold_calls_and_reasoning_so_that_one_name_means_both() -> None:
+    template = ChatTemplate({"default": "<|start|>assistant<|channel|>analysis<|message|><tool_call></think>"})
+    for chosen in (choose_styles(template), choose_styles(template, "none")):
+        assert names(chosen) == ["harmony", "harmony"]
+        assert chosen.why == "tool calls and reasoning: harmony, for '<|start|>assistant' in the chat template"
+    for name in MESSAGE_FORMATS[0].names:
+        for asked in ((name,), (None, name), (name, "harmony"), ("none", name)):
+            assert names(choose_styles(None, *asked)) == ["harmony", "harmony"]
+    assert choose_styles(None, "openai").why == "tool calls and reasoning: harmony, as asked"
+    assert names(choose_styles(template, "none", "none")) == ["-", "-"]
+    assert names(choose_styles(template, "hermes")) == ["hermes", "deepseek_r1"]
+    assert names(choose_styles(template, None, "mistral")) == ["hermes", "mistral"]
+    for pair in (("openai", "deepseek_r1"), ("hermes", "openai_gptoss"), ("openai", "none"), (None, "none")):
+        with pytest.raises(ConfigError, match="do not go together.* Give harmony, or none for both"):
+            choose_styles(template, *pair)
+    assert names(choose_styles(template, token_id=lambda token: None)) == ["hermes", "deepseek_r1"]
+    with pytest.raises(ConfigError, match="has no token <|start|>"):
+        choose_styles(template, "openai", token_id=lambda token: None)
 
 
 def test_whether_a_prompt_ends_within_reasoning(shared: Path) -> None:

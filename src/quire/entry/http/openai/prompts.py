@@ -31,6 +31,7 @@ from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
 from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.load import TextSide
+from quire.text.output_styles import check_variables
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
@@ -118,8 +119,7 @@ async def chat_prompts(
             "another --chat-template.",
             param="tools",
         )
-    # A grammar applies from the first token on, or from the end of the reasoning; a thinking budget applies to the
-    # reasoning. So for both the prompt must decide if there is reasoning.
+    # A grammar applies after reasoning, a thinking budget within it: for both the prompt must decide if there is any.
     bounded = request.thinking_token_budget is not None
     opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
     prompt = await conversation_prompt(
@@ -158,6 +158,7 @@ async def conversation_prompt(
             param="messages",
         )
     variables = _variables(exchange, template, request, context.config.serve.default_chat_template_kwargs)
+    check_variables(text.styles, variables)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
     marked = MarkedParts(context.ready().blends)

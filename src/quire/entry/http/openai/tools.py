@@ -104,8 +104,7 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 def plan_parser(
     request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: Prompt
 ) -> ParserPlan:
-    """Return the plan for parsing the answer to `prompt`, which has its text and ids. Sets the grammar of the answer in
-    `params`. Raises 400 for a structured output that cannot be combined with tool calls."""
+    """Return the plan for parsing the answer to `prompt` (text, ids), and set its grammar in `params`. Raises 400."""
     plan = ParserPlan(
         styles=text.styles,
         tools=use.callable,
