@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
+from quire.answers.quoted_values import quoted_object
 from quire.answers.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
 from quire.answers.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
 from quire.text.output_styles import OutputStyles
@@ -24,6 +25,8 @@ from quire.text.tool_formats import CALL_ID, PLAIN, ToolFormat
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 LONGEST_ID = 64
+# Members of a call that are texts, and what they are. Ids of Cohere's models begin at 0 in each answer: not used.
+TEXTS = {"name": "name", "tool_name": "name", "id": "id", "type": "type", "tool_call_id": "number"}
 
 
 class OutputParser:
@@ -122,6 +125,9 @@ class OutputParser:
                 else:
                     self._think(not self._thinking)
                 continue
+            if self._reasoning and tag in self._reasoning.dropped:
+                self._in.held.clear()
+                continue
             try:
                 yield from self._calls(self._format, tag)
             except Malformed:
@@ -139,6 +145,7 @@ class OutputParser:
         tags = fmt.starts + fmt.opens[: fmt.bare] if self._tools else ()
         if reasoning and self._thinking:
             return (reasoning.end, *(tag for tag in tags if len(tag) > 1))
+        tags += reasoning.dropped if reasoning else ()
         return (reasoning.start, *tags) if reasoning and not self._said else tags
 
     def _calls(self, fmt: ToolFormat, tag: str) -> Read:
@@ -146,8 +153,10 @@ class OutputParser:
         opened = (yield from self._in.need(*fmt.opens)) if tag in fmt.starts else tag
         again = ","
         while again:
-            if fmt.python:
+            if fmt.syntax == "python":
                 yield from self._python_call()
+            elif fmt.syntax == "quoted":
+                yield from self._quoted_call(fmt)
             elif fmt.key:
                 yield from self._tagged_call(fmt)
             elif opened in ("{", "["):
@@ -171,8 +180,8 @@ class OutputParser:
             yield from self._in.need(":")
             if self._calling:
                 yield from self._in.json(len)
-            elif key in ("name", "id", "type"):
-                texts[key] = yield from self._text()
+            elif key in TEXTS:
+                texts[TEXTS[key]] = yield from self._text()
             elif key == "function" and within is None:
                 yield from self._object_call("{", texts)
             elif key in ("arguments", "parameters") and not early:
@@ -245,6 +254,13 @@ class OutputParser:
 
     def _send_quoted(self, text: str) -> None:
         self._send(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _quoted_call(self, fmt: ToolFormat) -> Read:
+        """Read a name and an object with bare names, which becomes JSON."""
+        name = yield from self._in.need(*self._tools)
+        yield from self._in.need(*fmt.between)
+        self._begin(name)
+        yield from quoted_object(self._in, fmt.value_ends[0], self._send)
 
     def _python_call(self) -> Read:
         """Read f(a=1). It is passed on when it is complete, since only then it is known to be a call."""

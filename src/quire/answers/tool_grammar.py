@@ -75,7 +75,7 @@ def _starts(fmt: ToolFormat, names: Sequence[str]) -> list[str]:
     """Return the terminals that begin a call in a text."""
     starts = [_quoted(tag) for tag in (*fmt.starts, *fmt.opens[: fmt.bare]) if len(tag) > 1]
     known = f"({' | '.join(map(_quoted, names))})"
-    if fmt.python:
+    if fmt.syntax == "python":
         return [*starts, rf'"[" /\s*/ {known} /\s*/ "("']
     if fmt.bare and len(fmt.opens[0]) == 1:
         starts += [r'"{" /\s*"(arguments|parameters|id|type)"/', rf'"{{" /\s*"name"\s*:\s*"/ {known} "\""']
@@ -87,10 +87,11 @@ def _call(fmt: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str,
     The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
     required ones first)."""
     _, before, between, after, _, _ = fmt.printed
-    root, shared = arguments_schema(function, resolved=bool(fmt.key or fmt.python))
+    root, shared = arguments_schema(function, resolved=bool(fmt.key or fmt.syntax))
     properties = root.get("properties") or {}
-    if not fmt.key and not (fmt.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
-        between, after = ("(**", ")") if fmt.python else (between, after)
+    if not fmt.key and not (fmt.syntax and all(key.isidentifier() and not iskeyword(key) for key in properties)):
+        if fmt.syntax:  # with names that cannot be bare: one object
+            between, after = ("(**", ")") if fmt.syntax == "python" else ("", after.removeprefix(fmt.end))
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
         return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", json_rule(f"{rule}_", root, shared)]
     items, rules = _one_by_one(fmt, root, shared, rule)
@@ -133,11 +134,11 @@ def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], r
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
         rules += (
             _tagged(fmt, key, schema, known, f"{rule}_{at}")
-            if fmt.key
+            if fmt.key_ends
             else [f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
         )
     names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
-    join = "" if fmt.key else '", " '
+    join = "" if fmt.key else '"," ' if fmt.syntax == "quoted" else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
     rules += [
         f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
@@ -167,12 +168,12 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
     """Return the rules of an argument in tags. A string has no quotes and contains no end tag; other values are JSON.
     The rules `..._check` are never used in a text. They only make llguidance read their schemas, so that keywords that
     cannot be enforced are reported as for JSON."""
-    rules, ways, end = [], [], _quoted(fmt.value_ends[0])
+    rules, ways, end, quoted = [], [], _quoted(fmt.value_ends[0]), fmt.syntax == "quoted"
     listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):
         bare, name = kinds_of(part) == STRING, f"{rule}_{at}"
-        key_end = fmt.key_ends[-1 if not bare and "string=" in fmt.key_ends[-1] else 0]
-        body = f"{name} {end}"
+        key_end = fmt.key_ends[-1 if not bare and (quoted or "string=" in fmt.key_ends[-1]) else 0]
+        body = name if quoted and not bare else f"{name} {end}"
         known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
             words = " | ".join(map(_quoted, _listed(part)))
@@ -188,7 +189,7 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
             rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
             rules.append(f"{name}: %json {_plus(part, known)}")
-        ways.append(rf"{_quoted(fmt.key + key + key_end + fmt.value)} {body} /\n?/")
+        ways.append(f"{_quoted(fmt.key + key + key_end + fmt.value)} {body}" + ("" if quoted else r" /\n?/"))
     rules += [f"{rule}_check: %json {_plus(schema, shared)}"] if listed == "oneOf" else []
     return [f"{rule}: {' | '.join(ways)}", *rules]
 

@@ -4,6 +4,7 @@ Knows tags and their order. `tools` parses a text by a format; `tool_grammar` ma
 """
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -14,12 +15,14 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     names        names for --reasoning-parser; Quire shows the first
     marks        texts that a chat template must have, all of them, for this format to be detected
     start, end   tags around the reasoning
+    dropped      tags around the content, which are not content
     """
 
     names: tuple[str, ...]
     marks: tuple[str, ...]
     start: str
     end: str
+    dropped: tuple[str, ...] = ()
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +36,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     closes       texts after a call that are not content
     drops        True: all text after a call is dropped
     before, between   text before a tool's name, and texts between the name and its arguments
-    python       True: arguments are written as in a Python call
+    syntax       of arguments that are no JSON: "python", as in a Python call; "quoted", an object with bare names, and
+                 with `value_ends` as the quotes of strings; "" = JSON, or tags if there is a `key`
     key, key_ends       of arguments in tags: text before a key; texts after a key, of which some mark a string value
     value, value_ends   of arguments in tags: text before a value; texts after it, also that before the next key, since
                  some models forget the closing tag
@@ -51,7 +55,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drops: bool = False
     before: str = ""
     between: tuple[str, ...] = ("",)
-    python: bool = False
+    syntax: Literal["", "python", "quoted"] = ""
     key: str = ""
     key_ends: tuple[str, ...] = ()
     value: str = ""
