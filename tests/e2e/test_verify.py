@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -195,7 +196,7 @@ def test_an_error_in_what_the_configuration_says_is_named(checkpoint: Any, plant
     report = planted(folder, config=lambda args: with_mixer(args, rope=replace(args.mixers[0].rope, theta=10_010.0)))
     assert report.first_divergent == ("layer 0 attention", "queries") and not report.changed
     assert "differs in 3 of 3 layers" in report.render() and "leaves the rotation (rope_theta" in report.render()
-    report = planted(folder, config=lambda args: replace(args, norm_eps=10 * args.norm_eps))
+    report = planted(folder, config=lambda args: replace(args, norm=structs.replace(args.norm, eps=10 * args.norm.eps)))
     assert report.first_divergent == ("layer 0 attention", "input_layernorm")
     assert "leaves rms_norm_eps of config.json" in report.render()
 
@@ -469,7 +470,7 @@ def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
         known = {**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}
         return read(Keys(known, keys.source), *given)
 
-    row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", keys=frozenset({"num_kv_groups"}))
+    row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", words="num_kv_groups")
     case = replace(
         FAMILIES["qwen2"],
         peer="qwen2",

@@ -52,6 +52,10 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_WINDOW: dict[str, Any] = {
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -63,6 +67,7 @@ class FamilyCase:
               scaling that is not 1, widths that no two things share
     biases    keys that switch biases on
     ropes     kinds of rotation that the family may have
+    by_layer  theta of the layers with a window, whose rotation has no scaling; 0: theirs is that of the others
     peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
               cannot read the family's files: `write_model` writes a copy for it
     keys      key of the peer's config.json -> the family's own key
@@ -73,6 +78,7 @@ class FamilyCase:
     options: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     ropes: tuple[str, ...] = tuple(ROPES)
+    by_layer: float = 0.0
     peer: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +92,43 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
     "mistral": FamilyCase(options={"sliding_window": None}),
     "seed_oss": FamilyCase(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
+    "ministral": FamilyCase(
+        options={
+            "sliding_window": 9,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }
+    ),
+    "smollm3": FamilyCase(
+        options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
+    ),
+    "gemma2": FamilyCase(
+        options=_WINDOW | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+        biases=("attention_bias",),
+    ),
+    "gemma3_text": FamilyCase(
+        options=_WINDOW | {"query_pre_attn_scalar": 24}, biases=("attention_bias",), by_layer=500.0
+    ),
+    "olmo2": FamilyCase(options={"head_dim": None}, biases=("attention_bias",)),
+    "olmo3": FamilyCase(options=_WINDOW | {"head_dim": None}, biases=("attention_bias",), by_layer=10_000.0),
+    "granite": FamilyCase(
+        options={
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.5,
+            "head_dim": None,
+        },
+        biases=("attention_bias", "mlp_bias"),
+    ),
+    "glm4": FamilyCase(
+        options={"partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=tuple(rope for rope in ROPES if rope != "yarn"),
+    ),
+    "exaone4": FamilyCase(options=_WINDOW | {"head_dim": None}),
+    "phi3": FamilyCase(options={"head_dim": None, "pad_token_id": None}, ropes=("default", "theta")),
+    "cohere2": FamilyCase(options=_WINDOW | {"logit_scale": 0.25, "head_dim": None}, biases=("attention_bias",)),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -212,6 +255,11 @@ def hf_config(spec: Tiny) -> Any:
         del options["head_dim"]  # is that of the rotated part there
         if spec.rope == "yarn":
             options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    if options.get("head_dim", 0) is None:  # hidden_size / heads there
+        del options["head_dim"]
+    if family.by_layer:
+        plain = {"rope_type": "default", "rope_theta": family.by_layer}
+        options["rope_parameters"] = {"full_attention": options["rope_parameters"], "sliding_attention": plain}
     if part := options.pop("partial_rotary_factor", None):
         options["rope_parameters"]["partial_rotary_factor"] = part
     return transformers.AutoConfig.for_model(family.peer or spec.family, **options)

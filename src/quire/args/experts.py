@@ -43,6 +43,7 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
+    act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
     """
 
     routing: Routing
@@ -50,6 +51,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_size: int
     shared_gate: bool
     router_float: bool
+    act: str = "silu"
+    biased: bool = False
 
 
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds

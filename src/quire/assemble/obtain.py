@@ -17,7 +17,7 @@ from quire.plan.drafts import draft_config, head_method, with_draft_layers, with
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.layout import alone, layout
+from quire.plan.layout import alone, layout, with_place
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
@@ -54,13 +54,13 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     head   method of the EAGLE head that the folder must hold; "": a model. Its tensors have several spellings
     """
     args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
-    if args.eagle is None:
+    if args.eagle is None and args.wrapper is None:
         return args
     try:
         stored = _stored_types(config, folder)
     except (ModelNotFound, WeightsError):  # the loader tells
         return args
-    return with_spelling(args, stored)
+    return with_spelling(args, stored) if args.eagle is not None else with_place(args, stored)
 
 
 def read_model(

@@ -80,8 +80,8 @@ def make_store(
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
-    tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
-    taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
+    tokens = 2 * (plan.step_tokens + plan.config.scheduler.sequences()) + memory.max_model_len
+    taken = sum(tokens // size for size in memory.geometry.block_sizes) + 2
     # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
     ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     sharing = offload.sharing.of(plan.mesh.rank.replica)
@@ -91,8 +91,7 @@ def make_store(
     peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
     store = KVStore(
         pool,
-        memory.geometry.groups,
-        size,
+        memory.geometry,
         num_host_blocks=memory.host_blocks,
         reserve=max(taken, ahead),
         below=(*peers[:-1], *disks, *peers[-1:]),

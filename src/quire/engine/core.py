@@ -53,7 +53,8 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.facts = executor.facts()
-        history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
+        per_hit = allocator.hit_size // allocator.block_size
+        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, clock=clock)
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
         self._roster, self._store = self.scheduler.roster, store
         if store is not None:

@@ -17,6 +17,16 @@ BLOCK_NORMS: NameMap = (
     ("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight", ""),
     ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight", ""),
 )
+SANDWICH_NORMS: NameMap = (  # of Gemma: before each half and of its result
+    ("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight", ""),
+    ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.attention_after.weight", ""),
+    ("model.layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.mlp_norm.weight", ""),
+    ("model.layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.mlp_after.weight", ""),
+)
+AFTER_NORMS: NameMap = (  # of results alone
+    ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.attention_after.weight", ""),
+    ("model.layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.mlp_after.weight", ""),
+)
 ATTENTION: NameMap = (
     ("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.qkv.weight", "q"),
     ("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.attention.qkv.weight", "k"),
@@ -33,6 +43,10 @@ QK_NORM: NameMap = (
     ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.head_norm.q", ""),
     ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.head_norm.k", ""),
 )
+WIDE_NORM: NameMap = (
+    ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.wide_norm.q", ""),
+    ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.wide_norm.k", ""),
+)
 LATENT_ATTENTION: NameMap = (
     ("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", "layers.{i}.attention.down.weight", "kv"),
     ("model.layers.{i}.self_attn.kv_a_layernorm.weight", "layers.{i}.attention.kv_norm.weight", ""),
@@ -48,6 +62,11 @@ COMPRESSED_QUERY: NameMap = (
 GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
+    ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
+)
+FUSED_GATED_MLP: NameMap = (
+    ("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
+    ("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
     ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
 )
 DENSE: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *ATTENTION, *GATED_MLP)  # of every decoder with ordinary attention

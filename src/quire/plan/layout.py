@@ -5,10 +5,14 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
+from msgspec import structs
+
 from quire.args.checkpoint import ModelArgs
+from quire.args.wrappers import PLACES, placed
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
@@ -26,12 +30,23 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
     experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.expert_ids`
     """
     rank = rank or alone(args)
-    names = checkpoint_names(args.model_type)
+    names = placed(checkpoint_names(args.model_type), args.wrapper)
     if args.eagle is not None:
         at, fc = args.eagle.at, args.eagle.fc
         names = {key: one.replace("{at}", at).replace("{fc}", fc) for key, one in names.items()}
     write = ParamWriter(names, rank, rank.expert_ids if experts is None else experts, args.hidden_size)
     return tuple(_params(args, write))
+
+
+def with_place(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
+    """Return the arguments with the place of a language model in the checkpoint around it, by the tensors' names.
+
+    stored   names of the checkpoint's tensors
+    """
+    if args.wrapper is None:
+        return args
+    own = next((place for place in PLACES if any(name.startswith(place[0]) for name in stored)), PLACES[0])
+    return replace(args, wrapper=structs.replace(args.wrapper, root=own[0], head=own[1]))
 
 
 def alone(args: ModelArgs) -> Rank:

@@ -53,7 +53,7 @@ class Node:
     """A share over a host tier of eight blocks, of which each of two ranks holds a half."""
 
     def __init__(self, port: int = 0) -> None:
-        self.store = KVStore(BlockPool(4), shard(2).geometry.groups, 4, num_host_blocks=8)
+        self.store = KVStore(BlockPool(4), shard(2).geometry, num_host_blocks=8)
         self.memory, shards = list[Any](), list[Shard]()
         for rank in range(RANKS):
             pages, file = memory.shared((9, SIZE // RANKS), torch.uint8)

@@ -58,7 +58,7 @@ class Node:
 
     def __init__(self, port: int = 0) -> None:
         self.pool = BlockPool(BLOCKS)
-        self.store = KVStore(self.pool, shard(2).geometry.groups, 4, num_host_blocks=2)
+        self.store = KVStore(self.pool, shard(2).geometry, num_host_blocks=2)
         self.memory, shards = list[Any](), list[Shard]()
         for rank in range(RANKS):
             self.memory.append(pages := shared_ipc.pages((BLOCKS + 1, SIZE // RANKS), torch.uint8))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,12 @@ def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_reads_whole_tensors(family: str) -> None:
-    assert all(part.whole for param in layout(arguments(family, False)) for part in param.parts)
+    """Or, of a tensor that holds several parts of a parameter, all of its rows."""
+    for param in layout(arguments(family, False)):
+        for stored, parts in groupby(param.parts, lambda part: part.stored):
+            own = list(parts)
+            assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
+            assert sum(part.count for part in own) == own[0].shape[own[0].axis], stored
 
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:

@@ -21,7 +21,7 @@ from quire.contracts.params import Param
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
-from quire.layers.norm import HeadNorm
+from quire.layers.norm import HeadNorm, Norm, WideNorm
 from quire.plan.layout import layout
 from quire.quantization.formats import raw_tensors
 from quire.weights.files import full_names, stored_in, weight_files
@@ -113,7 +113,7 @@ def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     for param in model.layout:
         if param.scheme is not None:
             continue
-        rows, first = _packed(model.get_submodule(param.module), param.name.rpartition(".")[2]), 0
+        rows, first = _packed(model.owner(param.module), param.name.rpartition(".")[2]), 0
         for part in param.parts:
             own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
@@ -139,8 +139,10 @@ def _packed(owner: Any, name: str) -> Tensor:
             return found[name]
         packed: Any = owner.packed
         return torch.cat([_dense(one[name == "down"]) for one in packed])
-    if isinstance(owner, HeadNorm):
+    if isinstance(owner, HeadNorm | WideNorm):
         return owner.rows(name)
+    if isinstance(owner, Norm):
+        return owner.stored
     if isinstance(owner, Expansion):
         return owner.weight.flatten(0, 1)
     packed = getattr(owner, "packed", None)

@@ -16,6 +16,7 @@ from quire.plan.kinds.interfaces import (
     ParamWriter,
     RankExchange,
     StoredRows,
+    joined,
     product,
 )
 
@@ -61,7 +62,8 @@ class ExpertsKind:
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield norm, router, experts and shared experts, with the exchanges between ranks and replicas."""
         moe = self._moe
-        yield Call("norm.rms_norm", ("mlp_norm.weight",))
+        if step.before:
+            yield Call(step.norm, ("mlp_norm.weight",))
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
@@ -72,11 +74,12 @@ class ExpertsKind:
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), run, *next(ways))
+            yield from (*shared, *summed, *next(ways), run, *next(ways), *joined("mlp", step))
             return
         yield from (*shared, run)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
+        yield from joined("mlp", step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs, or the ways of rows to the experts of other replicas and back."""
@@ -109,7 +112,7 @@ class ExpertsKind:
     def _shared(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""
         if self._moe.shared_size:
-            yield from gated("mlp.shared.", False, step.linear)
+            yield from gated("mlp.shared.", False, step)
             if self._moe.shared_gate:
                 yield Call("linear.run", ("mlp.shared_gate.weight",))
             yield product("mlp.shared.down", False, () if step.sliced else step.linear("mlp.shared.down"))
