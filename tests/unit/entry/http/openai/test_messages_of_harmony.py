@@ -10,12 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
 from quire.contracts.sampling import SamplingParams
+from quire.engine.mock_core import build_mock_core
 from quire.text.chat import ChatTemplate
-from quire.text.load import TextSide
+from quire.text.load import TextSide, load_text
 from quire.text.sequence import SequenceText
 
 from .....support.harmony_tokenizer import HarmonyTokenizer
+from .conftest import LocalEngine
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -173,3 +177,38 @@ def test_the_responses_route(send: Callable[..., Any]) -> None:
     tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
     reply = send(THOUGHT + CALL, path="/v1/responses", input="hi", tools=[tool])
     assert [item["type"] for item in reply.json["output"]] == ["reasoning", "function_call"]
+
+
+def test_a_core_that_obeys_the_grammar_writes_a_call(
+    tmp_path: Path, scripted: Any, make_client: Callable[..., Any]
+) -> None:
+    """The mock samples any token that the masks allow."""
+    pytest.importorskip("llguidance")
+    TOKENIZER._backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"eos_token": "<|return|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = json.loads((bundled_model() / "config.json").read_text())
+    config |= {"vocab_size": TOKENIZER.vocab_size + 5, "eos_token_id": TOKENIZER.eos_token_id}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(scripted.text.chat_template.source(), "utf-8")
+    engine = LocalEngine(build_mock_core(EngineConfig(), tmp_path), load_text(EngineConfig(), tmp_path))
+    places = {"type": "object", "properties": {"city": {"enum": ["Oslø", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": places}}
+    body = {"tools": [tool], "tool_choice": "required", "max_tokens": 400}
+    calls = 0
+    for number in range(8):
+        asked = {**body, "messages": [{"role": "user", "content": f"hi {number}"}], "stream": number % 2 == 1}
+        reply = asyncio.run(make_client(engine).post(PATH, asked))
+        assert reply.status == 200, reply.body
+        if asked["stream"]:
+            found, reason = joined(reply)["calls"], joined(reply)["reason"]
+        else:
+            (choice,) = reply.json["choices"]
+            made, reason = choice["message"].get("tool_calls", ()), choice["finish_reason"]
+            found = [[call["function"]["name"], call["function"]["arguments"]] for call in made]
+        if reason == "length":  # still in a free text
+            continue
+        ((name, arguments),) = found
+        assert (name, reason) == ("weather", "tool_calls") and json.loads(arguments)["city"] in ("Oslø", "Rome")
+        calls += 1
+    assert calls > 1
