@@ -155,8 +155,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
             return self.draft.widened_tokens if self.draft is not None else 0
-        size, keys = self.geometry.block_size, self.geometry.groups[0].components[0]
-        return size * widened_blocks(keys.num_heads, keys.head_dim, size)
+        sizes = [(group.block_size, group.components[0]) for group in self.geometry.groups]
+        return min(size * widened_blocks(keys.num_heads, keys.head_dim, size) for size, keys in sizes)
 
     @property
     def scratch_bytes(self) -> int:

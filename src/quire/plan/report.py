@@ -153,13 +153,13 @@ class PlanReport:
             own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
             return own + max(1, k) * other
 
-        size, own = self.plan.geometry.block_size, len(range(*self.plan.mesh.rank.layers))
+        own = len(range(*self.plan.mesh.rank.layers))
         every = [(group, layer) for group in self.plan.geometry.groups for layer in group.layers]
-        cache = sum(one.num_bytes(size) for group, at in every if layered and at >= own for one in group.of(at))
+        drafting = [(group, one) for group, at in every if layered and at >= own for one in group.of(at)]
         return {
             "drafter": str(speculation),
             "weights": other + sum(map(holdings.num_bytes, drafts)),
-            "cache": cache / size,
+            "cache": sum(one.num_bytes(group.entries) / group.block_size for group, one in drafting),
             "read": {k: read(k) for k in (0, *speculation.lengths)},
         }
 

@@ -38,7 +38,9 @@ class Follower:
             hashes = set(event["block_hashes"])
             if event["type"] == "BlockStored":
                 assert event["medium"] == "CPU" or not hashes & held, "told twice"
-                assert len(event["token_ids"]) == 4 * len(event["block_hashes"]) * (event["medium"] == "GPU")
+                assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"]) * (
+                    event["medium"] == "GPU"
+                )
                 held |= hashes
             else:
                 assert event["type"] == "BlockRemoved" and hashes <= held, "never told"

@@ -215,7 +215,7 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
         computed=some(seqs + 1),
         history=some(seqs + 1, context + 1).int(),
         hosted=some(seqs + 1).int(),
-        block_size=size,
+        block_sizes=(size,),
     )
     buffers = StepBuffers(
         token_ids=some(tokens),
