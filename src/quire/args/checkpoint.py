@@ -141,7 +141,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     context = max(max_positions, rope.extended_positions)
     rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
-    dtype, dtype_notes = _dtype(keys)
+    dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
@@ -288,10 +288,10 @@ def _activation(keys: Keys, family: Family) -> str:
     return ACTS[value]
 
 
-def _dtype(keys: Keys) -> tuple[str, tuple[str, ...]]:
+def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:
     value = keys.get("dtype", keys.get("torch_dtype"))
     if value is None:
-        return "float32", ("config.json names no dtype: float32 is assumed",)
+        return family.dtype, (f"config.json names no dtype: {family.dtype} is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise keys.unsupported(f"dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")
