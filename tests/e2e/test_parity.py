@@ -105,7 +105,7 @@ def small_pool(folder: Any, run: Row) -> int:
     return 2 * sum(peaks) + 2
 
 
-def build(engine: Callable[..., LLM], folder: Any, run: Row) -> LLM:
+def build(engine: Callable[..., LLM], folder: Any, run: Row, **more: Any) -> LLM:
     options: Row = {
         "max_num_batched_tokens": run["chunk"],
         "block_size": run["block_size"],
@@ -116,7 +116,7 @@ def build(engine: Callable[..., LLM], folder: Any, run: Row) -> LLM:
     }
     if run["pool"] == "small":
         options["num_gpu_blocks_override"] = small_pool(folder, run)
-    return engine(folder, **options)
+    return engine(folder, **options, **more)
 
 
 def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy: Greedy) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.explain.verify.parity import verify
 
 from ..support.stacked_checkpoints import round_experts, stack_experts, write_mxfp4
 from ..support.tiny_models import MARGIN, Oracle, Tiny, generate, random_model, write_model
@@ -59,3 +60,11 @@ def test_mxfp4(mxfp4: Oracle, engine: Callable[..., LLM], prompts: list[list[int
     scheme = params["layers.1.mlp.experts.down"].scheme
     assert scheme is not None and scheme.values == "e2m1"
     check_run(llm, mxfp4, prompts, RUN, greedy)
+
+
+def test_verify_reads_stacks_back(mxfp4: Oracle, oracle: Callable[[Tiny], Oracle], tmp_path: Path) -> None:
+    """The comparison with transformers finds every number of a quantized stack in the form that transformers reads."""
+    stacked = stack_experts(oracle(Tiny(family="qwen3_moe")).folder, tmp_path / "stacked")
+    for folder in (stacked, mxfp4.folder):
+        report = verify(str(folder))
+        assert report.ok, str(report)

@@ -108,9 +108,9 @@ class KVAllocator:
                 self._behind[group, slot] = blocks.count(NULL_BLOCK)
         self.published[slot] = self._num_shared[slot] = match.num_tokens // self.block_size
         ids = list[I32]()
-        for group, tables in zip(self.groups, self._tables, strict=True):
+        for own, tables in zip(self.groups, self._tables, strict=True):
             table = tables[slot]
-            table += pool.take(group.num_blocks(num_tokens if group.window is None else end) - len(table))
+            table += pool.take(own.num_blocks(num_tokens if own.window is None else end) - len(table))
             ids.append(np.array(table, np.int32))
         self.capacity[slot] = self._held(slot)
         return tuple(ids)
@@ -281,10 +281,10 @@ class KVAllocator:
         for block in (*held, *self.loans.blocks()):
             refs[block] += 1
         for slot, capacity in enumerate(self.capacity.tolist()):
-            tables, held = [tables[slot] for tables in self._tables], self._held(slot)
+            tables, least = [tables[slot] for tables in self._tables], self._held(slot)
             shared, published = self._num_shared[slot] * self.block_size, int(self.published[slot]) * self.block_size
-            assert capacity == held, f"capacity of slot {slot} is wrong"
-            assert shared <= published <= held, f"{slot} published too much"
+            assert capacity == least, f"capacity of slot {slot} is wrong"
+            assert shared <= published <= least, f"{slot} published too much"
             assert shared % self.hit_size == 0, f"slot {slot} shares a part of a block"
             for group, table in enumerate(tables):
                 behind = self._behind[group][slot]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys
+from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys, group_of
 from quire.kv.pool import BlockPool
 
 DEVICE, HOST = "GPU", "CPU"  # vLLM's words, on a CPU, too
@@ -131,7 +131,7 @@ class EventLog:
             self._remove(key, why, DEVICE)
 
     def _arrived(self, block: int, key: bytes) -> None:
-        last, number = self._events[-1] if self._events else None, _group(key)
+        last, number = self._events[-1] if self._events else None, group_of(key)
         if isinstance(last, BlockStored) and (last.medium, last.group_idx) == (HOST, number):
             last.block_hashes.append(_hash(key))
         else:
@@ -149,7 +149,7 @@ class EventLog:
             )
 
     def _remove(self, key: bytes, why: str, medium: str) -> None:
-        last, number = self._events[-1] if self._events else None, _group(key)
+        last, number = self._events[-1] if self._events else None, group_of(key)
         if why == "reset":
             if not isinstance(last, AllBlocksCleared):
                 self._events.append(AllBlocksCleared())
@@ -161,7 +161,3 @@ class EventLog:
 
 def _hash(key: bytes) -> int:
     return int.from_bytes(key[DIGEST_BYTES - 8 : DIGEST_BYTES], "big")
-
-
-def _group(key: bytes) -> int:
-    return key[DIGEST_BYTES] if len(key) > DIGEST_BYTES else 0

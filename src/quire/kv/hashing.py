@@ -73,6 +73,11 @@ def group_keys(chain: "KeyChain", group: int, size: int, stop: int, start: int =
     return [key + bytes((group,)) for key in keys] if group else keys
 
 
+def group_of(key: bytes) -> int:
+    """Return the number of the KV group of a block's key."""
+    return key[DIGEST_BYTES] if len(key) > DIGEST_BYTES else 0
+
+
 def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
     packed = bytearray()
     for field in fields:

@@ -92,8 +92,11 @@ def kv_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
 
 
 def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
-    """Return plain values about the part of the model that a rank holds, for `explain`."""
-    (heads,), (own,) = query_heads(args, rank), kv_heads(args, rank)
+    """Return plain values about the part of the model that a rank holds, for `explain`.
+
+    If kinds of layers differ in heads, these are those of the first one.
+    """
+    heads, own = query_heads(args, rank)[0], kv_heads(args, rank)[0]
     return asdict(rank) | {"heads": heads, "kv_heads": own}
 
 

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def shard(heads: int, first: int = 0) -> Shard:
     """A part of a block of SIZE bytes with two heads."""
     part = KVComponent("kv", num_heads=heads, head_dim=SIZE // 16, dtype="float16", item_bytes=2)
-    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), head=first)
+    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), heads=(first,))
 
 
 def name(number: int) -> bytes:
@@ -104,7 +104,7 @@ class Reader:
             sources=np.array(self.peers.holders(keys), np.int32),
         )
         failed = self.devices.begin()(job, range(len(keys)))
-        half = SIZE // 2 * self.part.head
+        half = SIZE // 2 * self.part.heads[0]
         for index, number in enumerate(numbers):
             wanted = content(number)[half:][: self.pages.shape[1]]
             assert index in failed or bytes(self.pages[targets[index]]) == wanted, f"a wrong page of {number}"

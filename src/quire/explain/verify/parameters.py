@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.args.checkpoint import read_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.contracts.params import Param, Part
+from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
@@ -116,7 +117,10 @@ def _packed(owner: Any, name: str) -> Tensor:
         if (found := owner.destination()) is not None:
             return found[name]
         packed: Any = owner.packed
-        return torch.cat([_dense(one[name == "down"]) for one in packed])
+        if isinstance(packed, ExpertWeights):  # of all experts
+            return _dense(getattr(packed, name)).flatten(0, 1)
+        each = packed if isinstance(packed, list) else packed[0]  # some kernels keep the memory of all beside them
+        return torch.cat([_dense(getattr(one, name)) for one in each])
     if isinstance(owner, HeadNorm | WideNorm):
         return owner.rows(name)
     if isinstance(owner, Norm):

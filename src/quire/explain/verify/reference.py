@@ -82,6 +82,9 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
         for half in (ATTENTION, FEED_FORWARD):
             for step, module in _modules(layer, differences, stage_name(index, half)):
                 _on_result(module, differences, stage_name(index, half), step)
+        fused = _at(layer, "self_attn.qkv_proj")
+        if fused is not None:
+            _on_fused(fused, differences, stage_name(index, ATTENTION))
         _feed_products(layer, differences, index)
     _on_result(body.norm, differences, "norm", "norm")
     _register_attention(differences)
@@ -158,6 +161,18 @@ def _on_result(module: Any, differences: Differences, stage: str, step: str, fac
             return differences.replace(stage, step, theirs.transpose(1, 2)).transpose(1, 2)  # heads come before tokens
         ours = differences.replace(stage, step, theirs * factor) / factor
         return (ours, *result[1:]) if isinstance(result, tuple) else ours
+
+    module.register_forward_hook(hook)
+
+
+def _on_fused(module: Any, differences: Differences, stage: str) -> None:
+    """Compare the result of one projection to queries, keys and values, and go on with Quire's."""
+    steps = ("q_proj", "k_proj", "v_proj")
+    widths = [differences.ours.result(stage, step).flatten(1).shape[1] for step in steps]
+
+    def hook(module: Any, given: Any, result: Tensor) -> Tensor:
+        parts = zip(steps, result.split(widths, -1), strict=True)
+        return torch.cat([differences.replace(stage, step, part) for step, part in parts], -1)
 
     module.register_forward_hook(hook)
 

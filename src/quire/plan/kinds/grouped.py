@@ -112,7 +112,7 @@ class GroupedKind:
             sides = [Call(RMS_NORM, (f"attention.wide_norm.{side}",)) for side in ("q", "k")]
             yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
         yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in self._normed))
-        yield Call("attention.paged_attention")
+        yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.sinks else ())
         yield from added("attention.output", args.output_bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
