@@ -58,7 +58,8 @@ _WINDOW: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _GEMMA4: dict[str, Any] = {
-    "sliding_window": 9, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9, "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 8.0, "rope_parameters": None,
 }  # fmt: skip

@@ -173,7 +173,9 @@ def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froze
         shared_size=0,
         shared_gate=False,
         router_float=False,
-        stored="rows",
+        stored="each"
+        if keys.get("quantization_config")
+        else "rows",  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(range(num_layers))
 

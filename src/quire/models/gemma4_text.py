@@ -17,6 +17,9 @@ NAME_MAP: NameMap = (
     (f"{_AT}router.scale", "layers.{i}.mlp.router_norm.weight", ""),
     (f"{_AT}router.proj.weight", "layers.{i}.mlp.router.weight", ""),
     (f"{_AT}router.per_expert_scale", "layers.{i}.mlp.router.factors", ""),
+    (f"{_AT}experts.{{e}}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    (f"{_AT}experts.{{e}}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    (f"{_AT}experts.{{e}}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
     (f"{_AT}experts.gate_up_proj", "layers.{i}.mlp.experts.gate_up", "rows"),
     (f"{_AT}experts.down_proj", "layers.{i}.mlp.experts.down", "rows"),
 )

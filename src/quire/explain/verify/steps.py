@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, on_result, stage_name
+from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, on_added, on_result, stage_name
 from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
 from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
@@ -51,10 +48,4 @@ def _watch_norms(branch: Branch, keep: Any, stored: Mapping[str, str], name: str
     if branch.before is not None:
         on_result(branch.before, keep, stored[name.format("norm")])
     if branch.after is not None:
-        step, added = stored[name.format("after")], branch.after.added
-
-        def tapped(x: Tensor, residual: Tensor) -> Tensor:
-            keep(step, added(x, torch.zeros_like(residual)))
-            return added(x, residual)
-
-        branch.after.added = tapped  # type: ignore[method-assign]
+        on_added(branch.after, keep, stored[name.format("after")])

@@ -49,6 +49,7 @@ class GroupedKind:
             "k": rows(args.num_kv_heads, kv_heads, order),
             "v": rows(args.num_kv_heads, kv_heads, ()),
         }
+        assert args.values != "keys" or not order, "values have the order of keys"
         own = {side: parts[side] for side in args.projected}
         yield write.param(AT + "qkv.weight", own, width, shard="rows", layer=layer)
         if args.input_bias:
