@@ -11,7 +11,7 @@ typedef struct HeadsJob {
     int half, half_norm, values;
 } HeadsJob;
 
-enum { AS_THEY_ARE, NORMED, KEYS, KEPT }; /* values */
+enum { VALUES_PLAIN, VALUES_NORMED, VALUES_KEYS, VALUES_KEPT }; /* in the order of VALUES in __init__.py */
 
 enum { HEADS_ROWS = 4 }; /* tokens of a task */
 
@@ -72,10 +72,10 @@ INLINE void heads_row(const HeadsJob *job, long row, int half, int half_norm) {
         const void *norm = job->norm ? element(job->norm, head * dim, half_norm) : NULL;
         rotate(job, element(x, head * dim, half), norm, cos, sin, to, half, half_norm);
     }
-    x = element(x, (job->num_heads + (job->values == KEYS ? 0 : job->num_kv_heads)) * dim, half);
+    x = element(x, (job->num_heads + (job->values == VALUES_KEYS ? 0 : job->num_kv_heads)) * dim, half);
     for (long head = 0; head < job->num_kv_heads; head++) {
         void *to = (void *)element(job->v, at + head * job->head_stride, half);
-        if (job->values == AS_THEY_ARE) memcpy(to, element(x, head * dim, half), dim * size);
+        if (job->values == VALUES_PLAIN) memcpy(to, element(x, head * dim, half), dim * size);
         else normalize(job, element(x, head * dim, half), to, half);
     }
 }
@@ -96,9 +96,9 @@ static void heads_tasks(void *argument) {
 /* qkv [rows, num_heads + 2 num_kv_heads, dim] with a stride between rows; norm [num_heads + num_kv_heads, dim] or NULL;
    cos, sin [rows, dim], sin signed (kernels/rope). Writes q [rows, num_heads, dim] and, at slots [rows], the caches k
    and v: element (block, head, token) starts at block * block_stride + head * head_stride + token * dim. half:
-   everything is bfloat16, else float32; half_norm: likewise, of the norm. dim is even. values: AS_THEY_ARE; NORMED: over
-   their root mean square; KEYS: qkv has none, they are the keys over their root mean square, before the norm; KEPT: qkv
-   has queries alone, num_kv_heads is 0. */
+   everything is bfloat16, else float32; half_norm: likewise, of the norm. dim is even.
+   values   VALUES_PLAIN: v as it is; VALUES_NORMED: over its root mean square; VALUES_KEYS: qkv has no v, which is k
+            over its root mean square, before the norm of k; VALUES_KEPT: qkv has queries alone, num_kv_heads is 0 */
 void quire_heads(const void *qkv, const void *norm, const void *cos, const void *sin, void *q, void *k, void *v,
                  const int64_t *slots, long rows, long num_heads, long num_kv_heads, long dim, long row_stride,
                  long block_size, long block_stride, long head_stride, float eps, int half, int half_norm,
