@@ -129,6 +129,14 @@ FAMILIES: Mapping[str, FamilyCase] = {
         ropes=("default",),
         of="gemma4_text",
     ),
+    "gemma4_inputs": FamilyCase(
+        options=_GEMMA4
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"attention_k_eq_v": False, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        biases=("attention_bias",),
+        ropes=("default",),
+        of="gemma4_text",
+    ),
     "olmo2": FamilyCase(options={"head_dim": None}, biases=("attention_bias",)),
     "olmo3": FamilyCase(options=_WINDOW | {"head_dim": None}, biases=("attention_bias",), by_layer=10_000.0),
     "granite": FamilyCase(

@@ -108,6 +108,11 @@ class ModelArgs:
         own = self.layers[: self.num_layers]
         return tuple(layer for layer, one in enumerate(own) if one.experts is not None)
 
+    @property
+    def inputs(self) -> int:
+        """Numbers of the further embedding that each layer has of a token; 0: there is none."""
+        return self.layers[0].inputs
+
     def kept_by(self, layer: int) -> int:
         """Return the number of the layer whose KV cache a layer reads: most often its own."""
         mixer = self.layers[layer].mixer

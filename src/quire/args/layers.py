@@ -134,6 +134,12 @@ class LayerArgs(msgspec.Struct, frozen=True, kw_only=True):
     inputs: int = 0
 
     @property
+    def act(self) -> str:
+        """The activation of its MLP, or of its experts."""
+        part = self.feed_forward
+        return part.dense.act if isinstance(part, BesideArgs) else part.act
+
+    @property
     def experts(self) -> MoEArgs | None:
         """Its experts; None: it has none."""
         part = self.feed_forward

@@ -1,7 +1,7 @@
 """Views of a KV cache: the tensors of each layer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from quire.args.layers import MixerArgs
@@ -44,5 +44,6 @@ def model_views(
     found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
     if model.draft is not None:
         mixers = [one.mixer for one in model.draft.held]
-        found += kv_views(mixers, map(views, count(len(found))))
+        first = len(found)
+        found += kv_views(mixers, (views(first + model.draft.args.kept_by(i)) for i in range(len(mixers))))
     return found

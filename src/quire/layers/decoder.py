@@ -20,6 +20,7 @@ from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
+from quire.layers.layer_inputs import LayerInputs, OwnInput
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
@@ -59,7 +60,8 @@ class DecoderBlock(nn.Module):
             args.rotations.index(own.mixer.rotation),
         )
         self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
-        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, self.factor)
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, None if own.inputs else self.factor)
+        self.own_input = OwnInput(args, layer, build, self.factor) if own.inputs else None
         self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
         part = FEED_FORWARDS[type(own.feed_forward)]
         self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
@@ -71,7 +73,8 @@ class DecoderBlock(nn.Module):
             hidden = self.attention(x, self.attention_branch, turns, ctx, kv, hidden)
             return self.mlp(x, self.mlp_branch, ctx, hidden)
         hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
-        return self.mlp(hidden, self.mlp_branch, ctx)
+        hidden = self.mlp(hidden, self.mlp_branch, ctx)
+        return hidden if self.own_input is None else self.own_input(hidden, ctx)
 
     @property
     def experts(self) -> MoE | None:
@@ -140,6 +143,7 @@ class Decoder(nn.Module):
             self.norm = Norm("norm", args.norm, build)
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
+        self.inputs = LayerInputs(args, build) if args.inputs else None
         own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None

@@ -1,6 +1,6 @@
 """Gemma 4 (Google), text: as Gemma 3, with larger heads in full layers, whose values are those of keys.
 
-Some sizes have experts beside the MLP of each layer.
+Some sizes have experts beside the MLP of each layer, others an embedding of each token for each layer.
 """
 
 from quire.models.gemma3_text import NAME_MAP as GEMMA3
@@ -10,6 +10,12 @@ _AT = "model.layers.{i}."
 
 NAME_MAP: NameMap = (
     *GEMMA3,
+    ("model.embed_tokens_per_layer.weight", "inputs.embed.weight", ""),
+    ("model.per_layer_model_projection.weight", "inputs.project.weight", ""),
+    ("model.per_layer_projection_norm.weight", "inputs.norm.weight", ""),
+    (f"{_AT}per_layer_input_gate.weight", "layers.{i}.input.gate.weight", ""),
+    (f"{_AT}per_layer_projection.weight", "layers.{i}.input.project.weight", ""),
+    (f"{_AT}post_per_layer_input_norm.weight", "layers.{i}.input_after.weight", ""),
     (f"{_AT}layer_scalar", "layers.{i}.factor.weight", ""),
     (f"{_AT}post_feedforward_layernorm_1.weight", "layers.{i}.mlp.dense_after.weight", ""),
     (f"{_AT}pre_feedforward_layernorm_2.weight", "layers.{i}.mlp.experts_norm.weight", ""),
