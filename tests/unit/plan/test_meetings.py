@@ -162,10 +162,10 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
     if more.pop("gemma4", False):
-        raw = {key: value for key, value in MODEL.items() if key != "partial_rotary_factor"}
+        raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
         raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}
         kinds = ["sliding_attention", "full_attention"] * 3
-        raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": MODEL["vocab_size"]}
+        raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
         args = parse_checkpoint_config(raw)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
