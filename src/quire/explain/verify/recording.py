@@ -10,6 +10,9 @@ from quire.layers.context import StepContext
 from quire.layers.norm import Norm
 
 ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a layer
+# The use of a layer's embedding of each token: modules of the reference's layer, and inputs of the first two of them.
+INPUT_STEPS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+INPUT_SUM, INPUT_PRODUCT = "sum before its embedding", "product with its embedding"
 
 
 class Recording:
