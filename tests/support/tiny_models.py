@@ -197,8 +197,8 @@ def configured(family: str) -> Family:
 
 
 def _has_experts(family: str) -> bool:
-    own, switch = configured(family), configured(family).experts_key
-    return bool(own.experts) and (not switch or bool(FAMILIES[family].options.get(switch)))
+    own = configured(family)
+    return bool(own.experts) and (not own.beside or bool(FAMILIES[family].options.get(own.beside)))
 
 
 EXPERTS = tuple(family for family in FAMILIES if _has_experts(family))  # rows of models with experts

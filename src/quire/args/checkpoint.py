@@ -150,8 +150,10 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
-    if family.ropes and keys.get("rope_parameters") is None:
-        keys = Keys({**keys, "rope_parameters": family.ropes}, keys.source)
+    if family.heads.by_kind and keys.get("rope_parameters") is None:
+        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.rotated}
+        ropes = {"full_attention": full, "sliding_attention": {"rope_theta": family.window.theta}}
+        keys = Keys({**keys, "rope_parameters": ropes}, keys.source)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
@@ -238,16 +240,16 @@ def _layers(
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
         shares = [isinstance(one, GroupedArgs) and one.kv_from >= 0 for one in mixers]
         parts = [structs.replace(dense, width=2 * width) if shared else dense for shared in shares]
-    if family.experts and (not family.experts_key or keys.flag(family.experts_key)):
+    if family.experts and (not family.beside or keys.flag(family.beside)):
         moe, sparse = read_moe(keys, family.experts, len(rules))
         for layer in (*sparse, *range(len(rules), len(mixers))):
             mlp = parts[layer]
             assert isinstance(mlp, DenseArgs)
             parts[layer] = BesideArgs(dense=mlp, experts=structs.replace(moe, act=act)) if family.beside else moe
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
-    own = {"scaled": family.form.scaled, "inputs": _layer_inputs(keys, family)}
+    inputs, form = _layer_inputs(keys, family), family.form
     return tuple(
-        LayerArgs(mixer=one, feed_forward=part, norms=family.form.norms, residual=residual, **own)
+        LayerArgs(mixer=one, feed_forward=part, norms=form.norms, residual=residual, scaled=form.scaled, inputs=inputs)
         for one, part in zip(mixers, parts, strict=True)
     )
 

@@ -1,9 +1,8 @@
 """The model families: defaults of keys that config.json lacks, and the keys that a family alone reads. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from quire.args.experts import MOE_KEYS
 from quire.args.latent import LATENT_KEYS
@@ -45,7 +44,7 @@ class Heads:
     soft_cap     attn_logit_softcapping when config.json lacks the key
     interleaved, sinks, values, scale   as in `GroupedArgs`
     by_kind      True: layers with full attention have heads of their own: global_head_dim, num_global_key_value_heads,
-                 attention_k_eq_v
+                 attention_k_eq_v. Without rope_parameters their rotation is proportional, of the family's part `rotated`
     """
 
     qk_norm: str | None = ""
@@ -93,10 +92,9 @@ class Family:
     biased       value of attention_bias when config.json lacks the key
     output_key   key that decides of output_bias
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
-    experts_key  key that switches experts on; "": the family always has experts
-    beside       True: experts stand beside the gated MLP of a layer; False: in its place
+    beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
+                 have experts, in place of the MLP
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
-    ropes        rope_parameters when config.json lacks the key
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
                  which are skipped; config.json may spell this key num_mtp_layers), query_pre_attn_scalar and
@@ -110,8 +108,7 @@ class Family:
     biased: bool = False
     output_key: str = "attention_bias"
     experts: str = ""
-    experts_key: str = ""
-    beside: bool = False
+    beside: str = ""
     latent: str = ""
     window: Window = Window()
     heads: Heads = Heads()
@@ -119,7 +116,6 @@ class Family:
     theta: float = 10_000.0  # when rope_theta is missing
     dtype: str = "float32"  # of the stored weights when config.json names none
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
-    ropes: Mapping[str, Any] = field(default_factory=dict)
     words: str = ""
 
     @cached_property
@@ -143,10 +139,6 @@ GEMMA4_KEYS = (
     "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
     "hidden_size_per_layer_input vocab_size_per_layer_input"
 )
-GEMMA4_ROPES: Mapping[str, Any] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                     words="attention_bias mlp_bias"),
@@ -173,12 +165,12 @@ FAMILIES: Mapping[str, Family] = {
                           window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
                           words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
     "gemma4_text": Family(architecture="Gemma4ForCausalLM", qkv_bias=None, output_bias=None, experts="gemma4",
-                          experts_key="enable_moe_block", beside=True,
+                          beside="enable_moe_block", rotated=0.25,
                           heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True),
                           form=replace(GEMMA, plus_one=False, scaled=True), theta=1e6,
                           window=Window(default=512, layers="between", period=6, last_full=True, plain=True,
                                         theta=10_000.0),
-                          ropes=GEMMA4_ROPES, words=GEMMA4_KEYS),
+                          words=GEMMA4_KEYS),
     "olmo2": Family(architecture="Olmo2ForCausalLM", qkv_bias=None, output_bias=None,
                     heads=Heads(qk_norm="whole", one_kv_each=True), form=LayerForm(norms="after", eps=1e-5),
                     words="attention_bias"),
