@@ -237,6 +237,7 @@ def _attend(
                     (last - 1 - back) * TILE,
                     scale,
                     0.0,
+                    (),
                     True,
                     0,
                     False,
@@ -244,6 +245,8 @@ def _attend(
                     STAGES,
                     SCORES,
                     SUMS,
+                    1,
+                    0,
                 )
             for _back in range(whole):
                 weights, sums, top, weight, count = advance(
@@ -260,6 +263,7 @@ def _attend(
                     0,
                     scale,
                     0.0,
+                    (),
                     False,
                     0,
                     False,
@@ -267,6 +271,8 @@ def _attend(
                     STAGES,
                     SCORES,
                     SUMS,
+                    1,
+                    0,
                 )
             mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
