@@ -58,20 +58,14 @@ def _read(
     k_rows,
     v_rows,
     table,
-    tiles,
-    queries,
-    keys,
-    values,
-    bars,
-    num_work,
-    programs,
+    memory,
+    work,
     block_rows,
     head_rows,
     stride_table,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     SIZE: gl.constexpr,
-    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
     WORDS: gl.constexpr,
@@ -81,18 +75,21 @@ def _read(
 ):
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
-    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`.
+    Arguments as in `prefill_kernel` and `_attend`.
     """
+    queries, keys, values, bars, _halves = memory
+    tiles, num_work, programs = work
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
-    W: gl.constexpr = k_rows.block_type.shape[1]
+    TILE: gl.constexpr = keys.shape[1]
+    W: gl.constexpr = keys.shape[2]
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = nth_work(turn, programs)
-        if work < num_work:
-            record = tiles + work // HEADS * WORDS
+        piece = nth_work(turn, programs)
+        if piece < num_work:
+            record = tiles + piece // HEADS * WORDS
             row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
             blocks = table + gl.load(record + ROW).to(gl.int64) * stride_table
-            head = work % HEADS
+            head = piece % HEADS
             block = gl.load(blocks + last * TILE // SIZE)
             for back in range(last - first + 1):
                 at = (last - back) * TILE
@@ -130,8 +127,6 @@ def softmax(
     MASKED: gl.constexpr,
     WINDOW: gl.constexpr,
     CAPPED: gl.constexpr,
-    TILE: gl.constexpr,
-    SCORES: gl.constexpr,
 ):
     """Compute softmax weights from the scores [64, TILE] of a tile of keys; update the running softmax (base 2).
 
@@ -146,7 +141,7 @@ def softmax(
         scores = cap * (1.0 - 2.0 / (gl.exp2(2.0 * 1.4426950408889634 * scale * scores) + 1.0))
         scale = 1.0
     if MASKED:
-        columns = start + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        columns = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         seen = columns[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen = seen & (columns[None, :] > positions[:, None] - WINDOW)
@@ -216,56 +211,49 @@ def whole_scores(scores, halves, count, PART: gl.constexpr):
 @gluon_jit
 def advance(
     queries,
-    weights,
-    sums,
-    top,
-    weight,
+    state,
     keys,
     values,
     bars,
-    count,
+    halves,
     positions,
     start,
     scale,
     cap,
-    halves,
     MASKED: gl.constexpr,
     WINDOW: gl.constexpr,
     CAPPED: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
     PARTS: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Compute scores and weights of tile `count` of keys, while the matrix units add the values of the tile before.
+    """Compute scores and weights of the next tile of keys, while the matrix units add the values of the tile before.
 
-    weights             weights of the tile before
-    sums, top, weight   state of the running softmax: weighted sums of values, maxima, sums of weights
-    bars                see `make_bars`
-    halves, PART        see `whole_scores`; PARTS: parts of the columns of a tile, each in a buffer of its own
-    others              see `softmax`
+    state          weights of the tile before; weighted sums of values, maxima and sums of weights of the running
+                   softmax; number of tiles before this one, in all pieces of work
+    bars           see `make_bars`
+    halves, PART   see `whole_scores`; PARTS: parts of the columns of a tile, each in a buffer of its own
+    others         see `begin_scores` and `softmax`
 
-    Returns the weights of this tile, the new state, and count + 1.
+    Returns the new state.
     """
+    weights, sums, top, weight, count = state
     k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
+    STAGES: gl.constexpr = values.shape[0] // PARTS
+    SCORES: gl.constexpr = positions.type.layout.parent
+    SUMS: gl.constexpr = sums.type.layout
     stage, before = count % STAGES, (count - 1) % STAGES
     mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
-    scores = begin_scores(queries, keys, stage * PARTS + PART, TILE, SCORES)
+    scores = begin_scores(queries, keys, stage * PARTS + PART, values.shape[1], SCORES)
     mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
     sums = warpgroup_mma(weights, values.index(before * PARTS + PART), sums, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(stage))
     scores = whole_scores(scores, halves, count, PART)
-    exact, top, weight, decay = softmax(
-        scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED, TILE, SCORES
-    )
+    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED)
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = as_operand(exact, values.dtype, SUMS)
-    return weights, sums, top, weight, count + 1
+    return as_operand(exact, values.dtype, SUMS), sums, top, weight, count + 1
 
 
 @gluon_jit
@@ -307,26 +295,14 @@ def make_halves(TILE: gl.constexpr):
 
 @gluon_jit
 def _attend(
-    out,
-    tiles,
-    sinks,
-    queries,
-    keys,
-    values,
-    bars,
-    halves,
-    num_work,
-    programs,
-    stride_out,
+    memory,
+    work,
+    ends,
     scale,
     cap,
-    v_scale,
-    sums_at,
-    stats_at,
     HALF: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    TILE: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -339,10 +315,16 @@ def _attend(
 
     If PARTS is 2, tiles have 64 rows: both groups compute all of them, each with its half of the columns.
 
-    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`; halves:
-    see `whole_scores`. SCORES, SUMS: layouts of scores and of sums.
+    memory   buffers of queries, keys and values in shared memory; bars, see `make_bars`; halves, see `whole_scores`
+    work     tiles, number of pieces of work, number of programs
+    ends     out, stride_out, sinks, v_scale, sums_at, stats_at
+
+    Other arguments as in `prefill_kernel`. SCORES, SUMS: layouts of scores and of sums.
     """
+    queries, keys, values, bars, halves = memory
+    tiles, num_work, programs = work
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    TILE: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     W: gl.constexpr = D // PARTS
     PART: gl.constexpr = HALF * (PARTS - 1)
@@ -350,21 +332,22 @@ def _attend(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     # Queries stay in registers if there is room. With groups of 2 heads ptxas would move them all the time.
     HELD: gl.constexpr = GROUP != 2 and W <= 128
+    ring = (keys,)
     half = queries.index(PART).reshape([128 // PARTS, W]).slice(FIRST, 64)
     lane = FIRST + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     dims = PART * W + gl.arange(0, W, gl.SliceLayout(0, SUMS))
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = nth_work(turn, programs)
-        if work < num_work:
-            head = work % HEADS
-            record = tiles + work // HEADS * WORDS
+        piece = nth_work(turn, programs)
+        if piece < num_work:
+            head = piece % HEADS
+            record = tiles + piece // HEADS * WORDS
             row, rows, position, first, whole, whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
             positions = position + (FIRST + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
             mine = (half.load(gl.DotOperandLayout(0, SCORES, 2)),) if HELD else (half,)
-            scores = begin_scores(mine, (keys,), count % STAGES * PARTS + PART, TILE, SCORES)
+            scores = begin_scores(mine, ring, count % STAGES * PARTS + PART, TILE, SCORES)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             scores = whole_scores(scores, halves, count, PART)
@@ -375,88 +358,67 @@ def _attend(
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             sums = gl.zeros([64, W], gl.float32, SUMS)
             exact, top, weight, _decay = softmax(
-                scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW, CAPPED, TILE, SCORES
+                scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW, CAPPED
             )
-            weights = as_operand(exact, keys.dtype, SUMS)
+            state = as_operand(exact, keys.dtype, SUMS), sums, top, weight, count
             for back in range(last - whole_end):
-                weights, sums, top, weight, count = advance(
+                at = (last - 1 - back) * TILE
+                state = advance(
                     mine,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    (keys,),
+                    state,
+                    ring,
                     values,
                     bars,
-                    count,
+                    halves,
                     positions,
-                    (last - 1 - back) * TILE,
+                    at,
                     scale,
                     cap,
-                    halves,
                     True,
                     WINDOW,
                     CAPPED,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
                     PARTS,
                     PART,
                 )
             for _back in range(whole_end - whole):
-                weights, sums, top, weight, count = advance(
+                state = advance(
                     mine,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    (keys,),
+                    state,
+                    ring,
                     values,
                     bars,
-                    count,
+                    halves,
                     positions,
                     0,
                     scale,
                     cap,
-                    halves,
                     False,
                     WINDOW,
                     CAPPED,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
                     PARTS,
                     PART,
                 )
             if WINDOW > 0:
                 for back in range(whole - first):
-                    weights, sums, top, weight, count = advance(
+                    at = (whole - 1 - back) * TILE
+                    state = advance(
                         mine,
-                        weights,
-                        sums,
-                        top,
-                        weight,
-                        (keys,),
+                        state,
+                        ring,
                         values,
                         bars,
-                        count,
+                        halves,
                         positions,
-                        (whole - 1 - back) * TILE,
+                        at,
                         scale,
                         cap,
-                        halves,
                         True,
                         WINDOW,
                         CAPPED,
-                        TILE,
-                        STAGES,
-                        SCORES,
-                        SUMS,
                         PARTS,
                         PART,
                     )
+            weights, sums, top, weight, count = state
             if not HELD:
                 mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
@@ -467,48 +429,20 @@ def _attend(
             top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
             parts = gl.load(record + 7) if DIVIDED else 1
             if parts == 1:
-                _store(out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP, D)
+                _store(ends, row, rows, sums, top, weight, head, lane, dims, GROUP, D)
             elif DIVIDED:
-                _store_part(
-                    sums_at,
-                    stats_at,
-                    record,
-                    sums,
-                    top,
-                    weight,
-                    head,
-                    lane,
-                    dims,
-                    v_scale,
-                    rows * GROUP,
-                    HEADS,
-                    D,
-                    128 // PARTS,
-                )
+                lanes = rows * GROUP
+                _store_part(ends, record, sums, top, weight, head, lane, dims, lanes, HEADS, D, 128 // PARTS)
 
 
 @gluon_jit
-def _store(
-    out,
-    sinks,
-    row,
-    rows,
-    sums,
-    top,
-    weight,
-    head,
-    lane,
-    dims,
-    v_scale,
-    stride_out,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-):
+def _store(ends, row, rows, sums, top, weight, head, lane, dims, GROUP: gl.constexpr, D: gl.constexpr):
     """Store the attention of 64 lanes of a tile: the weighted sums by the sums of weights, that of sinks included.
 
     lane, dims   [64] lanes of the tile, and [W] columns, in the layout of sums [64, W]
     others       as in `_attend`
     """
+    out, stride_out, sinks, v_scale, _sums_at, _stats_at = ends
     heads = head * GROUP + lane % GROUP
     if sinks is not None:
         sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
@@ -525,8 +459,7 @@ def _store(
 
 @gluon_jit
 def _store_part(
-    sums_at,
-    stats_at,
+    ends,
     record,
     sums,
     top,
@@ -534,7 +467,6 @@ def _store_part(
     head,
     lane,
     dims,
-    v_scale,
     lanes,
     HEADS: gl.constexpr,
     D: gl.constexpr,
@@ -542,11 +474,11 @@ def _store_part(
 ):
     """Store the softmax state of 64 lanes of a tile of ROWS, after a part of the context, for `triton_prefill`'s merge.
 
-    sums_at, stats_at   `Plan.tile_sums`, `Plan.tile_stats`
-    record              record of the tile and part, in `Plan.tiles`
-    lane, lanes         [64] lanes; those from `lanes` on are not stored
-    others              as in `_attend`
+    record        record of the tile and part, in `Plan.tiles`
+    lane, lanes   [64] lanes; those from `lanes` on are not stored
+    others        as in `_attend`
     """
+    _out, _stride_out, _sinks, v_scale, sums_at, stats_at = ends
     at = (gl.load(record + 8).to(gl.int64) * HEADS + head) * ROWS + lane
     if v_scale is not None:
         sums = sums * v_scale
@@ -621,101 +553,18 @@ def prefill_kernel(
     values = gl.allocate_shared_memory(k_rows.dtype, [STAGES * PARTS, TILE, W], v_rows.layout)
     bars = make_bars(STAGES)
     halves = make_halves(TILE) if PARTS == 2 else ()
-    num_work, programs = gl.load(tiles + 5) * HEADS, gl.num_programs(0)
+    memory = queries, keys, values, bars, halves
+    work = tiles, gl.load(tiles + 5) * HEADS, gl.num_programs(0)
+    ends = out, stride_out, sinks, v_scale, sums_at, stats_at
+    sizes: gl.constexpr = (HEADS, GROUP, D, STAGES, WINDOW, CAPPED, WORDS, DIVIDED, PARTS)
+    of_read: gl.constexpr = (HEADS, GROUP, SIZE, STAGES, WINDOW, WORDS, ROW, DIVIDED, PARTS)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out,
-                    tiles,
-                    sinks,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    halves,
-                    num_work,
-                    programs,
-                    stride_out,
-                    scale,
-                    cap,
-                    v_scale,
-                    sums_at,
-                    stats_at,
-                    0,
-                    HEADS,
-                    GROUP,
-                    TILE,
-                    D,
-                    STAGES,
-                    WINDOW,
-                    CAPPED,
-                    WORDS,
-                    DIVIDED,
-                    PARTS,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    out,
-                    tiles,
-                    sinks,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    halves,
-                    num_work,
-                    programs,
-                    stride_out,
-                    scale,
-                    cap,
-                    v_scale,
-                    sums_at,
-                    stats_at,
-                    1,
-                    HEADS,
-                    GROUP,
-                    TILE,
-                    D,
-                    STAGES,
-                    WINDOW,
-                    CAPPED,
-                    WORDS,
-                    DIVIDED,
-                    PARTS,
-                ),
-            ),
+            (_attend, (memory, work, ends, scale, cap, 0) + sizes),
+            (_attend, (memory, work, ends, scale, cap, 1) + sizes),
             (
                 _read,
-                (
-                    q_rows,
-                    k_rows,
-                    v_rows,
-                    table,
-                    tiles,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    num_work,
-                    programs,
-                    block_rows,
-                    head_rows,
-                    stride_table,
-                    HEADS,
-                    GROUP,
-                    SIZE,
-                    TILE,
-                    STAGES,
-                    WINDOW,
-                    WORDS,
-                    ROW,
-                    DIVIDED,
-                    PARTS,
-                ),
+                (q_rows, k_rows, v_rows, table, memory, work, block_rows, head_rows, stride_table) + of_read,
             ),
         ],
         [4, 1],
