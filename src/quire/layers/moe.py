@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.experts import MoEArgs, Routing
+from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel

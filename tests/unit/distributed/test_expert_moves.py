@@ -11,9 +11,9 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.distributed.expert_moves import ExpertMover
 from quire.engine.eplb import balanced_map, initial_map, moves
+from quire.kernels.expert_copies.expert_memory import expert_memory, let_move
+from quire.kernels.expert_copies.slots import ExpertSlots, initial_slots
 from quire.kernels.experts import panels
-from quire.kernels.experts.expert_memory import expert_memory, let_move
-from quire.kernels.experts.slots import ExpertSlots, initial_slots
 from quire.kernels.native import library
 from quire.kernels.pack.matrix import QuantizedMatrix
 
