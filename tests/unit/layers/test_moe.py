@@ -17,6 +17,7 @@ from quire.contracts.parallel import Parallel
 from quire.kernels.experts import ref
 from quire.kernels.experts.inputs import Case, make, packed_by
 from quire.kernels.experts.plan import DISPATCHERS
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.onednn_support import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
@@ -314,6 +315,6 @@ def test_every_pair_that_fits_is_the_layer(dispatcher: str, kernel: str, counts:
         owners = owned(6, len(counts))
         packed = [packed_by(module, gate_up[own], down[own]) for own in owners]
         found = SIMULATED[dispatcher](tokens, packed, owners, module)
-        expected: Tensor = ref.run(x, weights, ids, (gate_up, down))
+        expected: Tensor = ref.run(x, weights, ids, ExpertWeights(gate_up, down))
         assert [len(y) for y in found] == list(counts)
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
