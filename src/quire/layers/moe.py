@@ -151,7 +151,7 @@ class MoE(nn.Module):
         assert build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
         self.experts = Experts(f"{at}.experts", moe, build)
-        self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
+        self.shared = GatedMLP(f"{at}.shared", build, moe.act) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in self.experts.plan.features
         self.tp = build.tp
