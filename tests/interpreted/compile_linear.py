@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
 from quire.kernels.linear import weight_only
-from quire.kernels.linear import weight_only_words as words
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import empty as empty_matrix
+from quire.kernels.weight_only import words
 
 from ..support.full import FULL
 from .compiling import AbsentGpu, Made
@@ -48,6 +48,7 @@ def main() -> None:
         gated: bool = False,
         zeros: bool = True,
         residual: bool = False,
+        act: str = "silu",
     ) -> None:
         units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
         packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
@@ -62,7 +63,7 @@ def main() -> None:
                 packed,
                 scales,
                 none,
-                Epilogue(y, gated=gated, residual=y if residual else None),
+                Epilogue(y, act=act * gated, residual=y if residual else None),
                 bits=bits,
                 group=group,
                 counters=empty(9999, dtype=torch.int32),
@@ -73,6 +74,7 @@ def main() -> None:
     launch(8, 1000, 1024, 32, zeros=False)
     launch(16, 4096, 12288, residual=True)
     launch(128, 3072, 1024, 64, gated=True)
+    launch(8, 3072, 1024, 64, gated=True, act="swiglu_oai")
     launch(128, 8192, 3584, 32, bits=8)
     launch(300, 8192, 3584, 32, bits=8)
     for rows, scheme in (

@@ -131,7 +131,7 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     model = make_model(args, target)
     own = make_model(
         dataclasses.replace(
-            with_layers(with_mixer(args, qk_norm=False), 1), model_type="eagle3", vocab_size=size, eagle=head
+            with_layers(with_mixer(args, qk_norm=""), 1), model_type="eagle3", vocab_size=size, eagle=head
         ),
         target,
     )

@@ -13,6 +13,7 @@ from quire.config.balancing import read_eplb_config
 from quire.config.engine import ParallelConfig
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import mixers
+from quire.plan.kinds.stored_experts import expert_share
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
@@ -100,5 +101,6 @@ def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
 
 
 def held_of(args: ModelArgs, rank: Rank) -> tuple[object, ...]:
-    """Return a key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
-    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids)
+    """Return a key that is equal for ranks with the same layers, and equal parts of KV heads and experts."""
+    widths = expert_share(args.moe, rank)[1] if args.moe else 0
+    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids), widths

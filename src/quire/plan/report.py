@@ -254,7 +254,8 @@ class PlanReport:
     @cached_property
     def _schemes(self) -> dict[str, Scheme | None]:
         """Parameter of experts -> its scheme."""
-        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+        matrices = {one.name: one.scheme for one in self._listed if one.shard == "experts"}
+        return {name: matrices[name.removesuffix("_bias")] for name in matrices}  # biases lie beside the matrices
 
     @property
     def load_device(self) -> str:
@@ -357,8 +358,11 @@ class PlanReport:
         """
         if param.shard == "experts" and self.plan.mesh.parallel.experts:
             return "experts" if self.plan.mesh.parallel.expert_ranks > 1 else ""
-        sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
-        return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
+        sliced = {"down": "columns of each expert", "down_bias": ""}  # other ranks do not have the bias
+        cut = param.shard
+        if cut == "experts":
+            cut = sliced.get(param.name.rpartition(".")[2], "rows of each expert")
+        return "" if self.plan.mesh.parallel.tp == 1 else cut
 
     @cached_property
     def cache_scales(self) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from quire.answers.grammar import Grammar, GrammarCompiler
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import InvalidParameter
@@ -27,7 +28,6 @@ from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden,
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.text.grammar import Grammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor

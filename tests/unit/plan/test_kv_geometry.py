@@ -109,7 +109,7 @@ def test_uniform_routing_takes_the_routers_place() -> None:
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
         layer.on_routing = lambda weights, ids: seen.append(ids)
-        layer(torch.zeros(64, 16), model.norm, StepContext(torch.zeros(64, dtype=torch.int64), (), []))
+        layer(torch.zeros(64, 16), model.layers[1].mlp_branch, StepContext(torch.zeros(64, dtype=torch.int64), (), []))
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))

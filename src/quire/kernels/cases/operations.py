@@ -45,7 +45,7 @@ def activation_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
     def pair(rows: int) -> Pair:
         x = setup.randn(rows, 2 * size)
-        return Pair(lambda: setup.kernels.activation.silu_mul(x), lambda: F.silu(x[:, :size]) * x[:, size:])
+        return Pair(lambda: setup.kernels.activation.gated(x), lambda: F.silu(x[:, :size]) * x[:, size:])
 
     for rows in setup.rows:
         yield KernelCase(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.panels import Quantized
 
 
@@ -25,22 +26,24 @@ def expert_memory(packed: object, place: int) -> list[Tensor]:
 def let_move(packed: object) -> None:
     """Bring packed weights into a form in which every expert, on every rank, has tensors of the same dtypes.
 
-    `linear/panels` keeps the scales of a matrix in float16 where that is exact. Scales become float32 here, which every
-    scale is exactly. Tensors that the loader made come into memory of the expert's own.
+    `linear/panels` keeps the scales of a matrix in float16 where that is exact. These become float32 here, which every
+    scale is exactly; powers of two in bytes stay. Tensors that the loader made come into memory of the expert's own.
     """
     if isinstance(packed, list):
         packed[:] = [_movable(one) for one in packed]
 
 
 def _movable(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_movable(part) for part in value)
+    if isinstance(value, ExpertWeights):
+        return ExpertWeights(*map(_movable, value))
     if isinstance(value, Quantized):
         own = {
             name: None if one is None else one.clone()
             for name, one in (("zero", value.zero), ("order", value.order), ("input_scale", value.input_scale))
         }
-        return replace(value, scale=value.scale.to(torch.float32, copy=True), **own)
+        powers = value.scale.dtype == torch.uint8
+        scale = value.scale.clone() if powers else value.scale.to(torch.float32, copy=True)
+        return replace(value, scale=scale, **own)
     quantized = getattr(value, "quantized", None)
     return value if quantized is None else replace(value, quantized=_movable(quantized))
 

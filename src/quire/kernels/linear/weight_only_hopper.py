@@ -1,6 +1,6 @@
 """Linear layers with 4- and 8-bit integer weights and bfloat16 activations on Hopper (compute capability 9.0).
 
-Up to `weight_only_words.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for the
+Up to `weight_only.words.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for the
 product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
 """
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.linear import weight_only_words as words
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.some_hopper import readable
 from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated, way
 from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.weight_only import words
 
 __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "way"]
 
@@ -29,7 +29,7 @@ class WeightWords:
     order   see `WeightOnly`
     gated   True: eight outputs of gate and eight of up alternate
 
-    Other fields are arguments of `weight_only_words.product`.
+    Other fields are arguments of `weight_only.words.product`.
     """
 
     words: Tensor
