@@ -102,6 +102,7 @@ class Family:
     heads: Heads = Heads()
     form: LayerForm = LayerForm()
     theta: float = 10_000.0  # when rope_theta is missing
+    dtype: str = "float32"  # of the stored weights when config.json names none
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     words: str = ""
 
@@ -177,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
                         heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
                         experts="qwen3_moe", words="attention_bias"),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
+                      dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
                       window=Window(default=128, layers="between", period=2),
                       words="attention_bias initial_context_length"),
