@@ -53,7 +53,7 @@ NATIVE = replace(PLAIN, needs=("native",))
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
-_INTEGERS = frozenset({"w4", "w8", "add", "exact", "gated", "out"})  # integer weights of a linear layer
+_NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
@@ -73,8 +73,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
                           features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
-        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_INTEGERS),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_INTEGERS),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
@@ -109,7 +109,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "triton": replace(TRITON, features=_STACKED | {"join"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), features=_EIGHT_BITS | {"join", "quantized rows"},
                           needs=("scaled products",)),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=frozenset({"w4", "w8", "join"})),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=frozenset({"mxfp4", "join"})),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=frozenset({"w4", "w8", "mxfp4", "join"})),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | {"stored"}),
