@@ -23,10 +23,10 @@ def check(made: Made) -> None:
         assert "mma.sync" in made.ptx and re.search(r"ld\.global\.L1::evict_first\S*\.v4", made.ptx), made
     if made.name == "hopper._some_kernel":
         loop = made.file("ttgir").read_text().split("scf.for", 1)[1].split("scf.yield", 1)[0]
-        kind = "i8" if made.signature["scales"] == "*u8" else "f32"
-        scales = len(re.findall(rf"tt\.load .*tensor<[0-9x]+x!tt\.ptr<{kind}>", loop))
+        powers = made.signature["scales"] == "*i32"
+        scales = len(re.findall(rf"tt\.load .*tensor<[0-9x]+x!tt\.ptr<{'i32' if powers else 'f32'}>", loop))
         deep = next(deep for deep in (128, 64, 32) if given["GROUP"] % deep == 0)
-        assert "wgmma" in made.ptx and scales == 128 // deep * (1 + given["FIRST"]), (scales, made)
+        assert "wgmma" in made.ptx and scales == (2 if powers else 128 // deep * (1 + given["FIRST"])), (scales, made)
 
 
 def main() -> None:
@@ -53,7 +53,9 @@ def main() -> None:
     ) -> None:
         units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
         packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
-        scales = empty(units, k // group, 16, dtype=torch.uint8 if powers else torch.float32)
+        scales = empty(units, k // group, 16, dtype=torch.float32)
+        if powers:
+            scales = empty(units, steps, 16, dtype=torch.int32)
         y, none = empty(rows, n), empty(units, k // group, 16, dtype=torch.uint8) if zeros else None
         if rows > words.MOST_ROWS:
             shape = (n << gated, k)

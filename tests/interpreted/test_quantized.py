@@ -27,7 +27,7 @@ from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
 from quire.kernels.experts.triton import _sort
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
-from quire.kernels.pack.matrix import dequantize
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
@@ -283,6 +283,15 @@ def test_experts_of_mxfp4_in_words_hold_their_numbers() -> None:
             given = stack.words[place], stack.scales[place], None, matrix.shape, torch.float32
             found = words.unpack(*given, bits=4, group=32, gated=stack.gated)
             assert torch.equal(found, dequantize(matrix))
+
+
+@pytest.mark.parametrize("power", [0, 1, 100, 128])
+def test_weights_with_the_smallest_and_largest_scales(power: int) -> None:
+    matrix = make_matrix(WEIGHT_ONLY["mxfp4"], 64, 160, CPU)
+    matrix.scale.fill_(power)
+    for kernel in (weight_only, weight_only_hopper):
+        packed = kernel.pack(matrix)
+        assert not isinstance(packed, QuantizedMatrix) and torch.equal(packed.unpack(torch.float32), dequantize(matrix))
 
 
 def test_rows_are_brought_into_the_order_of_experts() -> None:

@@ -29,7 +29,7 @@ class Stack:
     """The gate_up or down matrices of all E experts: K inputs, N outputs, twice N where gate and up are stacked.
 
     words     int32 [E, units, K / 64, 32, 4], see `words.repack`; a unit has 16 outputs, and K is padded to 128
-    scales    uint8 (E8M0) [E, units, K / 32, 16]
+    scales    int32 [E, units, ceil(K / 128), 16], see `words.repack_powers`
     outputs   number of outputs N
     """
 
@@ -55,11 +55,8 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, gated: 
     (rows, columns), scheme = one.shape, one.scheme
     blocks = -(-rows // 64)
     units, steps = 4 * (blocks + (blocks % 2 if blocks > MOST_ODD else 0)), -(-columns // words.STEP)
-    shapes = (units, 2 * steps, 32, 4), (units, columns // scheme.block[1], 16)
-    own, scales = (
-        torch.zeros((num_experts, *shape), dtype=dtype, device=device)
-        for shape, dtype in zip(shapes, (torch.int32, torch.uint8), strict=True)
-    )
+    shapes = (units, 2 * steps, 32, 4), (units, steps, 16)
+    own, scales = (torch.zeros((num_experts, *shape), dtype=torch.int32, device=device) for shape in shapes)
     return Stack(own, scales, rows >> gated, gated, scheme)
 
 
@@ -67,7 +64,7 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     for stack, one in zip(packed, (gate_up, down), strict=True):
         made = words.repack(one.values, one.scheme.bits, stack.gated, e2m1=True)
-        scales = words.repack_scales(one.scale, stack.gated)
+        scales = words.repack_powers(one.scale, stack.gated)
         stack.words[place, : len(made)].copy_(made, non_blocking=True)
         stack.scales[place, : len(scales)].copy_(scales, non_blocking=True)
 

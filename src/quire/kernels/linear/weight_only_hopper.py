@@ -75,10 +75,11 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
     if group % 32 or k % group:
         return matrix
     zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
+    powers = matrix.scheme.kind == "mxfp4"
     counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
     return WeightWords(
-        words.repack(matrix.values, matrix.scheme.bits, gated, matrix.scheme.kind == "mxfp4"),
-        words.repack_scales(matrix.scale, gated),
+        words.repack(matrix.values, matrix.scheme.bits, gated, powers),
+        (words.repack_powers if powers else words.repack_scales)(matrix.scale, gated),
         zeros,
         None if matrix.order is None else matrix.order.long(),
         counters,

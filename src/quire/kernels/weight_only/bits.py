@@ -10,7 +10,8 @@ from __future__ import annotations
 from quire.kernels.triton_runtime import gl, gluon_jit
 
 # Fields of a half-word of E2M1: place of the sign, and of the other three bits. In bf16 they lie at 15 and 6, and are
-# the number times 2^-126. That of 0.5 is below bf16's normal numbers, and just as exact.
+# the number times 2^-126. That of 0.5 is below bf16's normal numbers, and just as exact. So one multiplication brings
+# 2^126 and the scale. Its factor is a power of two, of which a byte has bf16's exponent.
 PLACES = ((15, 6), (12, 3), (14, 0), (13, 9))
 
 # Two words of 4-bit numbers to 16 of bf16, minus zero points. 128 + q in bf16 has q in its low bits. A word's halves
@@ -35,9 +36,9 @@ def _asm_4(scaled: bool) -> str:
     return "{ .reg .b32 a; " + lines + " }"
 
 
-def _asm_e2m1(scaled: bool) -> str:
-    """Return the code for a pair of words of E2M1: outputs $0 to $7, words $8 and $9, scales from $10 on."""
-    lines = "mov.b32 c, 0x7E807E80; "  # 2^126 twice in bf16
+def _asm_e2m1() -> str:
+    """Return the code for a pair of words of E2M1: outputs $0 to $7, words $8 and $9, multipliers from $10 on."""
+    lines = ""
     for half in range(2):
         for at, (sign, size) in enumerate(PLACES):
             out, word = f"${4 * half + at}", f"${8 + half}"
@@ -47,9 +48,8 @@ def _asm_e2m1(scaled: bool) -> str:
                 shift = f"shl.b32 a, {word}, {6 - size}" if size < 6 else f"shr.u32 a, {word}, {size - 6}"
                 lines += f"{shift}; and.b32 a, a, 0x01C001C0; shl.b32 b, {word}, {15 - sign}; "
                 lines += f"lop3.b32 {out}, b, 0x80008000, a, 0xEA; "
-            lines += _MUL.format(out=out, scale="c")
-            lines += (_MUL * scaled).format(out=out, scale=f"${10 + 2 * (at & 1)}")
-    return "{ .reg .b32 a, b, c; " + lines + " }"
+            lines += _MUL.format(out=out, scale=f"${10 + 2 * (at & 1)}")
+    return "{ .reg .b32 a, b; " + lines + " }"
 
 
 def _asm_8(scaled: bool) -> str:
@@ -75,8 +75,7 @@ if gl is not None:
     PLAIN_4, SCALED_4 = gl.constexpr(_asm_4(False)), gl.constexpr(_asm_4(True))
     PLAIN_8, SCALED_8 = gl.constexpr(_asm_8(False)), gl.constexpr(_asm_8(True))
     PLAIN_4_IN, SCALED_4_IN = gl.constexpr(_constraints(8, "r" * 6)), gl.constexpr(_constraints(8, "r" * 10))
-    PLAIN_E2M1, SCALED_E2M1 = gl.constexpr(_asm_e2m1(False)), gl.constexpr(_asm_e2m1(True))
-    PLAIN_E2M1_IN, SCALED_E2M1_IN = gl.constexpr(_constraints(8, "r" * 2)), gl.constexpr(_constraints(8, "r" * 6))
+    E2M1_CODE, E2M1_IN = gl.constexpr(_asm_e2m1()), gl.constexpr(_constraints(8, "r" * 6))
     PLAIN_8_IN, SCALED_8_IN = gl.constexpr(_constraints(4, "rrffff")), gl.constexpr(_constraints(4, "rrffffrrrr"))
 
 
@@ -94,11 +93,10 @@ def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr, E2M
     zeros    of outputs g and of g + 8 for lanes 4 g to 4 g + 3, which broadcast to the words: 128 + z twice in bf16,
              bitwise (8 bits: 2^23 + z in float32)
     scales   as well, twice in bf16; used if SCALED
-    E2M1     numbers of 4 bits are E2M1, else integers; E2M1 has no zero points
+    E2M1     numbers of 4 bits are E2M1, without zero points and always scaled: `scales` are `_powers`
     """
     A: gl.constexpr = words.shape[0]
     B: gl.constexpr = words.shape[1]
-    low, high = zeros
     if BITS == 4:
         TYPES: gl.constexpr = (
             gl.bfloat16,
@@ -110,20 +108,18 @@ def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr, E2M
             gl.bfloat16,
             gl.bfloat16,
         )
-        if E2M1 and not SCALED:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                PLAIN_E2M1, PLAIN_E2M1_IN, [words], dtype=TYPES, is_pure=True, pack=2
-            )
-        elif E2M1:
+        if E2M1:
             one, two = scales
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                SCALED_E2M1, SCALED_E2M1_IN, [words, one, two], dtype=TYPES, is_pure=True, pack=2
+                E2M1_CODE, E2M1_IN, [words, one, two], dtype=TYPES, is_pure=True, pack=2
             )
         elif not SCALED:
+            low, high = zeros
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
                 PLAIN_4, PLAIN_4_IN, [words, low, high], dtype=TYPES, is_pure=True, pack=2
             )
         else:
+            low, high = zeros
             one, two = scales
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
                 SCALED_4, SCALED_4_IN, [words, low, high, one, two], dtype=TYPES, is_pure=True, pack=2
@@ -132,6 +128,7 @@ def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr, E2M
         numbers = _join(a, b, c, d, e, f, g, h).reshape([A, B, 8, 4, 2, 2, 2, 2, 2])
         return numbers.permute([0, 1, 6, 2, 4, 8, 7, 3, 5]).reshape([A, B, 16, 64])
     else:
+        low, high = zeros
         FOUR: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
         if not SCALED:
             a, b, c, d = gl.inline_asm_elementwise(
@@ -163,19 +160,24 @@ def _zero(zeros, at, BITS: gl.constexpr):
 
 
 @gluon_jit
-def _scale(scales, at):
-    """Load scales in float32; those of E8M0 are exponents, of which 2^-127 is the first bit behind the exponent."""
-    if scales.dtype.element_ty == gl.uint8:
-        power = gl.load(scales + at).to(gl.int32)
-        return gl.maximum(power << 23, 1 << 22).to(gl.float32, bitcast=True)
-    else:
-        return gl.load(scales + at)
+def _powers(words, piece: gl.constexpr):
+    """Return byte `piece` of words, an exponent of bf16, as that power of two twice in bf16, bitwise."""
+    return ((words >> (8 * piece)) & 255) * 0x00800080
 
 
 @gluon_jit
-def _twice(scales, DEEP: gl.constexpr, FIRST: gl.constexpr):
-    """Return scales (tuples by group, of two tensors each) in bf16 twice, bitwise; as they are if not FIRST."""
-    if FIRST:
+def _twice(scales, DEEP: gl.constexpr, FIRST: gl.constexpr, E2M1: gl.constexpr):
+    """Return scales in bf16 twice, bitwise: tuples by group, of two tensors each. As they are if not FIRST.
+
+    scales   as `words._scales_of` returns them
+    """
+    if E2M1:
+        low, high = scales
+        pairs = ()
+        for piece in gl.static_range(128 // DEEP):
+            pairs = pairs + ((_powers(low, piece), _powers(high, piece)),)
+        return pairs
+    elif FIRST:
         pairs = ()
         for piece in gl.static_range(128 // DEEP):
             pairs = pairs + ((_pair(scales[piece][0]), _pair(scales[piece][1])),)

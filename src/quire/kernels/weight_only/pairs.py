@@ -113,7 +113,7 @@ def product(given: Sorted, words: Tensor, scales: Tensor, routing: Tensor | None
     """Multiply the rows of pairs with the weights of their experts; return y [pairs, N].
 
     words     int32 [E, units, .., 32, 4], of each expert as `words.repack` returns them
-    scales    [E, units, groups, 16], as `words.repack_scales` returns them; uint8 (E8M0) of weights in E2M1
+    scales    [E, units, .., 16], as `words.repack_scales` returns them, or of weights in E2M1 `words.repack_powers`
     routing   [T, k] float32: y is the results times these weights, by number of the pair. None: the weights are those
               of gate and up; y is silu(gate) * up, in the order of experts
     group     inputs that share a scale, a multiple of 32
@@ -240,7 +240,7 @@ def _pairs_kernel(
 
     x                        descriptor of [pairs, K] bf16 in the order of experts, in tiles [M, 128]
     words                    descriptor of [E * UNITS, lines, 32] int32 in tiles [4 TALL, 2 BITS, 32]
-    scales                   [E * UNITS, K / GROUP, 16] float32 or uint8 (E8M0)
+    scales                   as in `words._few_kernel`, of all experts
     order, tiles, routing    see `Sorted`; [T, k] float32, None if GATED
     y, n                     [pairs, n], output, see `product`; outputs (of gate, if GATED)
     UNITS, M, TALL, STAGES   units of 16 outputs of an expert; see `Tiles`

@@ -153,10 +153,10 @@ def unpack(tiles: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, n: in
 
 
 @jit
-def e2m1(codes):
-    """Return the numbers of E2M1 codes in float32: the bits at the places of float32's are the number times 2^-126."""
+def small(codes):
+    """Return the numbers of E2M1 codes times 2^-126 in float32: their bits, at the places of float32's."""
     codes = codes.to(tl.int32)
-    return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -193,7 +193,7 @@ def _numbers(
         else:
             raw = (packed >> 4) if HIGH else (packed & 15)
         if E2M1:
-            numbers = e2m1(raw).to(DTYPE)
+            numbers = (small(raw) * 8.507059173023462e37).to(DTYPE)  # 2^126
         else:
             numbers = (raw.to(tl.float32) - zero).to(DTYPE)
     elif E2M1 and HIGH:  # in bf16 the sign lies at 15, and the other bits at 6 are the number times 2^-126

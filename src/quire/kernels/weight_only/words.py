@@ -23,8 +23,8 @@ from quire.kernels.attention.hopper import describe
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
-from quire.kernels.weight_only.bits import PLACES, _numbers, _scale, _twice, _zero
-from quire.kernels.weight_only.tiles import e2m1, power
+from quire.kernels.weight_only.bits import PLACES, _numbers, _twice, _zero
+from quire.kernels.weight_only.tiles import small
 
 if hopper is not None:
     mbarrier, mma_v2, tma = hopper.mbarrier, hopper.mma_v2, hopper.tma
@@ -127,6 +127,17 @@ def repack_scales(scales: Tensor, gated: bool = False) -> Tensor:
     return units(scales, gated).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
+def repack_powers(scales: Tensor, gated: bool = False) -> Tensor:
+    """Return scales in E8M0, uint8 [N, K / 32], as int32 [N / 16, ceil(K / 128), 16], in the order of packed rows.
+
+    A word has the four scales of an output in a step, as exponents of 2^126 times the scale in bf16. The largest scale
+    is 2 (see `convert.scale_fault`): bf16 holds no more.
+    """
+    exponents = (scales.to(torch.int32) + 126).clamp(max=254).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, -scales.shape[1] % 4))
+    return repack_scales(exponents.contiguous().view(torch.int32), gated)
+
+
 def product(
     x: Tensor,
     words: Tensor,
@@ -141,7 +152,7 @@ def product(
     """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     words      the weight, packed by `repack`
-    scales     float32 scales, or uint8 of E8M0 for weights in E2M1, packed by `repack_scales`
+    scales     float32 scales, packed by `repack_scales`; or of weights in E2M1 by `repack_powers`
     zeros      uint8 zero points, packed by `repack_scales`; None: all are 8 (4 bits) or 128 (8 bits)
     group      inputs that share a scale, a multiple of 32
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
@@ -341,12 +352,16 @@ def _fetch(
         beside = gl.minimum(beside, STEPS - 1)
     own_scales = ()
     own_zeros = ()
-    for piece in gl.static_range(128 // DEEP):
-        group = gl.minimum((beside * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-        own_scales = own_scales + (_scale(scales, ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)
-        group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-        own = (tall * GROUPS + group) * 16 + lane // 4
-        own_zeros = own_zeros + ((_zero(zeros, own, BITS), _zero(zeros, own + 8, BITS)),)
+    if scales.dtype.element_ty == gl.int32:
+        own = (tall * STEPS + step) * 16 + lane // 4
+        own_scales = (gl.load(scales + own), gl.load(scales + own + 8))
+    else:
+        for piece in gl.static_range(128 // DEEP):
+            group = gl.minimum((beside * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+            own_scales = own_scales + (gl.load(scales + ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)
+            group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+            own = (tall * GROUPS + group) * 16 + lane // 4
+            own_zeros = own_zeros + ((_zero(zeros, own, BITS), _zero(zeros, own + 8, BITS)),)
     return packed, own_scales, own_zeros
 
 
@@ -404,7 +419,7 @@ def _few_kernel(
 
     x                  [rows, K] bf16;  stride  elements from row to row
     words              [.., ceil(K / 128) * 128 / 64 (8 bits: / 32), 32, 4] int32, see `repack`
-    scales, zeros      [.., K / GROUP, 16] float32 or uint8 (E8M0), uint8 or None, see `repack_scales`
+    scales, zeros      [.., K / GROUP, 16] float32, uint8 or None, see `repack_scales`. Of E2M1 see `repack_powers`
     bias, residual, y  as in `gemv._few_kernel`;  n  outputs (of gate, if GATED)
     M                  rows that are computed: 8
     DEPTH              see `Few`
@@ -417,7 +432,7 @@ def _few_kernel(
     DEEP: gl.constexpr = 128 if GROUP % 128 == 0 else (64 if GROUP % 64 == 0 else 32)
     UNIT: gl.constexpr = 64 if BITS == 4 else 32  # inputs
     SIZE: gl.constexpr = DEEP if DEEP < UNIT else UNIT
-    E2M1: gl.constexpr = scales.dtype.element_ty == gl.uint8
+    E2M1: gl.constexpr = scales.dtype.element_ty == gl.int32
     tile = gl.program_id(0)
     queue = ()
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
@@ -431,14 +446,23 @@ def _few_kernel(
         if turn + 1 < TURNS:
             upcoming = _given(x, turn + 1, rows, stride, K, M, WARPS, SIZE, ACC)
         packed, own_scales, own_zeros = queue[turn]
+        if E2M1:
+            own_scales = _twice(own_scales, DEEP, True, E2M1)
         if turn + DEPTH < TURNS:
             queue = queue + (_fetch(words, scales, zeros, tile, turn + DEPTH, K, GROUP, TALL, WARPS, BITS, DEEP, ACC),)
         part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
         for piece in gl.static_range(128 // SIZE):
-            numbers = _numbers(packed[piece * SIZE // UNIT], own_zeros[piece * SIZE // DEEP], (), BITS, False, E2M1)
+            if E2M1:
+                numbers = _numbers(packed[piece * SIZE // UNIT], (), own_scales[piece * SIZE // DEEP], BITS, True, E2M1)
+            else:
+                numbers = _numbers(packed[piece * SIZE // UNIT], own_zeros[piece * SIZE // DEEP], (), BITS, False, E2M1)
             left = _pieces(numbers, SIZE)[piece % (UNIT // SIZE)].reshape([WARPS, 16 * TALL, SIZE])
-            part = mma_v2(gl.convert_layout(left, LEFT, assert_trivial=True), given[piece], part)
-            if (piece + 1) * SIZE % DEEP == 0:
+            left = gl.convert_layout(left, LEFT, assert_trivial=True)
+            if E2M1:
+                acc = mma_v2(left, given[piece], acc)
+            else:
+                part = mma_v2(left, given[piece], part)
+            if (piece + 1) * SIZE % DEEP == 0 and not E2M1:
                 acc += part * own_scales[piece * SIZE // DEEP][:, :, None]
                 part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
@@ -528,17 +552,24 @@ def _scales_of(
     FIRST: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """Start to read the scales of a step: a tuple by group; two tensors by lane each if FIRST, else one by output."""
+    """Start to read the scales of a step: a tuple by group; two tensors by lane each if FIRST, else one by output.
+
+    Of E2M1, two tensors by lane, whose words have the scales of all groups.
+    """
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     row = gl.arange(0, 64 * TALL, gl.SliceLayout(1, ACC))
     found = ()
-    for piece in gl.static_range(128 // DEEP):
-        if FIRST:
-            at = _beside_words(unit, step, piece, K, GROUP, TALL, DEEP)
-            found = found + ((_scale(scales, at), _scale(scales, at + 8)),)
-        else:
-            group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-            found = found + (_scale(scales, ((unit + row // 16) * GROUPS + group) * 16 + row % 16),)
+    if scales.dtype.element_ty == gl.int32:
+        at = _beside_words(unit, step, 0, K, 128, TALL, 128)
+        found = (gl.load(scales + at), gl.load(scales + at + 8))
+    else:
+        for piece in gl.static_range(128 // DEEP):
+            if FIRST:
+                at = _beside_words(unit, step, piece, K, GROUP, TALL, DEEP)
+                found = found + ((gl.load(scales + at), gl.load(scales + at + 8)),)
+            else:
+                group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+                found = found + (gl.load(scales + ((unit + row // 16) * GROUPS + group) * 16 + row % 16),)
     return found
 
 
@@ -598,7 +629,7 @@ def _walk(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [4, 1, 1], [2, 1, 0])
     DEEP: gl.constexpr = 128 if GROUP % 128 == 0 else (64 if GROUP % 64 == 0 else 32)
-    E2M1: gl.constexpr = scales.dtype.element_ty == gl.uint8
+    E2M1: gl.constexpr = scales.dtype.element_ty == gl.int32
     STEPS: gl.constexpr = (K + 127) // 128
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, 4 * TALL, 2 * BITS, 32], words.layout)
     given = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, 128], x.layout)
@@ -627,7 +658,7 @@ def _walk(
         following = gl.minimum(first + turn + 1, STEPS - 1)
         now_zero = zero
         zero = _zeros_of(zeros, unit, following, K, GROUP, TALL, BITS, DEEP)
-        pairs = _twice(scale, DEEP, FIRST)
+        pairs = _twice(scale, DEEP, FIRST, E2M1)
         if FIRST:
             scale = _scales_of(scales, unit, following, K, GROUP, TALL, DEEP, FIRST, ACC)
         left = _operand(packed, 0, now_zero, pairs, TALL, BITS, DEEP, FIRST, E2M1, LEFT)
@@ -743,7 +774,7 @@ def _unpack_kernel(
     unit = tl.program_id(1) * 4 + tl.arange(0, 4)
     at = (unit.to(tl.int64)[:, None] * STEPS + step) * SIZE + tl.arange(0, SIZE)[None, :]
     packed = tl.load(words + at)
-    E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.int32
     if BITS == 4:  # [4, 2 k64, 8 g, 4 t, 4 k16, 2 k1, 2 k8, 2 +8 outputs]
         field = tl.arange(0, 8)[None, None, :]
         if E2M1:  # see `bits.PLACES`
@@ -765,7 +796,9 @@ def _unpack_kernel(
     if zeros is not None:
         zero = tl.load(zeros + beside).to(tl.float32)
     if E2M1:
-        numbers = e2m1(packed) * power(tl.load(scales + beside))[:, :, None]
+        word = tl.load(scales + ((tl.program_id(1) * 4 + output // 16) * STEPS + step) * 16 + output % 16)
+        exponent = word >> (tl.arange(0, 128 // DEEP) * 8)[None, :] & 255
+        numbers = small(packed) * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
     else:
         numbers = (packed.to(tl.float32) - zero[:, :, None]) * tl.load(scales + beside)[:, :, None]
     col = step * 128 + tl.arange(0, 128)[None, :]
