@@ -5,6 +5,7 @@ import torch
 
 from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import scaled, weight_only, weight_only_hopper
 from quire.kernels.triton_runtime import missing_hopper
 
@@ -116,8 +117,8 @@ def test_experts_of_mxfp4_in_words(hidden: int, inner: int, tokens: int, device:
     """Every tiling; sizes are whole and odd blocks of 64 outputs, and inputs that are no multiple of 128."""
     if why := missing_hopper():
         pytest.skip(why)
-    kernel = weight_only_hopper_experts
-    for away, count in (((), 8), ((1, 4), 8), ((), 64)):
+    forms = PLAIN, ExpertForm("swiglu_oai", biased=True), ExpertForm("gelu_tanh")
+    for (away, count), form in zip((((), 8), ((1, 4), 8), ((), 64)), forms, strict=True):
         compare_experts(
             WEIGHT_ONLY["mxfp4"],
             tokens,
@@ -130,7 +131,8 @@ def test_experts_of_mxfp4_in_words(hidden: int, inner: int, tokens: int, device:
             1e-2,
             residual=True,
             away=away,
-            kernel=kernel,
+            kernel=weight_only_hopper_experts,
+            form=form,
         )
 
 

@@ -49,6 +49,7 @@ def main() -> None:
         gated: bool = False,
         zeros: bool = True,
         residual: bool = False,
+        act: str = "silu",
         powers: bool = False,
     ) -> None:
         units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
@@ -66,7 +67,7 @@ def main() -> None:
                 packed,
                 scales,
                 none,
-                Epilogue(y, gated=gated, residual=y if residual else None),
+                Epilogue(y, act=act * gated, residual=y if residual else None),
                 bits=bits,
                 group=group,
                 counters=empty(9999, dtype=torch.int32),
@@ -77,6 +78,7 @@ def main() -> None:
     launch(8, 1000, 1024, 32, zeros=False)
     launch(16, 4096, 12288, residual=True)
     launch(128, 3072, 1024, 64, gated=True)
+    launch(8, 3072, 1024, 64, gated=True, act="swiglu_oai")
     launch(128, 8192, 3584, 32, bits=8)
     launch(300, 8192, 3584, 32, bits=8)
     for rows in (8, 64, 128, 300):

@@ -11,9 +11,11 @@ from quire.args.keys import Keys
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
+    "mrope_section mrope_interleaved".split()
 )
 
 
@@ -21,7 +23,7 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn | none
     original_max_position   trained length in tokens, for llama3 and yarn
     attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
     """
@@ -45,12 +47,27 @@ class RopeArgs:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
+UNROTATED = RopeArgs(kind="none")
+
+
 class Rotation(NamedTuple):
     """A rotation of heads: its settings, the dimensions that it rotates, and those that a kernel takes."""
 
     rope: RopeArgs
     rotated: int
     width: int
+
+
+def of_layers(keys: Keys, kind: str) -> Keys:
+    """Return the keys with the rotary settings of one kind of layers, such as "sliding_attention".
+
+    Keys without settings by kind stay as they are. Raises ModelError.
+    """
+    settings = keys.object("rope_parameters") or {}
+    if not any(isinstance(settings.get(one), dict) for one in LAYERS):
+        return keys
+    own = Keys(settings, f"{keys.source}: rope_parameters").object(kind) or {}
+    return Keys({**keys, "rope_parameters": own}, keys.source)
 
 
 def rope_settings(keys: Keys) -> dict[str, Any]:
@@ -72,8 +89,12 @@ def rope_settings(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
+def read_rope(
+    keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA, *, sections: bool = False
+) -> tuple[RopeArgs, tuple[str, ...]]:
     """Return the checked rotary settings of a config.json, and notes about ignored keys.
+
+    sections   True: pairs of a head may have positions of their own in images (mrope_section). In text all are equal
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
     A rope_theta inside the settings wins over the outer one.
@@ -83,7 +104,7 @@ def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THE
         {"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
         f"{keys.source}: rope settings",
     )
-    if raw.get("mrope_section") is not None:
+    if raw.get("mrope_section") is not None and not sections:
         raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in KINDS:
@@ -98,7 +119,7 @@ def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THE
     if kind in ("linear", "dynamic"):
         return common, notes
     trained = "original_max_position_embeddings"
-    original = keys.get(trained) or raw.get(trained) or max_positions
+    original = keys.get(trained) or raw.get(trained) or keys.get("initial_context_length") or max_positions
     if not isinstance(original, int) or original < 1:
         raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
     return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes

@@ -5,6 +5,8 @@ Values of fused parts lie in one tensor; scales stay apart, part by part.
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from quire.contracts.params import Param, Part, RawTensor
 from quire.contracts.scheme import Scheme
 from quire.quantization.rows import stored_scheme
@@ -28,7 +30,7 @@ class Microscaled:
         wide, own = stored_scheme(param).block[1], param.name.rpartition(".")[2]
         values = tuple(self._values_of(part, wide) for part in param.parts)
         scales = tuple(
-            stored_part(part, self._scales, (part.shape[0], -(-part.shape[1] // wide)), Axes(0, 1, (1, wide)))
+            stored_part(part, self._scales, (part.matrix[0], -(-part.matrix[1] // wide)), Axes(0, 1, (1, wide)))
             for part in param.parts
         )
         return (
@@ -40,10 +42,10 @@ class Microscaled:
         )
 
     def _values_of(self, part: Part, wide: int) -> Part:
-        rows, columns = part.shape
+        rows, columns = part.matrix
         shape, unit = ((rows, columns // wide, wide // 2), wide) if self._blocks else ((rows, columns // 2), 2)
         made = stored_part(part, self._values, shape, Axes(0, 1, (1, unit)))
-        return Part(made.stored, shape, made.start, made.count, made.axis, part.order, part.name)
+        return replace(made, order=part.order, paired=part.paired)
 
     def spare(self, param: Param) -> Iterator[str]:
         """Yield nothing: the loader needs all tensors. See `WeightFormat`."""

@@ -149,7 +149,7 @@ MIXED = ["full_attention", "sliding_attention"] * 2
         (changed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
         (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
         (changed(rope_scaling={"type": "default", "mrope_section": [1, 2, 3]}), "mrope_section"),
-        (changed(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer"),
+        (changed(rope_parameters={"mid_attention": {"rope_type": "default"}}), "by layer"),
         (changed(rope_scaling={"full_attention": {}}), "rope_scaling.full_attention={}"),
         (changed(hidden_act="gelu"), "hidden_act='gelu'"),
         (changed(num_experts=8), "num_experts=8"),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.panels import Quantized
 
 
@@ -33,8 +34,8 @@ def let_move(packed: object) -> None:
 
 
 def _movable(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_movable(part) for part in value)
+    if isinstance(value, ExpertWeights):
+        return ExpertWeights(*map(_movable, value))
     if isinstance(value, Quantized):
         own = {
             name: None if one is None else one.clone()

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
+from quire.kernels.activation.triton import gated_of
 from quire.kernels.attention.triton_plan import shared_memory
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.triton import _find_tile, _sort, _sum_kernel
+from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
@@ -65,7 +67,7 @@ class Stack:
         return self.scales.shape[2] // self.parts
 
 
-Packed = tuple[Stack, Stack]
+Packed = ExpertWeights[Stack]
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,21 @@ class Tiles:
     first: bool
 
 
-def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
+def empty(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
     second = _empty(num_experts, down, device, 1, down.shape[0])
-    return _empty(num_experts, gate_up, device, 2, second.inputs), second
+    first = _empty(num_experts, gate_up, device, 2, second.inputs)
+    padded = 2 * first.outputs, second.outputs
+    return ExpertWeights(first, second, form.act, *empty_biases(num_experts, gate_up, down, device, form, padded))
 
 
 def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: int, outputs: int) -> Stack:
@@ -110,9 +120,12 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
     )
 
 
-def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+def put(
+    packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, biases: Biases | None = None
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for stack, one in zip(packed, (gate_up, down), strict=True):
+    packed.put_biases(biases, place)
+    for stack, one in ((packed.gate_up, gate_up), (packed.down, down)):
         (rows, columns), bits = one.shape, stack.scheme.bits
         more = (stack.inputs - columns) * bits // 8
         tiles = [
@@ -160,15 +173,16 @@ def run(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     if not len(x):
         return y
-    (first, second), (tokens, k), pairs, hidden = packed, ids.shape, ids.numel(), x.shape[1]
+    first, second, act, first_bias, second_bias = packed
+    (tokens, k), pairs, hidden = ids.shape, ids.numel(), x.shape[1]
     experts = len(first.tiles)
     order, starts = _sort(ids, expert_map, experts)
     if first.inputs > hidden or x.stride(1) != 1:
         x = F.pad(x, (0, first.inputs - hidden)).contiguous()
     h, parts = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (second.inputs, hidden))
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map))
-    _product(x, first, order, starts, k, None, h, cut)
-    _product(h, second, order, starts, k, weights, parts, cut)
+    _product(x, first, first_bias, order, starts, k, None, h, act, cut)
+    _product(h, second, second_bias, order, starts, k, weights, parts, "", cut)
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
@@ -188,7 +202,16 @@ def run(
 
 
 def _product(
-    x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, weights: Tensor | None, y: Tensor, cut: Tiles
+    x: Tensor,
+    stack: Stack,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    k: int,
+    weights: Tensor | None,
+    y: Tensor,
+    act: str,
+    cut: Tiles,
 ) -> None:
     gated, in_pdl, pairs, experts, bits = weights is None, pdl.in_use(), len(order), len(stack.tiles), stack.scheme.bits
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
@@ -200,6 +223,7 @@ def _product(
         stack.scales,
         stack.zeros,
         stack.columns,
+        bias,
         order,
         starts,
         weights,
@@ -215,7 +239,7 @@ def _product(
         ROWS,
         stack.deep,
         bits,
-        gated,
+        act,
         x.dtype == torch.bfloat16 if stack.scheme.kind == "mxfp4" else cut.first,
         BAND,
         stages,
@@ -234,6 +258,7 @@ def _packed_kernel(
     scales,
     zeros,
     columns,
+    bias,
     order,
     starts,
     routing,
@@ -249,7 +274,7 @@ def _packed_kernel(
     ROWS: tl.constexpr,
     DEEP: tl.constexpr,
     BITS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     FIRST: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
@@ -259,13 +284,15 @@ def _packed_kernel(
     """A tile of M pairs of an expert by ROWS outputs, on tensor cores. Grid (tiles of pairs * tiles of outputs,).
 
     x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
-    tiles .. columns   see `Stack`
+    tiles .. columns   see `Stack`;  bias  [experts, 2 N] if GATED, else [experts, N]; or None
     order, starts      see `experts.triton._sort`;  routing  [T, TOP_K] float32 routing weights, None if GATED
-    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: the activation in sorted order if GATED, else weighted results by pair
     EXPERTS, WIDTH     experts of this rank; padded to a power of two;  GROUP  inputs that share a scale
     DEEP, BITS         inputs of an iteration; bits of a weight, 4 or 8;  FIRST  see `Tiles`
     BAND, STAGES       tiles of pairs that share outputs; iterations in flight;  ASM  see `_numbers`
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
@@ -313,8 +340,13 @@ def _packed_kernel(
             up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, E2M1, FIRST, ASM)
     row, pair = row[None, :], pair[None, :]
     to = first + row
+    if bias is not None:
+        bias += expert * TOTAL + col
+        acc += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
     if GATED:
-        acc = silu(acc) * up
+        acc = gated_of(acc, up, ACT)
     else:
         to = pair
         acc *= tl.load(routing + pair, mask=row < left, other=0.0)

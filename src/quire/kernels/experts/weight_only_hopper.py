@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.triton import _sort, _sum_kernel
+from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.weight_only import pairs as products
@@ -40,15 +42,22 @@ class Stack:
     scheme: Scheme
 
 
-Packed = tuple[Stack, Stack]
+Packed = ExpertWeights[Stack]
 
 
-def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
+def empty(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
-    return _empty(num_experts, gate_up, device, True), _empty(num_experts, down, device, False)
+    first, second = _empty(num_experts, gate_up, device, True), _empty(num_experts, down, device, False)
+    return ExpertWeights(first, second, form.act, *empty_biases(num_experts, gate_up, down, device, form))
 
 
 def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, gated: bool) -> Stack:
@@ -60,9 +69,12 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, gated: 
     return Stack(own, scales, rows >> gated, gated, scheme)
 
 
-def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+def put(
+    packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, biases: Biases | None = None
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for stack, one in zip(packed, (gate_up, down), strict=True):
+    packed.put_biases(biases, place)
+    for stack, one in ((packed.gate_up, gate_up), (packed.down, down)):
         made = words.repack(one.values, one.scheme.bits, stack.gated, e2m1=True)
         scales = words.repack_powers(one.scale, stack.gated)
         stack.words[place, : len(made)].copy_(made, non_blocking=True)
@@ -90,14 +102,15 @@ def run(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     if not len(x):
         return y
-    (first, second), (tokens, k), pairs, hidden = packed, ids.shape, ids.numel(), x.shape[1]
+    first, second, act, first_bias, second_bias = packed
+    (tokens, k), pairs, hidden, group = ids.shape, ids.numel(), x.shape[1], first.scheme.block[1]
     order, starts = _sort(ids, expert_map, len(first.words))
     cut = products.tiles_of(pairs, len(first.words) if expert_map is None else len(expert_map), first.outputs * 2)
     given = products.bring(x if x.stride(1) == 1 else x.contiguous(), order, starts, k, cut)
     h, parts = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (first.outputs, hidden))
-    products.product(given, first.words, first.scales, None, h, first.scheme.block[1])
+    products.product(given, first.words, first.scales, group, products.Ending(h, act, first_bias))
     given = products.Sorted(h, order, given.tiles, cut)
-    products.product(given, second.words, second.scales, weights, parts, second.scheme.block[1])
+    products.product(given, second.words, second.scales, group, products.Ending(parts, "", second_bias, weights))
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](

@@ -47,7 +47,7 @@ typedef struct PanelsJob {
     const int32_t *offset;
     void *y;
     long rows, cols, inner, panels, block_rows;
-    int group, chunk, kind, out, half, type, each, pairs, fine; /* each: panels of a task */
+    int group, chunk, kind, out, act, half, type, each, pairs, fine; /* each: panels of a task */
 } PanelsJob;
 
 _Static_assert(sizeof(PanelsJob) <= JOB_BYTES, "a recording has no room for the job");
@@ -301,7 +301,7 @@ INLINE Scaling scaling_at(const PanelsJob *job, long panel, long k, long first, 
 }
 
 /* Sums [2 W] of a row and a panel -> y. */
-INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int half) {
+INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int act, int half) {
     const int gated = job->out == GATED;
     const long at = panel * (gated ? W : 2 * W), left = job->cols - at, to = row * job->cols + at;
     const Lanes low = lanes_of(left), high = gated ? low : lanes_of(left - W);
@@ -323,7 +323,7 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
         b = b + load(job->residual, to + W, high, half);
     }
     if (gated) {
-        store(job->y, to, low, silu_mul_of(a, b), half);
+        store(job->y, to, low, gated_of(a, b, act), half);
     } else if (job->out == AS_FLOAT) {
         store(job->y, to, low, a, 0);
         store(job->y, to + W, high, b, 0);
@@ -335,10 +335,14 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
 
 static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows,
                                                    long panel) {
-    for (long i = 0; i < rows; i++, sums += 2 * W) {
-        if (job->half) finish_row(job, sums, first + i, panel, 1);
-        else finish_row(job, sums, first + i, panel, 0);
+#define CASE(act, half)                                                                                                \
+    case 2 * act + half:                                                                                               \
+        for (long i = 0; i < rows; i++, sums += 2 * W) finish_row(job, sums, first + i, panel, act, half);             \
+        break;
+    switch (2 * job->act + job->half) {
+        CASE(SILU, 0) CASE(SILU, 1) CASE(GELU_TANH, 0) CASE(GELU_TANH, 1) CASE(SWIGLU_OAI, 0) CASE(SWIGLU_OAI, 1)
     }
+#undef CASE
 }
 
 /* At most DIRECT rows; a task is `count` panels. */
@@ -603,8 +607,9 @@ static int paired(int kind, int pairs) {
    zero       as scale, or NULL: zero points less the middle;  xsum  from quire_linear_rows with the same chunk
    offset     [panel][2 W] of QUADS: -128 times the sum of the column's weights
    chunk      inputs of a chain: a divisor of the group, at most CHUNK_IN, and of SCALE_IN if fine
-   out        0: y [rows, cols];  1: y [rows, cols] float32;  2: y [rows, cols] = silu(gate) * up, where a panel has W
-              columns of gate and W of up; bias is [2 * cols], gate's first
+   out        0: y [rows, cols];  1: y [rows, cols] float32;  2: y [rows, cols] = gated_of(gate, up), where a panel has
+              W columns of gate and W of up; bias is [2 * cols], gate's first
+   act        activation of gate and up, 0 if out is not 2
    bias       [cols] or NULL;  residual  [rows, cols] or NULL
    half       bias, residual and y are bfloat16, else float32
    pairs      the CPU multiplies pairs of bfloat16, and weight and x are exact in it
@@ -612,13 +617,13 @@ static int paired(int kind, int pairs) {
    inner is a multiple of 4. */
 void quire_linear_panels(const float *x, const float *xsum, const float *xscale, const void *weight, const void *scale,
                          const int8_t *zero, const int32_t *offset, const void *bias, const void *residual, void *y,
-                         long rows, long cols, long inner, int group, int chunk, int kind, int out, int half, int type,
-                         int pairs, int fine, int threads) {
+                         long rows, long cols, long inner, int group, int chunk, int kind, int out, int act, int half,
+                         int type, int pairs, int fine, int threads) {
     const long width = out == GATED ? W : 2 * W, panels = (cols + width - 1) / width;
     PanelsJob job = {.x = x, .xsum = xsum, .xscale = xscale, .weight = weight, .scale = scale, .zero = zero,
                      .offset = offset, .bias = bias, .residual = residual, .y = y, .rows = rows, .cols = cols,
                      .inner = inner, .panels = panels, .group = group, .chunk = chunk, .kind = paired(kind, pairs),
-                     .out = out, .half = half, .type = type, .each = 4, .pairs = pairs, .fine = fine};
+                     .out = out, .act = act, .half = half, .type = type, .each = 4, .pairs = pairs, .fine = fine};
     if (rows == 0) return;
     if (rows <= DIRECT) {
         while (job.each > 1 && panels < 4L * threads * job.each) job.each /= 2;

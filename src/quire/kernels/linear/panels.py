@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.activation import number_of
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
@@ -143,12 +144,12 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
-def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
+def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
 
     x may be quantized by the rule of the weight.
     """
-    return _run(x, packed, bias, GATED)
+    return _run(x, packed, bias, GATED, act=number_of(act))
 
 
 def way(x: Tensor, packed: Packed) -> str:
@@ -285,7 +286,12 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
 
 
 def _run(
-    x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None
+    x: Tensor | QuantizedRows,
+    packed: Packed,
+    bias: Tensor | None,
+    out: int,
+    residual: Tensor | None = None,
+    act: int = 0,
 ) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
@@ -335,6 +341,7 @@ def _run(
         chunk,
         packed.kind,
         out,
+        act,
         x.dtype == torch.bfloat16,
         0 if scale is None else SCALES[scale.dtype],
         packed.pairs(x.dtype),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
-from quire.kernels.experts.hopper import _silu
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled_weight import Scaled
@@ -80,7 +80,8 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     Arguments as those of `scaled_some.product`. The copy engine reads scales of blocks of one output as [K / 128, N].
     """
-    weight, block, (y, bias, gated, residual) = packed.values, packed.block, into
+    weight, block, (y, bias, act, residual) = packed.values, packed.block, into
+    gated = act != ""
     scales = packed.wide if block == 1 else packed.scales
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles_of(rows, n, k, gated, block)
@@ -110,7 +111,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
         DEPTH=tiles.depth,
         BLOCK=block,
         FIXED=x_scales.numel() == 1,
-        GATED=gated,
+        ACT=act,
         STAGES=tiles.stages,
         SPLIT=tiles.split,
         ROOM=bucket(share),
@@ -255,13 +256,14 @@ def _finish(
     n,
     BLOCK: gl.constexpr,
     FIXED: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """Apply scales of channels, bias, gate and residual to sums [HIGH, M], and store the result.
 
     out, other   of gate and up if GATED, else `other` is not used;  first  the first output
     """
+    GATED: gl.constexpr = ACT != ""
     HIGH: gl.constexpr = out.shape[0]
     M: gl.constexpr = out.shape[1]
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [HIGH // 8, 256 // HIGH], [1, WARPS], [0, 1])
@@ -281,7 +283,7 @@ def _finish(
     if GATED:
         if bias is not None:
             other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = _silu(out) * other
+        out = gated_in_gluon(out, other, ACT)
     at = row[None, :] * n + col[:, None]
     if residual is not None:
         out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
@@ -307,7 +309,7 @@ def _some_kernel(
     DEPTH: gl.constexpr,
     BLOCK: gl.constexpr,
     FIXED: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     ROOM: gl.constexpr,
@@ -327,6 +329,7 @@ def _some_kernel(
     DEPTH, STAGES      see `Tiles`
     ROOM               most groups of 128 inputs of a program, padded to a power of two
     """
+    GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -442,6 +445,6 @@ def _some_kernel(
             n,
             BLOCK,
             FIXED,
-            GATED,
+            ACT,
             WARPS,
         )

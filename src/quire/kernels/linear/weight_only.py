@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.activation.triton import silu_mul
+from quire.kernels.activation import checked
+from quire.kernels.activation.triton import gated
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import QuantizedMatrix
@@ -143,9 +144,9 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _product(x, packed, bias, residual=residual)
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
-    return _product(x, packed, bias, gated=True)
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+    return _product(x, packed, bias, act=checked(act))
 
 
 def _product(
@@ -154,22 +155,22 @@ def _product(
     bias: Tensor | None,
     *,
     residual: Tensor | None = None,
-    gated: bool = False,
+    act: str = "",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
+    """Product, activation and residual, as far as given; the arguments are those of `gemv.product`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run(x, packed, bias)
-        y = silu_mul(y) if gated else y
+        y = gated(y, act) if act else y
         return y if residual is None else residual + y
     if packed.order is not None:
         x = x[:, packed.order]
     rows = x.shape[0]
     if rows <= products.MOST_ROWS:
-        y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
+        y = x.new_empty(rows, packed.outputs >> (act != ""), dtype=dtype or x.dtype)
         if residual is not None:
             y = residual = residual.contiguous()
-        return packed.product(x, Epilogue(y, bias, gated, residual)) if rows else y
+        return packed.product(x, Epilogue(y, bias, act, residual)) if rows else y
     weight = packed.unpack(x.dtype)
     if residual is not None:
         residual = residual if bias is None else residual.add_(bias)
@@ -178,4 +179,4 @@ def _product(
         y = torch.mm(x, weight.t(), out_dtype=dtype)
         return y if bias is None else y.add_(bias)
     y = F.linear(x, weight, bias)
-    return silu_mul(y) if gated else y
+    return gated(y, act) if act else y

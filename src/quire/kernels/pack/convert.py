@@ -165,9 +165,9 @@ class _Conversion:
     def _by_rows(self, blocks: Tensor, part: Part) -> Tensor:
         """Return a number of each block for each row of the part, in the part's order: [rows, blocks of columns]."""
         high, first = self.stored.block[0], 0 if part.axis else part.start
-        if not self.by_rows or high == 1 and not part.order:
+        if not self.by_rows or high == 1 and not (part.order or part.paired):
             return blocks
-        rows = _ordered(torch.arange(part.rows, device=blocks.device), part)
+        rows = ordered(torch.arange(part.rows, device=blocks.device), part)
         return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
 
     def _zero(self, name: str, part: Part) -> Tensor:
@@ -209,8 +209,8 @@ class _Conversion:
                     fill_awq(out, words)
                 else:
                     fill_rows(out, words.t())
-                if part.order:
-                    out.copy_(_ordered(out, part))
+                if part.order or part.paired:
+                    out.copy_(ordered(out, part))
         elif self.param.format == PACKED.name:
             values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
             fill_rows(values, self.tensors["values"])
@@ -233,8 +233,10 @@ class _Conversion:
             self.findings.add(self.param, str(i), "has a value that is NaN", fault)
 
 
-def _ordered(rows: Tensor, part: Part) -> Tensor:
-    """Return the rows of a part in the part's order."""
+def ordered(rows: Tensor, part: Part) -> Tensor:
+    """Return the rows of a part, which are in the checkpoint's order, in the part's order."""
+    if part.paired:
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
     if not part.order:
         return rows
     return rows.unflatten(0, (-1, len(part.order)))[:, torch.tensor(part.order, device=rows.device)].flatten(0, 1)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.experts.hopper import _find, _tiles_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
-from quire.kernels.weight_only.words import STEP, _silu, _walk
+from quire.kernels.weight_only.words import STEP, _walk
 
 RECORD = 4  # numbers of the record of a tile of pairs: see `experts.hopper._tiles_kernel`
 RECORDS = 32  # that a program writes
@@ -109,16 +110,31 @@ def bring(x: Tensor, order: Tensor, starts: Tensor, k: int, cut: Tiles) -> Sorte
     return Sorted(rows, order, tiles, cut)
 
 
-def product(given: Sorted, words: Tensor, scales: Tensor, routing: Tensor | None, y: Tensor, group: int) -> Tensor:
-    """Multiply the rows of pairs with the weights of their experts; return y [pairs, N].
+@dataclass(frozen=True)
+class Ending:
+    """Operations on the sums of a product, and the tensor for the results.
+
+    y         [pairs, N]
+    act       activation (`quire.kernels.activation`) of the weights of gate and up: y is in the order of experts.
+              "": no activation, and y is by number of the pair
+    bias      [E, 2 N] with an activation, else [E, N]; None: no bias
+    routing   [T, k] float32 weights of the results; None with an activation
+    """
+
+    y: Tensor
+    act: str
+    bias: Tensor | None
+    routing: Tensor | None = None
+
+
+def product(given: Sorted, words: Tensor, scales: Tensor, group: int, into: Ending) -> Tensor:
+    """Multiply the rows of pairs with the weights of their experts; return `into.y`.
 
     words     int32 [E, units, .., 32, 4], of each expert as `words.repack` returns them
     scales    [E, units, .., 16], as `words.repack_scales` returns them, or of weights in E2M1 `words.repack_powers`
-    routing   [T, k] float32: y is the results times these weights, by number of the pair. None: the weights are those
-              of gate and up; y is silu(gate) * up, in the order of experts
     group     inputs that share a scale, a multiple of 32
     """
-    cut, gated, in_pdl = given.cut, routing is None, pdl.in_use()
+    cut, y, in_pdl = given.cut, into.y, pdl.in_use()
     k, units, n = given.x.shape[1], words.shape[1], y.shape[1]
     lines = words.view(len(words) * units, -1, 32)
     bits = lines.shape[1] // (2 * -(-k // STEP))
@@ -130,7 +146,8 @@ def product(given: Sorted, words: Tensor, scales: Tensor, routing: Tensor | None
         scales,
         given.order,
         given.tiles,
-        routing,
+        into.bias,
+        into.routing,
         y,
         n,
         K=k,
@@ -139,7 +156,7 @@ def product(given: Sorted, words: Tensor, scales: Tensor, routing: Tensor | None
         M=cut.rows,
         TALL=tall,
         BITS=bits,
-        GATED=gated,
+        ACT=into.act,
         BAND=BAND,
         STAGES=cut.stages,
         RECORD=RECORD,
@@ -190,12 +207,14 @@ def _bring_kernel(
 
 
 @gluon_jit
-def _finish_pairs(acc, order, routing, y, first_col, first, left, n, GATED: gl.constexpr, OUT: gl.constexpr):
-    """Gate or weight the sums [outputs of units, M] of an expert's pairs, and store them.
+def _finish_pairs(acc, order, bias, routing, y, first_col, first, left, n, ACT: gl.constexpr, OUT: gl.constexpr):
+    """Apply bias, and activation or routing, to sums [outputs of units, M] of an expert's pairs, and store them.
 
-    first_col     the first output (of gate, if GATED);  OUT  layout of the results
+    bias          of the expert, or None
+    first_col     the first output (of gate, with ACT);  OUT  layout of the results
     first, left   the first pair in the order of experts; pairs of the expert from there on
     """
+    GATED: gl.constexpr = ACT != ""
     HEIGHT: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
     if GATED:
@@ -205,8 +224,12 @@ def _finish_pairs(acc, order, routing, y, first_col, first, left, n, GATED: gl.c
     col = first_col + gl.arange(0, out.shape[0], gl.SliceLayout(1, OUT))
     lane = gl.arange(0, M, gl.SliceLayout(0, OUT))
     to = first + lane
+    if bias is not None:
+        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
     if GATED:
-        out = _silu(out) * up
+        if bias is not None:
+            up += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
+        out = gated_in_gluon(out, up, ACT)
     else:
         to = gl.load(order + to, mask=lane < left, other=0)
         out *= gl.load(routing + to, mask=lane < left, other=0.0)[None, :]
@@ -221,6 +244,7 @@ def _pairs_kernel(
     scales,
     order,
     tiles,
+    bias,
     routing,
     y,
     n,
@@ -230,7 +254,7 @@ def _pairs_kernel(
     M: gl.constexpr,
     TALL: gl.constexpr,
     BITS: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
     RECORD: gl.constexpr,
@@ -241,14 +265,13 @@ def _pairs_kernel(
     x                        descriptor of [pairs, K] bf16 in the order of experts, in tiles [M, 128]
     words                    descriptor of [E * UNITS, lines, 32] int32 in tiles [4 TALL, 2 BITS, 32]
     scales                   as in `words._few_kernel`, of all experts
-    order, tiles, routing    see `Sorted`; [T, k] float32, None if GATED
-    y, n                     [pairs, n], output, see `product`; outputs (of gate, if GATED)
+    order, tiles             see `Sorted`
+    bias, routing, y, ACT    see `Ending`;  n  outputs (of gate, with ACT)
     UNITS, M, TALL, STAGES   units of 16 outputs of an expert; see `Tiles`
     """
+    GATED: gl.constexpr = ACT != ""
     if PDL:
-        if (
-            GATED
-        ):  # the records are of the kernel before. Where it has ended, the next one may read them before it waits
+        if GATED:  # the kernel before writes the records, which the next one then reads before it waits
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     COLS: gl.constexpr = UNITS // (4 * TALL)
@@ -263,4 +286,6 @@ def _pairs_kernel(
     STEPS: gl.constexpr = (K + 127) // 128
     acc = _walk(x, words, scales, None, unit, first, 0, STEPS, K, GROUP, M, TALL, BITS, True, STAGES, WAIT)
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    _finish_pairs(acc, order, routing, y, col * (64 * TALL >> GATED), first, left, n, GATED, OUT)
+    if bias is not None:
+        bias += expert * (n << GATED)
+    _finish_pairs(acc, order, bias, routing, y, col * (64 * TALL >> GATED), first, left, n, ACT, OUT)

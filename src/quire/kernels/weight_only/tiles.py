@@ -86,7 +86,8 @@ def product(
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
     """
-    y, bias, gated, residual = into
+    y, bias, act, residual = into
+    gated = act != ""
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)
     k = steps * deep
     walk = tiles_of(rows, n, k, deep, gated)
@@ -115,7 +116,7 @@ def product(
         ROWS,
         deep,
         bits,
-        gated,
+        act,
         x.dtype == torch.bfloat16 if scales.dtype == torch.uint8 else walk.first,
         walk.stages,
         walk.split,
@@ -322,7 +323,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     DEEP: tl.constexpr,
     BITS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -340,6 +341,7 @@ def _product_kernel(
     DEEP, BITS         inputs of an iteration; bits of a weight, 4 or 8
     FIRST              see `Tiles`;  STAGES  iterations in flight;  ASM  see `_numbers`
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
@@ -385,7 +387,7 @@ def _product_kernel(
         tl.store(counters + tile, 0)
         acc, up = sum_parts(part_at, SPLIT, GATED)
     row, col = row[None, :], col[:, None]
-    finish(acc, up, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(acc, up, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)
 
 
 @jit

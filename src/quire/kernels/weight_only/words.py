@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.gemv import bucket
@@ -158,7 +159,8 @@ def product(
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
                different counters
     """
-    y, bias, gated, residual = into
+    y, bias, act, residual = into
+    gated = act != ""
     rows, n, k = x.shape[0], y.shape[1], x.shape[1]
     walk = walk_of(rows, n, k, group, bits, gated)
     in_pdl = pdl.in_use()
@@ -182,7 +184,7 @@ def product(
             walk.warps,
             walk.depth,
             bits,
-            gated,
+            act,
             in_pdl,
             num_warps=walk.warps,
             **pdl.options(in_pdl),
@@ -209,7 +211,7 @@ def product(
         walk.rows,
         walk.tall,
         bits,
-        gated,
+        act,
         walk.first or group % 64 > 0,
         walk.stages,
         in_pdl,
@@ -267,17 +269,12 @@ def unpack(
 
 
 @gluon_jit
-def _silu(x):
-    """Return x / (1 + exp(-x))."""
-    return x / (1 + gl.exp(-x))
-
-
-@gluon_jit
-def _finish(acc, bias, residual, y, first, first_row, rows, n, GATED: gl.constexpr, OUT: gl.constexpr):
-    """Apply bias, gate and residual to sums [outputs of units, M], and store them.
+def _finish(acc, bias, residual, y, first, first_row, rows, n, ACT: gl.constexpr, OUT: gl.constexpr):
+    """Apply bias, activation and residual to sums [outputs of units, M], and store them.
 
     first, first_row   the first output (of gate, if GATED) and row;  OUT  layout of the results
     """
+    GATED: gl.constexpr = ACT != ""
     HEIGHT: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
     if GATED:
@@ -292,7 +289,7 @@ def _finish(acc, bias, residual, y, first, first_row, rows, n, GATED: gl.constex
     if GATED:
         if bias is not None:
             other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = _silu(out) * other
+        out = gated_in_gluon(out, other, ACT)
     at = row.to(gl.int64)[None, :] * n + col[:, None]
     if residual is not None:
         out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
@@ -412,7 +409,7 @@ def _few_kernel(
     WARPS: gl.constexpr,
     DEPTH: gl.constexpr,
     BITS: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """16 TALL outputs of units, of up to M rows. Grid (ceil(outputs / (16 TALL)),), WARPS warps.
@@ -424,6 +421,7 @@ def _few_kernel(
     M                  rows that are computed: 8
     DEPTH              see `Few`
     """
+    GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -466,7 +464,7 @@ def _few_kernel(
                 acc += part * own_scales[piece * SIZE // DEEP][:, :, None]
                 part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
-    _finish(gl.sum(acc, 0), bias, residual, y, tile * (16 * TALL >> GATED), 0, rows, n, GATED, OUT)
+    _finish(gl.sum(acc, 0), bias, residual, y, tile * (16 * TALL >> GATED), 0, rows, n, ACT, OUT)
 
 
 @gluon_jit
@@ -702,7 +700,7 @@ def _some_kernel(
     M: gl.constexpr,
     TALL: gl.constexpr,
     BITS: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
@@ -717,6 +715,7 @@ def _some_kernel(
     counters           [programs / split] int32, zeros: programs of an output tile that have ended; left as zeros
     FIRST, STAGES      see `Some`
     """
+    GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = (K + 127) // 128
@@ -742,7 +741,7 @@ def _some_kernel(
         for part_of_k in range(split):
             acc += gl.load(mine + part_of_k * SIZE, cache_modifier=".cg")
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    _finish(acc, bias, residual, y, tile * (64 * TALL >> GATED), row, rows, n, GATED, OUT)
+    _finish(acc, bias, residual, y, tile * (64 * TALL >> GATED), row, rows, n, ACT, OUT)
 
 
 @jit

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from quire.text.json_names import Names, TokenIndex
+from quire.answers.json_names import Names, TokenIndex
 
 BYTES = [bytes([i]) for i in range(256)]
 MORE = [

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
+from quire.answers.json_parts import LISTS, WHERE, SchemaDocument
+from quire.answers.json_schema import UNHELD, UNHELD_HERE, pattern_fault
+from quire.answers.text_formats import FORMATS, whole
+from quire.answers.tool_values import STRING, branches, kinds_of
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_parts import LISTS, WHERE, SchemaDocument
-from quire.text.json_schema import UNHELD, UNHELD_HERE, pattern_fault
-from quire.text.text_formats import FORMATS, whole
-from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
-from quire.text.tool_values import STRING, branches, kinds_of
+from quire.text.output_styles import OutputStyles
+from quire.text.tool_formats import PLAIN, ToolFormat
 
 # White space as models write it. Without this limit some models write nothing but white space.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -74,7 +75,7 @@ def _starts(fmt: ToolFormat, names: Sequence[str]) -> list[str]:
     """Return the terminals that begin a call in a text."""
     starts = [_quoted(tag) for tag in (*fmt.starts, *fmt.opens[: fmt.bare]) if len(tag) > 1]
     known = f"({' | '.join(map(_quoted, names))})"
-    if fmt.python:
+    if fmt.syntax == "python":
         return [*starts, rf'"[" /\s*/ {known} /\s*/ "("']
     if fmt.bare and len(fmt.opens[0]) == 1:
         starts += [r'"{" /\s*"(arguments|parameters|id|type)"/', rf'"{{" /\s*"name"\s*:\s*"/ {known} "\""']
@@ -86,20 +87,33 @@ def _call(fmt: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str,
     The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
     required ones first)."""
     _, before, between, after, _, _ = fmt.printed
-    root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
-    root = _resolved(root) if fmt.key or fmt.python else root
+    root, shared = arguments_schema(function, resolved=bool(fmt.key or fmt.syntax))
     properties = root.get("properties") or {}
+    if not fmt.key and not (fmt.syntax and all(key.isidentifier() and not iskeyword(key) for key in properties)):
+        if fmt.syntax:  # with names that cannot be bare: one object
+            between, after = ("(**", ")") if fmt.syntax == "python" else ("", after.removeprefix(fmt.end))
+        shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
+        return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", json_rule(f"{rule}_", root, shared)]
+    items, rules = _one_by_one(fmt, root, shared, rule)
+    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+
+
+def arguments_schema(function: Mapping[str, Any], *, resolved: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the JSON schema of a function's arguments, and the keywords that each of its parts needs to stand alone:
+    definitions, the layout of JSON, and the name for error messages. `resolved`: without a $ref at the root."""
+    root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
+    root = _resolved(root) if resolved else root
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions", "components", "$id") if key in root}
     own = root.get("x-guidance")
     lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
     shared["x-guidance"] = {**LAYOUT, "lenient": True} if lenient else LAYOUT
     shared[WHERE] = f"{function['name']}.parameters"
-    if not fmt.key and not (fmt.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
-        between, after = ("(**", ")") if fmt.python else (between, after)
-        shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
-        return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", f"{rule}_: %json {_plus(root, shared)}"]
-    items, rules = _one_by_one(fmt, root, shared, rule)
-    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+    return root, shared
+
+
+def json_rule(rule: str, schema: Any, shared: dict[str, Any]) -> str:
+    """Return a rule for JSON that fits a schema. `shared`: further keywords of the schema."""
+    return f"{rule}: %json {_plus(schema, shared)}"
 
 
 def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
@@ -120,11 +134,11 @@ def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], r
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
         rules += (
             _tagged(fmt, key, schema, known, f"{rule}_{at}")
-            if fmt.key
+            if fmt.key_ends
             else [f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
         )
     names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
-    join = "" if fmt.key else '", " '
+    join = "" if fmt.key else '"," ' if fmt.syntax == "quoted" else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
     rules += [
         f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
@@ -154,12 +168,12 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
     """Return the rules of an argument in tags. A string has no quotes and contains no end tag; other values are JSON.
     The rules `..._check` are never used in a text. They only make llguidance read their schemas, so that keywords that
     cannot be enforced are reported as for JSON."""
-    rules, ways, end = [], [], _quoted(fmt.value_ends[0])
+    rules, ways, end, quoted = [], [], _quoted(fmt.value_ends[0]), fmt.syntax == "quoted"
     listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):
         bare, name = kinds_of(part) == STRING, f"{rule}_{at}"
-        key_end = fmt.key_ends[-1 if not bare and "string=" in fmt.key_ends[-1] else 0]
-        body = f"{name} {end}"
+        key_end = fmt.key_ends[-1 if not bare and (quoted or "string=" in fmt.key_ends[-1]) else 0]
+        body = name if quoted and not bare else f"{name} {end}"
         known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
             words = " | ".join(map(_quoted, _listed(part)))
@@ -170,12 +184,12 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
             tagless = _without([*map(_quoted, fmt.value_ends[-2:])])
             rules += [
                 f"{name}[suffix={end}]: {name.upper()}",
-                f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}",
+                f"{name.upper()}: {' & '.join([*map(terminal, filter(None, texts)), tagless])}",
             ]
             rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
             rules.append(f"{name}: %json {_plus(part, known)}")
-        ways.append(rf"{_quoted(fmt.key + key + key_end + fmt.value)} {body} /\n?/")
+        ways.append(f"{_quoted(fmt.key + key + key_end + fmt.value)} {body}" + ("" if quoted else r" /\n?/"))
     rules += [f"{rule}_check: %json {_plus(schema, shared)}"] if listed == "oneOf" else []
     return [f"{rule}: {' | '.join(ways)}", *rules]
 
@@ -200,5 +214,6 @@ def _bare(part: Mapping[str, Any]) -> list[str | None]:
     return [*texts, FORMATS[part["format"]]] if part.get("format") in FORMATS else texts
 
 
-def _terminal(text: str) -> str:
+def terminal(text: str) -> str:
+    """Return a regular expression as a terminal of a Lark grammar."""
     return "/" + SLASH.sub(lambda found: found[1] or SLASHES[found[0]], text) + "/"

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
+from quire.answers.grammar import GrammarCompiler, notes
+from quire.answers.grammar_trial import GrammarTrial
+from quire.answers.json_schema import LENIENT, holdable
+from quire.answers.tool_grammar import tool_grammar
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.grammar import GrammarCompiler, notes
-from quire.text.grammar_trial import GrammarTrial
-from quire.text.json_schema import LENIENT, holdable
+from quire.text.output_styles import OutputStyles
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import PLAIN, TOOL_FORMATS, OutputStyles
-from quire.text.tools import tool_grammar
+from quire.text.tool_formats import PLAIN, TOOL_FORMATS
 
 TOKENIZER = Tokenizer.load(bundled_model())
 COMPILER = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.text.json_parts import Part, SchemaDocument
+from quire.answers.json_parts import Part, SchemaDocument
 
 FUEL = 50_000  # limit of compared schemas per structured output
 DEPTH = 16

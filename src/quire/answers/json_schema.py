@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.answers.json_parts import LISTS, MAPS, Part, SchemaDocument
+from quire.answers.one_of import Alternatives
+from quire.answers.text_formats import FORMATS
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_parts import LISTS, MAPS, Part, SchemaDocument
-from quire.text.one_of import Alternatives
-from quire.text.text_formats import FORMATS
 
 # Keywords that llguidance does not implement -> values with which they have no effect.
 UNHELD: dict[str, tuple[Any, ...]] = {

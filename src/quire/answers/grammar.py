@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from quire.answers.grammar_trial import GrammarTrial
+from quire.answers.json_names import TokenIndex
+from quire.answers.json_schema import MOST_OPTIONAL, Reading, holdable, holdable_in_lark
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import I32
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.grammar_trial import GrammarTrial
-from quire.text.json_names import TokenIndex
-from quire.text.json_schema import MOST_OPTIONAL, Reading, holdable, holdable_in_lark
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 if TYPE_CHECKING:

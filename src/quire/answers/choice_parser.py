@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.answers.answer_events import Event, Thought, Words
+from quire.answers.message_parser import MessageParser
+from quire.answers.output_parser import OutputParser
 from quire.contracts.output import CompletionOutput
 from quire.contracts.sampling import SamplingParams
-from quire.text.answer_events import Event, Thought, Words
-from quire.text.detokenizer import hidden_ids
+from quire.text.detokenizer import detokenizer_for, hidden_ids
+from quire.text.output_styles import OutputStyles
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools import OutputParser, OutputStyles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class ParserPlan:
     must       True = the model must make a call
     named      True = the request names the function to call; then the finish reason is "stop", not "tool_calls"
     thoughts   True = the answer has the reasoning; False = it is dropped
+    opened     of a model that writes messages: last tokens of the prompt, from the beginning of a message on
     """
 
     styles: OutputStyles | None = None
@@ -36,11 +39,12 @@ class ParserPlan:
     must: bool = False
     named: bool = False
     thoughts: bool = True
+    opened: tuple[int, ...] = ()
 
     @property
     def content_only(self) -> bool:
         """True when all text is content, so that nothing has to be parsed."""
-        return self.styles is None or not (self.tools or self.styles.reasoning)
+        return self.styles is None or not (self.tools or self.styles.reasoning or self.styles.messages)
 
 
 class ChoiceParser:
@@ -48,13 +52,28 @@ class ChoiceParser:
 
     def __init__(self, plan: ParserPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
-        self._parser = (
-            None
-            if plan.styles is None or plan.content_only
-            else OutputParser(
+        self._parser: OutputParser | None = None
+        self._messages: MessageParser | None = None  # instead of `_parser`, for a model that writes messages
+        if plan.styles is not None and plan.styles.messages is not None and tokenizer is not None:
+            detokenizer = detokenizer_for(
+                tokenizer,
+                plan.opened,
+                skip_special_tokens=params.hides_special_tokens,
+                shown=params.shown_special_ids,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            self._messages = MessageParser(
+                plan.styles.messages,
+                tokenizer,
+                detokenizer,
+                opened=plan.opened,
+                tools=plan.tools,
+                parallel=plan.parallel,
+            )
+        elif plan.styles is not None and not plan.content_only:
+            self._parser = OutputParser(
                 plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel, must=plan.must
             )
-        )
         self._hidden = (
             frozenset[int]()
             if tokenizer is None
@@ -66,6 +85,16 @@ class ChoiceParser:
 
     def events(self, piece: CompletionOutput) -> list[Event]:
         """Return the events in the next piece of text, which may be "". The last piece must have a finish reason."""
+        events = self._events(piece)
+        return events if self._plan.thoughts else [event for event in events if not isinstance(event, Thought)]
+
+    def _events(self, piece: CompletionOutput) -> list[Event]:
+        if self._messages is not None:
+            events = self._messages.feed(piece.token_ids, len(piece.text))
+            if piece.finish_reason is not None:
+                events = [*events, *self._messages.finish(cut=piece.finish_reason == "length")]
+            self.num_thought = self._messages.num_thought
+            return events
         if self._parser is None:
             return [Words(piece.text)] if piece.text else []
         events = self._parser.feed(piece.text) if piece.text else []
@@ -76,11 +105,12 @@ class ChoiceParser:
         over = piece.finish_reason is not None or any(not isinstance(event, Thought) for event in events)
         if over and self._parser.thoughts:
             self._count(self._parser.thoughts)
-        return events if self._plan.thoughts else [event for event in events if not isinstance(event, Thought)]
+        return events
 
     def finish_reason(self, piece: CompletionOutput) -> str | None:
         """Return OpenAI's finish reason; None while the choice goes on. Call it after `events` of the piece."""
-        called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.named
+        parser = self._messages or self._parser
+        called = parser is not None and parser.num_calls > 0 and not self._plan.named
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
     def _count(self, thoughts: list[tuple[int, int]]) -> None:

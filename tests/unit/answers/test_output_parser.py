@@ -14,17 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
+from quire.answers.output_parser import OutputParser
+from quire.answers.tool_reader import Reader
 from quire.contracts.errors import ConfigError
-from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.chat import ChatTemplate
-from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.text.tool_reader import Reader
-from quire.text.tools import (
-    OutputParser,
-    OutputStyles,
-    choose_styles,
-    thinking_at_end,
-)
+from quire.text.output_styles import OutputStyles, choose_styles, thinking_at_end
+from quire.text.tool_formats import MESSAGE_FORMATS, REASONING_FORMATS, TOOL_FORMATS
 
 from ...support.full import FULL
 
@@ -43,6 +39,7 @@ OURS: dict[str, dict[str, Any]] = {
     # the marker was written, so it is shown, as that of any other malformed call
     "mistral-08": {"content": "[TOOL_CALLS] not json at all", "tool_calls": []},
 }
+UNRECORDED = {"glm47", "seed_oss", "minimax_m2", "gemma4", "cohere_command3"}
 PARSERS = {"qwen3": "hermes", "deepseek_r1": "deepseek_v3"}  # families of reasoning: how their models call
 
 
@@ -98,8 +95,8 @@ def recorded(family: str, shared: Path) -> list[dict[str, Any]]:
 
 def test_every_recorded_family_is_tested(shared: Path) -> None:
     lines = (shared / "hf" / "tool_outputs.jsonl").read_text("utf-8").splitlines()
-    # gpt_oss: its calls are messages with headers, of an architecture that is not here
-    assert {json.loads(line)["family"] for line in lines} == {*FORMATS, "qwen3", "deepseek_r1", "gpt_oss"} - {"glm47"}
+    # gpt_oss: in test_message_parser.py
+    assert {json.loads(line)["family"] for line in lines} == {*FORMATS, "qwen3", "deepseek_r1", "gpt_oss"} - UNRECORDED
 
 
 @pytest.mark.parametrize("family", [*FORMATS, "qwen3", "deepseek_r1"])
@@ -202,6 +199,19 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value)
 
 
+def odd(key: str) -> bool:
+    return not key.isidentifier()
+
+
+def quoted(value: Any) -> str:
+    """A value as Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{quoted(key) if odd(key) else key}:{quoted(item)}" for key, item in value.items()) + "}"
+    return "[" + ",".join(map(quoted, value)) + "]" if isinstance(value, list) else dumps(value)
+
+
 def printed(name: str, calls: list[Call]) -> str:
     """Calls as the models of a family write them."""
     objects = [dumps({"name": call, "arguments": arguments}) for call, arguments in calls]
@@ -252,6 +262,34 @@ def printed(name: str, calls: list[Call]) -> str:
                 + "</function>\n</tool_call>"
                 for call, arguments in calls
             )
+        case "seed_oss":
+            return "\n".join(
+                f"<seed:tool_call>\n<function={call}>\n"
+                + "".join(f"<parameter={key}>{bare(value)}</parameter>\n" for key, value in arguments.items())
+                + "</function>\n</seed:tool_call>"
+                for call, arguments in calls
+            )
+        case "minimax_m2":
+            return (
+                "<minimax:tool_call>\n"
+                + "".join(
+                    f'<invoke name="{call}">\n'
+                    + "".join(
+                        f'<parameter name="{key}">{bare(value)}</parameter>\n' for key, value in arguments.items()
+                    )
+                    + "</invoke>\n"
+                    for call, arguments in calls
+                )
+                + "</minimax:tool_call>"
+            )
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{call}{quoted(arguments)}<tool_call|>" for call, arguments in calls)
+        case "cohere_command3":
+            listed = [
+                {"tool_call_id": str(at), "tool_name": call, "parameters": arguments}
+                for at, (call, arguments) in enumerate(calls)
+            ]
+            return "<|START_ACTION|>[\n    " + ",\n    ".join(map(dumps, listed)) + "\n]<|END_ACTION|>"
         case "glm45":
             return "\n".join(
                 f"<tool_call>{call}\n"
@@ -315,6 +353,86 @@ def test_calls_without_tools_are_content_and_others_names_too(name: str) -> None
     text = f"Well. {printed(name, [('get', {'a': 1})])} "
     assert parse(style(name), text) == [Words(text)]
     assert parse(style(name), text, tools=[function("set")]) == [Words(text)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("{}", {}),
+        ("{ }", {}),
+        ('{a:<|"|>x "y" {z}, [1]<|"|>}', {"a": 'x "y" {z}, [1]'}),
+        ('{a : <|"|>x<|"|> , b : 1.5}', {"a": "x", "b": 1.5}),
+        ("{a:true,b:null,c:None,d:-2}", {"a": True, "b": None, "c": None, "d": -2}),
+        ('{a:[<|"|>x<|"|>,[],{b:<|"|><|"|>}]}', {"a": ["x", [], {"b": ""}]}),
+        ('{<|"|>a b<|"|>:1,"c":2}', {"a b": 1, "c": 2}),
+        ('{a:"x\\ny"}', {"a": "x\ny"}),
+        ("{a:some words}", {"a": "some words"}),
+        ('{a:<|"|>line\nbreak\\<|"|>}', {"a": "line\nbreak\\"}),
+    ],
+)
+def test_arguments_in_gemmas_quotes(arguments: str, expected: dict[str, Any]) -> None:
+    text = f"Well. <|tool_call>call:get{arguments}<tool_call|> So."
+    events = parse(style("gemma4"), [text], tools=[function("get")])
+    [(name, found)] = calls_of(events)
+    assert (name, json.loads(found), joined(events, Words)) == ("get", expected, "Well.  So.")
+    for at in range(1, len(text)):
+        assert parse(style("gemma4"), [text[:at], text[at:]], tools=[function("get")]) == events, at
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "words"),
+    [
+        ("{a:}", '{"a": ', "}<tool_call|>"),
+        ("{a}", "{", "a}<tool_call|>"),
+        ("{,a:1}", "{", ",a:1}<tool_call|>"),
+        ("{a:1 b:2}", '{"a": "1 b"', ":2}<tool_call|>"),
+        ("{a:" + "[" * 300, '{"a": ' + "[" * 200, "[" * 100 + "<tool_call|>"),
+    ],
+)
+def test_faults_in_arguments_in_gemmas_quotes(arguments: str, found: str, words: str) -> None:
+    events = parse(style("gemma4"), [f"<|tool_call>call:get{arguments}<tool_call|>"], tools=[function("get")])
+    assert (calls_of(events), joined(events, Words)) == ([("get", found)], words)
+
+
+def test_what_surrounds_the_content_of_coheres_models_is_dropped() -> None:
+    styles = style("cohere_command3", "cohere_command3")
+    text = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b <c><|END_RESPONSE|>"
+    for pieces in ([text], text):
+        assert parse(styles, pieces) == [Thought("a"), Words("b <c>")]
+    assert parse(styles, "<|START_TEXT|>b<|END_TEXT|>") == [Words("b")]
+    called = "<|START_THINKING|>a<|END_THINKING|>" + printed("cohere_command3", [("get", {"a": 1})])
+    parser = OutputParser(styles, tools=[function("get")])
+    (begins,) = [event for event in parser.feed(called) if isinstance(event, CallBegins)]
+    assert begins.call_id.startswith("call_")  # not "0", which the next turn has, too
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("gemma4", "<|channel>thought\na\n<channel|>b", [Thought("a"), Words("b")]),
+        ("gemma4", "<|channel>thought\n<channel|>b", [Words("b")]),
+        ("seed_oss", "<seed:think>a</seed:think>b", [Thought("a"), Words("b")]),
+        ("minimax_m2", "a\n</think>\n\nb", [Words("a\n</think>\n\nb")]),
+    ],
+)
+def test_reasoning_of_further_families(name: str, text: str, expected: list[Event]) -> None:
+    assert parse(style(name, name), [text]) == parse(style(name, name), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("'<seed:tool_call>' '</seed:think>' <function=x> <parameter=y>", "seed_oss", "seed_oss"),
+        ("'<minimax:tool_call>' <invoke name= <think> '</think>'", "minimax_m2", "deepseek_r1"),
+        ("'<|tool_call>call:' + function['name'] '<|channel>thought\\n<channel|>'", "gemma4", "gemma4"),
+        ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere_command3", "cohere_command3"),
+        ("<tool_call> xml_tools </think>", "hermes", "deepseek_r1"),
+        ("[THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
+        ("<start_of_turn>user", "-", "-"),
+    ],
+)
+def test_marks_of_further_families(template: str, tools: str, reasoning: str) -> None:
+    assert names(choose_styles(ChatTemplate({"default": template}))) == [tools, reasoning]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -502,11 +620,11 @@ def test_a_call_that_had_to_come_and_was_cut_is_no_content(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_cut_behind_a_tag_is_no_content(name: str) -> None:
     """If the model was free to call, the text before the call stays."""
-    tools, call = [function("get", {"a": {"type": "string"}})], printed(name, [("get", {"a": "x"})])
+    tools, call = [function("get", {"a": {"type": "string"}})], printed(name, [("get", {"a": "Q"})])
     tag = next((tag for tag in FORMATS[name].starts if call.startswith(tag)), None)
     if tag is None:
         return  # a mere bracket may begin any text
-    for at in range(len(tag), call.rindex("x") + 1):
+    for at in range(len(tag), call.rindex("Q") + 1):
         parser = OutputParser(style(name), tools=tools)
         events = parser.feed("Well. " + call[:at]) + parser.finish(cut=True)
         assert joined(events, Words).rstrip() == "Well.", (call[:at], events)
@@ -747,7 +865,8 @@ deepseek_v3 deepseek_v3 -; deepseek_v3.1 deepseek_v31 deepseek_r1; deepseek_v3.1
 deepseek_v3.2 deepseek_v32 deepseek_r1; deepseek_v3.2_exp deepseek_v31 deepseek_r1;
 deepseek_v3_tools_vllm deepseek_v3 -;
 glm4.5 glm45 deepseek_r1; glm4.6 glm45 deepseek_r1; glm4.7_flash glm47 deepseek_r1; glm5 glm47 deepseek_r1;
-glm5.2 glm47 deepseek_r1; gpt_oss - -; hermes2_pro_tool_use hermes -; hermes3_tool_use hermes -; hermes_vllm hermes -;
+glm5.2 glm47 deepseek_r1; gpt_oss harmony harmony; hermes2_pro_tool_use hermes -;
+hermes3_tool_use hermes -; hermes_vllm hermes -;
 llama3.1 llama3_json -; llama3.1_json_vllm llama3_json -; llama3.2 llama3_json -; llama3.2_json_vllm llama3_json -;
 llama3.2_pythonic pythonic -; llama3.3 llama3_json -; llama4_pythonic pythonic -; mistral_7b_v0.3 mistral -;
 mistral_nemo mistral -; mistral_parallel_vllm mistral -; mistral_vllm mistral -; mixtral_8x7b_v0.1 - -;
@@ -764,7 +883,9 @@ def table(text: str) -> list[list[str]]:
 
 
 def names(styles: OutputStyles) -> list[str]:
-    return [row.names[0] if row else "-" for row in (styles.tools, styles.reasoning)]
+    return [
+        row.names[0] if row else "-" for row in (styles.messages or styles.tools, styles.messages or styles.reasoning)
+    ]
 
 
 def test_every_template_chooses_its_styles(shared: Path) -> None:
@@ -799,6 +920,26 @@ def test_names_win_and_unknown_ones_are_refused() -> None:
         choose_styles(template, "hremes")
     with pytest.raises(ConfigError, match="--reasoning-parser 'gpt' is not known, .* give one of deepseek_r1"):
         choose_styles(template, None, "gpt")
+
+
+def test_messages_hold_calls_and_reasoning_so_that_one_name_means_both() -> None:
+    template = ChatTemplate({"default": "<|start|>assistant<|channel|>analysis<|message|><tool_call></think>"})
+    for chosen in (choose_styles(template), choose_styles(template, "none")):
+        assert names(chosen) == ["harmony", "harmony"]
+        assert chosen.why == "tool calls and reasoning: harmony, for '<|start|>assistant' in the chat template"
+    for name in MESSAGE_FORMATS[0].names:
+        for asked in ((name,), (None, name), (name, "harmony"), ("none", name)):
+            assert names(choose_styles(None, *asked)) == ["harmony", "harmony"]
+    assert choose_styles(None, "openai").why == "tool calls and reasoning: harmony, as asked"
+    assert names(choose_styles(template, "none", "none")) == ["-", "-"]
+    assert names(choose_styles(template, "hermes")) == ["hermes", "deepseek_r1"]
+    assert names(choose_styles(template, None, "mistral")) == ["hermes", "mistral"]
+    for pair in (("openai", "deepseek_r1"), ("hermes", "openai_gptoss"), ("openai", "none"), (None, "none")):
+        with pytest.raises(ConfigError, match="do not go together.* Give harmony, or none for both"):
+            choose_styles(template, *pair)
+    assert names(choose_styles(template, token_id=lambda token: None)) == ["hermes", "deepseek_r1"]
+    with pytest.raises(ConfigError, match="has no token <|start|>"):
+        choose_styles(template, "openai", token_id=lambda token: None)
 
 
 def test_whether_a_prompt_ends_within_reasoning(shared: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.answers import grammar
+from quire.answers.grammar import GrammarCompiler, error_of
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import MAX_BYTES, StructuredOutputsParams
-from quire.text import grammar
-from quire.text.grammar import GrammarCompiler, error_of
 from quire.text.tokenizer import Tokenizer
 
 from ...support.byte_tokenizer import ByteTokenizer

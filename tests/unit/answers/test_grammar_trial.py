@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from quire.answers.grammar import GrammarCompiler
+from quire.answers.grammar_trial import GrammarTrial
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter, RequestFailed
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.grammar import GrammarCompiler
-from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(bundled_model())

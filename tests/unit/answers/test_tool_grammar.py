@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from quire.answers.answer_events import CallArguments, CallBegins, Thought, Words
+from quire.answers.grammar import LEFT_OUT, GrammarCompiler
+from quire.answers.json_schema import Reading, holdable_in_lark
+from quire.answers.output_parser import OutputParser
+from quire.answers.tool_grammar import tool_grammar
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.answer_events import CallArguments, CallBegins, Thought, Words
-from quire.text.grammar import LEFT_OUT, GrammarCompiler
-from quire.text.json_schema import Reading, holdable_in_lark
+from quire.text.output_styles import OutputStyles
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.text.tools import OutputParser, OutputStyles, tool_grammar
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -298,7 +300,7 @@ def test_only_arguments_that_may_be_left_out_give_a_grammar_room(name: str) -> N
     parameters = {"type": "object", "properties": properties, "required": ["p3"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     text = tool_grammar(OutputStyles(FORMATS[name], THINK, ""), [tool], "auto", parallel=True)
-    in_lark = FORMATS[name].key or FORMATS[name].python
+    in_lark = FORMATS[name].key or FORMATS[name].syntax
     assert len(LEFT_OUT.findall(text)) == (8 - bool(FORMATS[name].key) if in_lark else 0)  # the first has a way more
     assert not LEFT_OUT.findall("start: (word ' ' )? w? detail0? x1? tail? \nw: /a? /")
 
@@ -310,7 +312,7 @@ def test_a_tool_without_parameters_takes_none(vocabulary: Any) -> None:
     assert not matches(vocabulary, grammar, '{"name": "f", "parameters": {"a": 1}}')
 
 
-@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.key or fmt.python])
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.key or fmt.syntax])
 def test_an_argument_that_no_value_fits_is_not_given(name: str) -> None:
     """`false` as the schema of a property; where the property is required, that is told."""
 

@@ -13,54 +13,20 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
-from quire.contracts.errors import ConfigError
-from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
-from quire.text.chat import ChatTemplate
-from quire.text.tool_formats import CALL_ID, PLAIN, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
-from quire.text.tool_formats import OutputStyles as OutputStyles
-from quire.text.tool_grammar import tool_grammar as tool_grammar
-from quire.text.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
-from quire.text.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
+from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
+from quire.answers.quoted_values import quoted_object
+from quire.answers.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
+from quire.answers.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
+from quire.text.output_styles import OutputStyles
+from quire.text.tool_formats import CALL_ID, PLAIN, ToolFormat
 
-TURN = re.compile(r"<\||<｜|\[/?INST\]")  # begins another turn in a prompt
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 LONGEST_ID = 64
-Format = TypeVar("Format", ToolFormat, ReasoningFormat)
-
-
-def choose_styles(
-    template: ChatTemplate | None, tool_parser: str | None = None, reasoning_parser: str | None = None
-) -> OutputStyles:
-    """Return the formats of tool calls and reasoning that the parsers' names mean. None = detect the format in the
-    chat template; "none" = no format. Raises `ConfigError` with the known names for an unknown name."""
-    sources = template.sources if template else {}
-    text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
-    tools, why = _choose("--tool-call-parser", tool_parser, TOOL_FORMATS, text)
-    reasoning, because = _choose("--reasoning-parser", reasoning_parser, REASONING_FORMATS, text)
-    return OutputStyles(tools, reasoning, f"tool calls: {why}; reasoning: {because}")
-
-
-def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> tuple[Format | None, str]:
-    for row in rows:
-        if name in row.names:
-            return row, f"{row.names[0]}, as asked"
-        if name is None and row.marks and all(mark in text for mark in row.marks):
-            return row, f"{row.names[0]}, for {row.marks[0]!r} in the chat template"
-    if name in (None, "none"):
-        return None, "none, as asked" if name else "none, no known tag is in the chat template"
-    known = ", ".join(name for row in rows for name in row.names)
-    raise ConfigError(f"{flag} {name!r} is not known, or not implemented yet: give one of {known}, or none.")
-
-
-def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
-    """Return True if a rendered prompt ends within reasoning, as after an open <think>."""
-    if styles.reasoning is None or styles.reasoning.start not in prompt:
-        return False
-    after = prompt.rpartition(styles.reasoning.start)[2]
-    return styles.reasoning.end not in after and not TURN.search(after)
+# Members of a call that are texts, and what they are. Ids of Cohere's models begin at 0 in each answer: not used.
+TEXTS = {"name": "name", "tool_name": "name", "id": "id", "type": "type", "tool_call_id": "number"}
 
 
 class OutputParser:
@@ -159,6 +125,9 @@ class OutputParser:
                 else:
                     self._think(not self._thinking)
                 continue
+            if self._reasoning and tag in self._reasoning.dropped:
+                self._in.held.clear()
+                continue
             try:
                 yield from self._calls(self._format, tag)
             except Malformed:
@@ -176,6 +145,7 @@ class OutputParser:
         tags = fmt.starts + fmt.opens[: fmt.bare] if self._tools else ()
         if reasoning and self._thinking:
             return (reasoning.end, *(tag for tag in tags if len(tag) > 1))
+        tags += reasoning.dropped if reasoning else ()
         return (reasoning.start, *tags) if reasoning and not self._said else tags
 
     def _calls(self, fmt: ToolFormat, tag: str) -> Read:
@@ -183,8 +153,10 @@ class OutputParser:
         opened = (yield from self._in.need(*fmt.opens)) if tag in fmt.starts else tag
         again = ","
         while again:
-            if fmt.python:
+            if fmt.syntax == "python":
                 yield from self._python_call()
+            elif fmt.syntax == "quoted":
+                yield from self._quoted_call(fmt)
             elif fmt.key:
                 yield from self._tagged_call(fmt)
             elif opened in ("{", "["):
@@ -208,8 +180,8 @@ class OutputParser:
             yield from self._in.need(":")
             if self._calling:
                 yield from self._in.json(len)
-            elif key in ("name", "id", "type"):
-                texts[key] = yield from self._text()
+            elif key in TEXTS:
+                texts[TEXTS[key]] = yield from self._text()
             elif key == "function" and within is None:
                 yield from self._object_call("{", texts)
             elif key in ("arguments", "parameters") and not early:
@@ -282,6 +254,13 @@ class OutputParser:
 
     def _send_quoted(self, text: str) -> None:
         self._send(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _quoted_call(self, fmt: ToolFormat) -> Read:
+        """Read a name and an object with bare names, which becomes JSON."""
+        name = yield from self._in.need(*self._tools)
+        yield from self._in.need(*fmt.between)
+        self._begin(name)
+        yield from quoted_object(self._in, fmt.value_ends[0], self._send)
 
     def _python_call(self) -> Read:
         """Read f(a=1). It is passed on when it is complete, since only then it is known to be a call."""
