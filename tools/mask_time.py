@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.answers.grammar import GrammarCompiler
 from quire.config.bundled import bundled_model
 from quire.contracts.structured import StructuredOutputsParams
 from quire.entry.cli.table import format_table
-from quire.text.grammar import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 WORDS = "the model writes a short report about water prices in three cities and what they all paid last year".split()

@@ -89,6 +89,8 @@ USUAL: list[Row] = [  # a row for each kind of sizes; together they have every p
     {"sizes": "pp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
     {"sizes": "dp2", "prefix": False, "pool": "normal", "depth": 1, "family": "qwen3"},
     {"sizes": "dp2-ep", "prefix": False, "pool": "small", "depth": 2, "family": "qwen3_moe"},
+    {"sizes": "tp2", "prefix": True, "pool": "normal", "depth": 1, "family": "gpt_oss"},
+    {"sizes": "pp2", "prefix": True, "pool": "normal", "depth": 2, "family": "gpt_oss"},
 ]  # fmt: skip
 
 

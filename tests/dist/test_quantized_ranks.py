@@ -11,6 +11,7 @@ from quire import LLM
 
 from ..support.full import full_rows
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
+from ..support.stacked_checkpoints import round_experts, write_mxfp4
 from ..support.tiny_models import Tiny, random_model
 from .test_answers import WIDE, Row, same
 
@@ -28,13 +29,22 @@ def plain(folder: Path, **changes: object) -> Path:
     [
         ("ct-w4-group", "pp2", {"tie_word_embeddings": True}),
         ("gptq-order", "tp2", {}),
-        *full_rows([("ct-w4-order", "tp2", {})]),
+        *full_rows([("ct-w4-order", "tp2", {}), ("ct-mxfp4", "tp2", {})]),
     ],
     ids=str,
 )
 def test_tokens_of_one_rank(form: str, sizes: str, changes: Row, tmp_path: Path, engine: Callable[..., LLM]) -> None:
     quantize_checkpoint(plain(tmp_path / "plain", **changes), tmp_path / "quantized", FORMS[form])
     same(engine, tmp_path / "quantized", sizes)
+
+
+def test_tokens_of_one_rank_with_parts_of_stacked_experts(tmp_path: Path, engine: Callable[..., LLM]) -> None:
+    """The ranks read 64 and 32 of 96 numbers between gate and down: whole blocks of MXFP4. Only one has the biases."""
+    spec = Tiny(family="gpt_oss", heads=(8, 4), bias=True, changes=(("intermediate_size", 96),))
+    model = random_model(spec, 0)
+    blocks = round_experts(model)
+    model.save_pretrained(tmp_path / "plain")
+    same(engine, write_mxfp4(tmp_path / "plain", blocks, tmp_path / "quantized"), "tp2")
 
 
 @pytest.mark.parametrize("form", ["ct-w4-order", *full_rows(["gptq-8-v2-order"])])

@@ -17,6 +17,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.args.checkpoint import read_checkpoint_config
+from quire.plan.kinds import mixer
+from quire.plan.kv_geometry import layer_groups
 
 from ..support.full import FULL, full_rows, only_full
 from ..support.logits_tap import LogitsTap
@@ -95,8 +97,15 @@ class SampledLogits:
             self.rows.append((tuple(self._history[slot, :position].tolist()), row.numpy().copy()))
 
 
-def build(engine: Callable[..., LLM], folder: Any, run: Row, blocks: int = 0) -> LLM:
-    """A small pool holds two of the longest sequences (125 tokens) and a bit more. blocks: other than for one group."""
+def small_pool(folder: Any, run: Row) -> int:
+    """Blocks that two of the longest sequences (125 tokens) need at once, and a few more."""
+    args, whole = read_checkpoint_config(folder), math.ceil(125 / run["block_size"])
+    windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
+    peaks = (whole if one is None else min(whole, (one + run["chunk"] - 3) // run["block_size"] + 2) for one in windows)
+    return 2 * sum(peaks) + 2
+
+
+def build(engine: Callable[..., LLM], folder: Any, run: Row, **more: Any) -> LLM:
     options: Row = {
         "max_num_batched_tokens": run["chunk"],
         "block_size": run["block_size"],
@@ -106,8 +115,8 @@ def build(engine: Callable[..., LLM], folder: Any, run: Row, blocks: int = 0) ->
         "max_logprobs": -1,
     }
     if run["pool"] == "small":
-        options["num_gpu_blocks_override"] = blocks or 2 * math.ceil(125 / run["block_size"]) + 2
-    return engine(folder, **options)
+        options["num_gpu_blocks_override"] = small_pool(folder, run)
+    return engine(folder, **options, **more)
 
 
 def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy: Greedy) -> None:

@@ -137,7 +137,7 @@ def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPat
         spans = list(flat(trace(other, PROMPT)))
     called = {span.name for span in spans}
     assert "norm.ref.rms_norm" in called and "attention.ref.paged_attention" in called
-    assert not called & {f"norm.{chosen['norm']}.rms_norm", "quire_rms_norm", "quire_attend_rows"}
+    assert not called & {f"norm.{chosen['norm']}.rms_norm", "quire_norm", "quire_attend_rows"}
     assert {s.where.partition(":")[0] for s in spans if s.name == "norm.ref.rms_norm"} == {"kernels/norm/ref.py"}
 
 

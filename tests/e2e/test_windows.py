@@ -1,13 +1,8 @@
 """Layers with sliding windows: transformers' logits and tokens, for any window, block, chunk and pool."""
 
-import math
 from typing import Any
 
 import pytest
-
-from quire.args.checkpoint import read_checkpoint_config
-from quire.plan.kinds import mixer
-from quire.plan.kv_geometry import layer_groups
 
 from ..support.full import full_rows
 from ..support.pairwise import Row, label
@@ -33,17 +28,9 @@ ROWS: list[Row] = [
 ]
 
 
-def num_blocks(folder: Any, run: Row) -> int:
-    """Blocks that two of the longest sequences (125 tokens) need at once, and a few more."""
-    args, whole = read_checkpoint_config(folder), math.ceil(125 / run["block_size"])
-    windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
-    peaks = (whole if one is None else min(whole, (one + run["chunk"] - 3) // run["block_size"] + 2) for one in windows)
-    return 2 * sum(peaks) + 2
-
-
 @pytest.mark.parametrize("row", ROWS, ids=label)
 def test_logits_and_tokens(row: Row, oracle: Any, engine: Any, prompts: list[list[int]], greedy: Greedy) -> None:
     checkpoint = oracle(windowed(row["model"], row["window"]))
-    llm = build(engine, checkpoint.folder, row, num_blocks(checkpoint.folder, row))
+    llm = build(engine, checkpoint.folder, row)
     check_run(llm, checkpoint, prompts, row, greedy)
     llm.engine.core.check()

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
@@ -17,9 +18,9 @@ from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, triton
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
-from quire.layers.norm import RMSNorm
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 
@@ -274,12 +275,13 @@ def test_a_layer_can_be_captured(name: str) -> None:
         {param.name: param for param in params},
         linear_plans(args, params, small.choices),
     )
-    layer, norm = (
-        LatentAttention(latent_of(args), "layers.0.attention", 1e-6, build_of),
-        RMSNorm("norm", 1e-6, build_of),
+    layer, branch = (
+        LatentAttention(latent_of(args), "layers.0.attention", args.norm, build_of),
+        Branch("attention", args.layers[0], structs.replace(args.norm, eps=1e-6), build_of),
     )
     fill_layer(layer, build_of, lambda raw: torch.randn(raw.shape) * (0.03 if len(raw.shape) > 1 else 1))
-    norm.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
+    assert branch.before is not None
+    branch.before.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
     _, cache, meta = build(STEPS[name], 16, 64)
     prompts, tokens = sequences(meta), sum(STEPS[name].query_lens)
     assert meta.table_rows is not None
@@ -295,7 +297,7 @@ def test_a_layer_can_be_captured(name: str) -> None:
 
     def run(given: AttentionMeta) -> Tensor:
         ctx = StepContext(positions, (replace(given, plans={}),), [])
-        return layer.forward(hidden.clone(), norm, rotation, ctx, cache)  # not by its call, which has no types
+        return layer.forward(hidden.clone(), branch, rotation, ctx, cache)  # not by its call, which has no types
 
     expected = run(meta)
     graph = torch.cuda.CUDAGraph()

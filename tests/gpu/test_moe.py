@@ -15,9 +15,9 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.select import select_kernels
 from quire.layers import moe
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.moe import MoE
-from quire.layers.norm import RMSNorm
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
@@ -31,7 +31,7 @@ if triton_runtime.missing() or triton_runtime.INTERPRETED:
 
 LAYERS = 8
 LITE = Path(quire.bench.__file__).with_name("models") / "deepseek-v2-lite" / "config.json"
-Layers = list[tuple[MoE, RMSNorm]]
+Layers = list[tuple[MoE, Branch]]
 CONTEXT = StepContext(torch.zeros(0, dtype=torch.int64), (), [])  # of one replica, without padding
 
 
@@ -51,7 +51,7 @@ def arguments(name: str) -> ModelArgs:
 
 
 def build(args: ModelArgs, device: torch.device) -> Layers:
-    """Random layers in a row, each with its norm."""
+    """Random layers in a row, each with its branch."""
     torch.manual_seed(0)
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.mixers[0].head_dim)
     assert args.moe is not None
@@ -64,13 +64,16 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
         linear_plans(args, params, kernels.choices),
         moe=experts_plan(args, "bfloat16", "cuda"),
     )
+    own = args.layers[first]
     layers = [
-        (MoE(args.moe, f"layers.{first}.mlp", args.hidden_size, built), RMSNorm("norm", args.norm_eps, built))
+        (MoE(args.moe, f"layers.{first}.mlp", args.hidden_size, built), Branch("mlp", own, args.norm, built))
         for _ in range(LAYERS)
     ]
-    for layer, norm in layers:
+    for layer, branch in layers:
         fill_layer(layer, built, lambda raw: torch.randn(raw.shape) * raw.shape[-1] ** -0.5)
-        norm.take({"weight": torch.empty(args.hidden_size, device=device, dtype=torch.bfloat16).uniform_(0.5, 1.5)}, 0)
+        assert branch.before is not None
+        weight = torch.empty(args.hidden_size, device=device, dtype=torch.bfloat16).uniform_(0.5, 1.5)
+        branch.before.take({"weight": weight}, 0)
         assert layer.forks
     return layers
 
@@ -78,9 +81,9 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
 def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
     """All layers, with or without a second stream; `given` stays."""
     hidden = given.clone()
-    for layer, norm in layers:
+    for layer, branch in layers:
         layer.forks = forks
-        hidden = layer.forward(hidden, norm, CONTEXT)  # not by its call, whose arguments have no types
+        hidden = layer.forward(hidden, branch, CONTEXT)  # not by its call, whose arguments have no types
     return hidden
 
 
@@ -94,9 +97,9 @@ def slow(layers: Layers, stream: str, patch: pytest.MonkeyPatch) -> None:
 
         return wait
 
-    for layer, norm in layers:
+    for layer, branch in layers:
         assert layer.shared is not None
-        module = {"side": layer.shared.gate_up, "main": layer.experts, "both": norm}.get(stream)
+        module = {"side": layer.shared.gate_up, "main": layer.experts, "both": branch.before}.get(stream)
         if module is not None:
             patch.setattr(module, "forward", late(module.forward))
 
@@ -153,7 +156,7 @@ def test_steps_of_many_sizes_share_the_memory(device: torch.device) -> None:
 
 
 def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    (layer, norm), *_ = build(arguments("qwen2_moe"), device)
+    (layer, branch), *_ = build(arguments("qwen2_moe"), device)
     taken: list[torch.device] = []
     side = moe.side_stream
 
@@ -163,6 +166,6 @@ def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(moe, "side_stream", watched)
     for tokens in (1, moe.BESIDE.start - 1, moe.BESIDE.start, moe.BESIDE.stop - 1, moe.BESIDE.stop):
-        layer.forward(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, CONTEXT)
+        layer.forward(torch.zeros(tokens, layer.hidden_size, dtype=torch.bfloat16, device=device), branch, CONTEXT)
     assert taken == [device] * 2
     assert side(device).priority < torch.cuda.Stream().priority

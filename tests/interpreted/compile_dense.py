@@ -5,6 +5,7 @@ import re
 import torch
 
 from quire.kernels import pdl
+from quire.kernels.activation import ACTS
 from quire.kernels.linear import some_hopper
 
 from ..support.full import FULL
@@ -24,12 +25,14 @@ def main() -> None:
     """Products of a layer of Qwen3 8B, with and without dependent launches, and shapes that divide badly."""
     AbsentGpu(check)
 
-    def launch(rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False, bias: bool = False) -> None:
+    def launch(
+        rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False, bias: bool = False, act: str = "silu"
+    ) -> None:
         x, y, weight, added = (
             torch.empty(shape, dtype=torch.bfloat16, device="meta")
             for shape in ((rows, k), (rows, n), (n << gated, k), (n << gated,))
         )
-        some_hopper.product(x, weight, added if bias else None, y, residual=y if residual else None, gated=gated)
+        some_hopper.product(x, weight, added if bias else None, y, residual=y if residual else None, act=act * gated)
 
     for rows, dependent in (4, True), (64, False):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
@@ -41,4 +44,5 @@ def main() -> None:
             launch(rows, 12288, 4096, gated=True)
     if FULL:
         launch(16, 5000, 1000, bias=True)
-    launch(50, 3000, 520, bias=True, gated=True)
+    for act in ACTS:
+        launch(50, 3000, 520, bias=True, gated=True, act=act)

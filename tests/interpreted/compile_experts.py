@@ -10,19 +10,21 @@ from torch import Tensor
 from quire.args.experts import Routing
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
-from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only
+from quire.kernels.activation import ACTS
+from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only, weight_only_hopper
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
 
-from ..support.full import full_rows
+from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
 
 DEEPSEEK = Routing(
     num_experts=256,
     top_k=8,
     scoring="sigmoid",
-    bias=True,
+    correction=True,
     num_groups=8,
     top_groups=4,
     group_score="top2",
@@ -31,6 +33,8 @@ DEEPSEEK = Routing(
     scaling=2.5,
 )
 INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
+GPT_OSS = ExpertForm("swiglu_oai", biased=True)
+MXFP4 = Scheme(values="e2m1", block=(1, 32))
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
@@ -48,12 +52,14 @@ def check(made: Made) -> None:
     if made.name == "hopper._grouped_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
-        assert "wgmma" in ptx and copies == ({"0x10"} if given["GATED"] else set()), (copies, made)
+        assert "wgmma" in ptx and copies == ({"0x10"} if given["ACT"] else set()), (copies, made)
+    if made.name == "hopper._pairs_kernel":
+        assert "wgmma" in made.ptx and "cp.async.bulk.tensor" in made.ptx, made
     if made.name == "hopper._scaled_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
         assert "wgmma" in ptx and "e4m3.e4m3" in ptx, made
-        assert copies == ({"0x10", "0x4"} if given["GATED"] else {"0x4"}), (copies, made)
+        assert copies == ({"0x10", "0x4"} if given["ACT"] else {"0x4"}), (copies, made)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -68,19 +74,30 @@ def absent_gpu() -> AbsentGpu:
     return gpu
 
 
-def launch(tokens: int, experts: int, k: int, hidden: int, inner: int, mapped: bool = False) -> None:
+def launch(
+    tokens: int, experts: int, k: int, hidden: int, inner: int, mapped: bool = False, form: ExpertForm = PLAIN
+) -> None:
     """Launch experts of bfloat16."""
     x, ids = empty(tokens, hidden), empty(tokens, k, dtype=torch.int32)
-    packed = empty(experts, 2 * inner, hidden), empty(experts, hidden, inner)
+    packed = triton.empty(experts, empty(2 * inner, hidden), empty(hidden, inner), x.device, form)
     places = empty(2 * experts, dtype=torch.int32) if mapped else None
     for module in (triton, hopper):
         module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
 
 
-def launch_quantized(module: Any, tokens: int, experts: int, k: int, hidden: int, inner: int, scheme: Scheme) -> None:
+def launch_quantized(
+    module: Any,
+    tokens: int,
+    experts: int,
+    k: int,
+    hidden: int,
+    inner: int,
+    scheme: Scheme,
+    form: ExpertForm = PLAIN,
+) -> None:
     """Launch experts of a scheme with the kernels of a module."""
     shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
-    packed = module.empty(experts, *shapes, torch.device("meta"))
+    packed = module.empty(experts, *shapes, torch.device("meta"), form)
     x = empty(tokens, hidden)
     module.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
@@ -92,7 +109,7 @@ def decodes() -> None:
         for live in (None, empty(4, dtype=torch.bool)):
             routing.route(
                 empty(4, plan.num_experts, dtype=torch.float32),
-                empty(plan.num_experts, dtype=torch.float32) if plan.bias else None,
+                empty(plan.num_experts, dtype=torch.float32) if plan.correction else None,
                 plan,
                 live,
             )
@@ -100,12 +117,17 @@ def decodes() -> None:
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         launch(16 if dependent else 1, 128, 8, 2048, 768)
     launch(64, 32, 8, 7168, 2048, mapped=True)
+    for tokens in (1, 16):
+        launch(tokens, 32, 4, 2880, 2880, form=GPT_OSS)
 
 
 def prompts() -> None:
-    """Many tokens of the same model, with and without dependent launches; with --full also of DeepSeek-V2-Lite and of
-    Mixtral 8x7B."""
+    """Many tokens of the same model, with and without dependent launches, and of gpt-oss-20b; with --full also of
+    DeepSeek-V2-Lite and of Mixtral 8x7B."""
     absent_gpu()
+    launch(4096, 32, 4, 2880, 2880, form=GPT_OSS)
+    for act in FULL * ACTS[1:]:
+        launch(8192, 128, 8, 2048, 768, form=ExpertForm(act))
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens in (8192 if dependent else 256, *full_rows((1, 16, 256, 512, 8192))):
@@ -117,7 +139,7 @@ def prompts() -> None:
 
 
 def eight_bits() -> None:
-    """Experts in e4m3 on Hopper, with dependent launches."""
+    """Experts in e4m3 on Hopper, with dependent launches; also with an activation and biases."""
     absent_gpu()
     setattr(pdl, "in_use", lambda: True)  # noqa: B010
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
@@ -125,6 +147,11 @@ def eight_bits() -> None:
         experts, hidden, inner = (32, 7168, 2048) if powers else (128, 2048, 768)
         scheme = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=powers)
         launch_quantized(scaled, tokens, experts, 8, hidden, inner, scheme)
+    scheme = Scheme(values="e4m3", block=(128, 128), inputs="group")
+    for tokens in (1, 512, *full_rows((8192,))):
+        launch_quantized(scaled, tokens, 32, 4, 2880, 2944, scheme, GPT_OSS)
+    for act in ACTS[1:]:
+        launch_quantized(scaled, 8192, 128, 8, 2048, 768, scheme, ExpertForm(act))
 
 
 def integers() -> None:
@@ -135,6 +162,13 @@ def integers() -> None:
         launch_quantized(weight_only, tokens, 128, 8, 2048, 768, INTEGERS)
     launch_quantized(weight_only, 64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
     launch_quantized(weight_only, 64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
+    launch_quantized(weight_only, 64, 32, 4, 2880, 2880, Scheme(values="w4", block=(1, 32)), GPT_OSS)
+    launch_quantized(weight_only, 64, 32, 4, 2880, 2880, MXFP4, GPT_OSS)
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for tokens in (64, 8192) if dependent else (1, *full_rows((16, 256, 512, 1024))):
+            form = GPT_OSS if dependent else PLAIN
+            launch_quantized(weight_only_hopper, tokens, 32 if dependent else 128, 4, 2880, 2880, MXFP4, form)
     gpu.capability, gpu.room = 80, 163 << 10
     setattr(pdl, "in_use", lambda: False)  # noqa: B010
     for tokens in (8192, *full_rows((1,))):

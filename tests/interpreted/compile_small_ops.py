@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.activation import ACTS
 from quire.kernels.activation import triton as activation
 from quire.kernels.attention import KVView
 from quire.kernels.heads import triton as heads
@@ -28,7 +29,8 @@ def launch(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab:
     rotation = rope.rotation_rows(positions, empty(dim // 2, dtype=torch.float32), 1.0, torch.bfloat16)
     x, scale, all_heads = cuda.rows(empty(vocab, hidden), positions), empty(hidden), q_heads + 2 * kv_heads
     norm.rms_norm(x, scale, EPS)
-    activation.silu_mul(empty(rows, 2 * inner))
+    for act in ACTS:
+        activation.gated(empty(rows, 2 * inner), act)
     arena = empty(9, 28, 2, kv_heads, 64, dim)
     head_norm, kv = empty(q_heads + kv_heads, dim) if normed else None, KVView(arena[:, 3, 0], arena[:, 3, 1])
     heads.prepare(empty(rows, all_heads, dim), head_norm, EPS, *rotation, kv, positions)

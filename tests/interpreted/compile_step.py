@@ -23,16 +23,16 @@ def compile_production() -> None:
     step.apply_runs(packed)
     for slots, block_size, length in ((1, 128, 4096), (1024, 16, 1000), *full_rows([(256, 128, 40960)])):
         tables = Tables(
-            block_tables=zeros(1, slots + 1, length // block_size + 1, dtype=torch.int32),
+            block_tables=zeros(2, slots + 1, length // block_size + 1, dtype=torch.int32),
             computed=zeros(slots + 1),
             history=zeros(slots + 1, length, dtype=torch.int32),
             hosted=zeros(slots + 1, dtype=torch.int32),
-            block_size=block_size,
+            block_sizes=(block_size, 2 * block_size),
         )
         buffers = StepBuffers(
             token_ids=zeros(8192),
             positions=zeros(8192),
-            kv_slots=zeros(1, 8192),
+            kv_slots=zeros(2, 8192),
             live=zeros(8192, dtype=torch.bool),
             seq_lens=zeros(slots, dtype=torch.int32),
             sample_rows=zeros(8192),

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from quire.args.experts import Routing
 from quire.kernels import triton_runtime
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import hopper, ref, triton
-from quire.kernels.experts.inputs import CASES, Case, make, packed_by
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.inputs import CASES, Case, make, make_biases, packed_by
 from quire.kernels.experts.triton import Tiles
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
@@ -70,19 +73,21 @@ def test_routing_of_no_tokens_and_of_no_numbers() -> None:
     assert routing.route(torch.empty(0, 128), None, QWEN3)[1].shape == (0, 8)
     logits = torch.stack((torch.full((256,), torch.nan), torch.full((256,), -torch.inf)))
     for plan, rows in ((DEEPSEEK_V3, logits), (QWEN3, logits[:, :128])):
-        _, ids = routing.route(rows, torch.zeros(256) if plan.bias else None, plan)
+        _, ids = routing.route(rows, torch.zeros(256) if plan.correction else None, plan)
         assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < plan.num_experts for row in ids.tolist())
 
 
-def check(case: Case, dtype: torch.dtype, **cut: Any) -> None:
+def check(case: Case, dtype: torch.dtype, form: ExpertForm = PLAIN, **cut: Any) -> None:
     """All experts, with and without a residual; then those of one rank, some without a place."""
     x, weights, ids, gate_up, down = make(case, dtype)
+    biases = make_biases(case, dtype) if form.biased else None
     residual, before, local = torch.randn_like(x), x.clone(), max(2, case.experts // 2)
     places = torch.arange(case.experts, dtype=torch.int32) - 1
     places = torch.where(places < local, places, -1)
     for own, mapped, added in ((slice(None), None, residual), (slice(local), places, None)):
-        packed = packed_by(triton, gate_up[own].clone(), down[own].clone())
-        expected = ref.run(x, weights, ids, (gate_up[own], down[own]), mapped, added)
+        part = gate_up[own], down[own], form.act, biases and (biases[0][own], biases[1][own])
+        packed = packed_by(triton, *part)
+        expected = ref.run(x, weights, ids, packed_by(ref, *part), mapped, added)
         given = None if added is None else added.clone()
         if cut:
             actual = torch.empty_like(x)
@@ -107,6 +112,17 @@ def test_few_tokens_of_two_bytes(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
+FORMS = [ExpertForm(act, biased) for act in ACTS for biased in (False, True)][1:]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_of_experts(form: ExpertForm) -> None:
+    """Of few tokens and of many; their tall tiles, too."""
+    check(Case(3, 5, 2, 40, 24), torch.float32, form)
+    check(Case(9, 4, 2, 48, 40), torch.float32, form)
+    check(Case(9, 4, 2, 48, 40), torch.float16, form, cut=(Tiles(16, 32, 32, 4, 3, True), Tiles(16, 32, 16, 4, 2)))
+
+
 CUTS = {
     "tall": (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
     "mixed": (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
@@ -127,7 +143,7 @@ def test_few_and_many_tokens_are_one_operation() -> None:
     found = []
     for function in (triton.few, triton.many):
         found.append(torch.empty_like(x))
-        function(x, weights, ids, (gate_up, down), None, None, found[-1])
+        function(x, weights, ids, packed_by(triton, gate_up, down), None, None, found[-1])
     close(found[0], found[1])
 
 
@@ -136,14 +152,15 @@ def test_rows_without_experts_have_the_residual_alone() -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 72, 40), torch.float32)
     ids[:], residual = torch.tensor([0, 1]), torch.randn_like(x)
     ids[[0, 3]] = -1
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     gate_up[2:], down[2:] = torch.nan, torch.nan
+    packed = packed_by(triton, gate_up, down)
     for function in (triton.few, triton.many):
         y = torch.empty_like(x)
-        function(x, weights, ids, (gate_up, down), None, residual.clone(), y)
+        function(x, weights, ids, packed, None, residual.clone(), y)
         close(y, expected)
         assert torch.equal(y[[0, 3]], residual[[0, 3]])
-        function(x, weights, torch.full_like(ids, -1), (gate_up, down), None, residual.clone(), y)
+        function(x, weights, torch.full_like(ids, -1), packed, None, residual.clone(), y)
         assert torch.equal(y, residual)
 
 
@@ -241,11 +258,12 @@ def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...
     some pairs have no expert here."""
     starts = torch.tensor((0, *counts)).cumsum(0).int()
     found: list[tuple[Tensor, int]] = []
-    monkeypatch.setattr(hopper, "_product", lambda *given: found.append((given[3], given[7])))
+    monkeypatch.setattr(hopper, "_product", lambda *given: found.append((given[4], given[9])))
     monkeypatch.setattr(hopper, "describe", lambda rows, box: rows)
     pairs, some = sum(counts) + elsewhere, torch.empty(len(counts), 8, 8)
     order = torch.empty(pairs, dtype=torch.int32)
-    hopper.products(some[0], (some, some), some[0], some[0], order, starts, torch.empty(1, 1), ())  # type: ignore[arg-type]
+    packed = ExpertWeights(some, some)
+    hopper.products(some[0], packed, some[0], some[0], order, starts, torch.empty(1, 1), ())  # type: ignore[arg-type]
     expected = [
         (e, first, end - first)
         for e, (start, end) in enumerate(pairwise(starts.tolist()))
@@ -263,9 +281,10 @@ def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...
 def test_a_token_depends_on_nothing_but_itself(function: Callable[..., None]) -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 32, 16), torch.float32)
     expected, actual = torch.empty_like(x), torch.empty_like(x)
-    function(x, weights, ids, (gate_up, down), None, None, expected)
+    packed = packed_by(triton, gate_up, down)
+    function(x, weights, ids, packed, None, None, expected)
     x[2] = torch.nan
-    function(x, weights, ids, (gate_up, down), None, None, actual)
+    function(x, weights, ids, packed, None, None, actual)
     assert actual[2].isnan().all()
     others = torch.arange(6) != 2
     assert torch.equal(actual[others], expected[others])
@@ -284,7 +303,7 @@ def test_cuts_fit_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton, "shared_memory", lambda room=room: room << 10)
         x, weight = torch.empty(8, 64).half(), torch.empty(2, 128, 64).half()
         numbers = torch.empty(9, dtype=torch.int32)
-        triton._product(x, weight, x.clone(), numbers[:8], numbers, 1, None, Tiles(128, 128, 64, 8, 4))
+        triton._product(x, weight, None, x.clone(), numbers[:8], numbers, 1, None, "silu", Tiles(128, 128, 64, 8, 4))
     assert stages == [4, 3, 2, 1]
 
 

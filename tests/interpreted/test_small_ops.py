@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.args.rope import RopeArgs
 from quire.kernels import triton_runtime
+from quire.kernels.activation import ACTS
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import ref as activation_ref
 from quire.kernels.activation import triton as activation
@@ -68,12 +69,25 @@ def test_rms_norm_uses_eps() -> None:
     close(norm.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
 
 
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", (*activation_inputs.SHAPES, (2, 2100)), ids=str)
-def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_gated(shape: tuple[int, int], dtype: torch.dtype, act: str) -> None:
     gate_up = activation_inputs.make(shape, dtype)
-    close(activation.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
-    assert activation.silu_mul(gate_up[:0]).shape == (0, shape[1] // 2)
+    close(activation.gated(gate_up, act), activation_ref.gated(gate_up, act))
+    assert activation.gated(gate_up[:0], act).shape == (0, shape[1] // 2)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_an_activation_of_what_is_far_out(act: str) -> None:
+    far = [-3e38, -1e4, -89.5, -7.5, 7.5, 89.5, 3e38, -torch.inf, torch.inf, torch.nan]
+    for gates, ups in ((far, [0.5]), ([-0.25, 7.5, 3e38, torch.inf, torch.nan], far)):
+        gate = torch.tensor(gates).repeat(len(ups))
+        gate_up = torch.cat((gate, torch.tensor(ups).repeat_interleave(len(gates))))[None]
+        expected = activation_ref.gated(gate_up, act)
+        torch.testing.assert_close(activation.gated(gate_up, act), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -143,7 +157,9 @@ def test_few_rows(rows: int, dtype: torch.dtype, n: int, k: int, bias: bool) -> 
     scale = torch.rand(k).add(0.5).to(dtype)
     product = linear_ref.run_float(norm_ref.rms_norm(x.float(), scale.float(), EPS), weight, added)
     close(gemv.product(x, weight, added, norm=scale, eps=EPS), product.to(dtype))
-    close(gemv.product(x, weight, added, norm=scale, eps=EPS, gated=True), activation_ref.silu_mul(product).to(dtype))
+    for act in ACTS:
+        expected = activation_ref.gated(product, act).to(dtype)
+        close(gemv.product(x, weight, added, norm=scale, eps=EPS, act=act), expected)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 4, 2, 4), (32, 64, 4, 2, 1), (16, 16, 4, 2, 2)])
@@ -178,12 +194,13 @@ def test_both_ways_are_one_operation(rows: int) -> None:
     out = torch.full((rows, 40), float("nan"))
     assert cuda.run_float(x, packed, bias, out) is out
     close(out.half(), exact.half())
-    close(cuda.run_gated(x, packed, bias), activation_ref.silu_mul(exact).half())
+    for act in ACTS:
+        close(cuda.run_gated(x, packed, bias, act), activation_ref.gated(exact, act).half())
+        wide = linear_ref.run_float(normed, weight, bias)
+        close(cuda.run_norm_gated(x, scale, EPS, packed, bias, act), activation_ref.gated(wide, act).half())
+    with pytest.raises(ValueError, match="activation 'relu' does not exist"):
+        cuda.run_gated(x, packed, bias, "relu")
     close(cuda.run_norm(x, scale, EPS, packed, bias), linear_ref.run(normed, weight, bias))
-    close(
-        cuda.run_norm_gated(x, scale, EPS, packed, bias),
-        activation_ref.silu_mul(linear_ref.run_float(normed, weight, bias)).half(),
-    )
     for added in (bias, None):
         residual = torch.randn(rows, 40).half()
         expected = (linear_ref.run_float(x, weight, added) + residual.float()).half()
@@ -209,6 +226,6 @@ def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
         "_gather_kernel",
         "_norm_kernel",
         "_heads_kernel",
-        "_silu_kernel",
+        "_gated_kernel",
         "_rotation_kernel",
     }

@@ -36,6 +36,7 @@ class CheckedExecutor(MockExecutor):
     """Runs plans on a simulated KV memory, and checks every position that a row may attend to (O(length) per step).
 
     windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
+    sizes     tokens of a block of each group; (): those of the facts
     tiers     makes the tiers below the device from the mock's memory; None: there are none
     computed  request id -> tokens computed for it so far, over all its admissions
     """
@@ -44,13 +45,15 @@ class CheckedExecutor(MockExecutor):
         self,
         *,
         windows: Sequence[int | None] = (None,),
+        sizes: Sequence[int] = (),
         tiers: Callable[[Memory], MockCopies] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.computed: dict[str, int] = {}
         self._windows, facts = windows, self.facts()
-        self._memory = np.zeros((facts.num_blocks + 1, facts.block_size), np.uint64)
+        self._sizes = sizes or [facts.block_size] * len(windows)
+        self._memory = np.zeros((facts.num_blocks + 1, max(self._sizes)), np.uint64)
         self._copies = None if tiers is None else tiers(self._memory)
         self._tables: dict[str, _Table] = {}
 
@@ -84,23 +87,25 @@ class CheckedExecutor(MockExecutor):
             assert memory[source] == digests[position - shift + 1], "moved KV of other tokens"
 
     def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
-        size, table = self.facts().block_size, self._tables[state.request_id]
+        table = self._tables[state.request_id]
         table.began = state.computed
-        for group, blocks in enumerate(table.blocks):
+        for group, (size, blocks) in enumerate(zip(self._sizes, table.blocks, strict=True)):
             for position, digest in enumerate(digests, state.computed):
                 block = blocks[position // size]
                 assert block != 0, "the null block is written"
                 own = table.own if position >= table.num_exact else 0
+                if position % size == 0:
+                    self._memory[block, size:] = 0  # a page is compared whole, whoever had it before
                 self._memory[block, position % size] = digest ^ group ^ own
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
         super()._compute(state, digests, num_valid)
 
     def _attend(self, state: _Slot) -> None:
-        size, end, table = self.facts().block_size, state.computed, self._tables[state.request_id]
-        for group, window in enumerate(self._windows):
+        end, table = state.computed, self._tables[state.request_id]
+        for group, (window, size) in enumerate(zip(self._windows, self._sizes, strict=True)):
             first = 0 if window is None else max(0, table.began - window + 1)  # what the first row sees
             blocks = table.blocks[group][first // size : -(-end // size)]
-            seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
+            seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
             expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
             expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
             assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import deque
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from .naive_runner import NaiveRunner, agree
 
 CPU = torch.device("cpu")
 BLOCK, SLOTS, LENGTH, VOCAB = 16, 4, 96, 64
-LIMITS = Limits(num_slots=SLOTS, max_tokens=64, max_model_len=LENGTH, block_size=BLOCK, depth=2)
+LIMITS = Limits(num_slots=SLOTS, max_tokens=64, max_model_len=LENGTH, block_sizes=(BLOCK,), depth=2)
 CONFIG = {
     "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
@@ -69,14 +70,17 @@ def model_args(kind: str = "dense", **more: object) -> ModelArgs:
     return parse_checkpoint_config(CONFIG | MODELS[kind] | more)
 
 
-def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None = None) -> KVGeometry:
-    """The pages of a model; with a `window`, every other layer has one, in a group of its own."""
-    geometry = resolve_geometry(kv_components(args.mixers[0], dtype), args.num_layers + args.draft_layers, block_size)
-    if window is None:
+def kv_geometry(
+    args: ModelArgs, dtype: str, sizes: tuple[int, ...] = (BLOCK,), windows: tuple[int | None, ...] = (None,)
+) -> KVGeometry:
+    """The pages of a model; with two windows and block sizes, every other layer is in a group of its own."""
+    size, *others = sizes
+    geometry = resolve_geometry(kv_components(args.mixers[0], dtype), args.num_layers + args.draft_layers, size)
+    if not others:
         return geometry
     ((group,), layers) = geometry.groups, range(args.num_layers)
-    groups = replace(group, layers=tuple(layers[::2])), replace(group, layers=tuple(layers[1::2]), window=window)
-    return replace(geometry, groups=groups)
+    other = replace(group, layers=tuple(layers[1::2]), window=windows[1], block_size=others[0])
+    return replace(geometry, groups=(replace(group, layers=tuple(layers[::2])), other))
 
 
 def make_model(
@@ -100,7 +104,7 @@ def make_model(
         attention_features=frozenset({"window"} if window else ()),
         forced=forced,
     )
-    params = layout(args)
+    params, grouped = layout(args), ((BLOCK, BLOCK), (None, window)) if window else ()
     build = Build(
         getattr(torch, dtype),
         CPU,
@@ -108,7 +112,7 @@ def make_model(
         {param.name: param for param in params},
         linear_plans(args, params, kernels.choices),
         moe=experts_plan(args, dtype, target, "ref" if reference else ""),
-        kv_groups=kv_geometry(args, dtype, BLOCK, window).groups,
+        kv_groups=kv_geometry(args, dtype, *grouped).groups,
     )
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
@@ -127,7 +131,7 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     model = make_model(args, target)
     own = make_model(
         dataclasses.replace(
-            with_layers(with_mixer(args, qk_norm=False), 1), model_type="eagle3", vocab_size=size, eagle=head
+            with_layers(with_mixer(args, qk_norm=""), 1), model_type="eagle3", vocab_size=size, eagle=head
         ),
         target,
     )
@@ -152,7 +156,7 @@ def runner_of(
     """A runner with a cache that is full of what is no number."""
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
     args = dataclasses.replace(model.args, draft_layers=num_draft_layers(model))
-    geometry = kv_geometry(args, dtype, limits.block_size, *limits.windows[1:])
+    geometry = kv_geometry(args, dtype, limits.block_sizes, limits.windows)
     arena = KVArena(geometry, num_blocks, CPU)
     views = model_views(model, arena.views)
     for view in views:
@@ -176,7 +180,7 @@ class ComparedRunners(Executor):
             decode_lag=limits.depth,
             num_slots=limits.num_slots,
             num_blocks=num_blocks,
-            block_size=limits.block_size,
+            block_size=gcd(*limits.block_sizes),
             max_model_len=limits.max_model_len,
             vocab_size=runner.model.args.vocab_size,
             num_drafts=limits.num_drafts,
@@ -231,7 +235,8 @@ def compare_requests(
     prompts, answers   bounds of the numbers of tokens
     """
     facts, args = executor.facts(), executor.runner.model.args
-    geometry = kv_geometry(args, "float32", facts.block_size, *executor.runner.limits.windows[1:])
+    limits = executor.runner.limits
+    geometry = kv_geometry(args, "float32", limits.block_sizes, limits.windows)
     config = SchedulerConfig(
         max_num_batched_tokens=budget, max_num_seqs=facts.num_slots, max_waiting=1000, watermark=0.0
     )

@@ -138,7 +138,11 @@ def stored_tensors(params: Sequence[Param], seed: int = 0) -> dict[str, Tensor]:
 
 def sliced(part: Part, stored: Tensor) -> Tensor:
     """The rows of a parameter that a part fills, by the definition of `Part`."""
-    rows = stored.narrow(part.axis, part.start, part.count)
+    matrix = stored if part.expert < 0 else stored[part.expert]
+    rows = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count)
+    half = part.count // 2
+    if part.paired:
+        return torch.stack([rows[2 * (i % half) + i // half] for i in range(part.count)])
     run = len(part.order) or 1
     order = part.order or (0,)
     return torch.stack([rows[i - i % run + order[i % run]] for i in range(len(rows))]) if len(rows) else rows

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import scaled as experts
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import scaled
 from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize, moved
 from quire.kernels.quantize import ref
@@ -30,6 +32,7 @@ WEIGHT_ONLY = {
     "w4 channel": Scheme(values="w4", block=(1, 0)),
     "w8 128": Scheme(values="w8", block=(1, 128), zeros=True),
     "w8 channel symmetric": Scheme(values="w8", block=(1, 0)),
+    "mxfp4": Scheme(values="e2m1", block=(1, 32)),
 }
 
 
@@ -40,7 +43,7 @@ class Products(Protocol):
     def pack_gated(self, matrix: QuantizedMatrix) -> Any: ...
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor: ...
     def run_add(self, x: Tensor, packed: Any, bias: Tensor | None, residual: Tensor) -> Tensor: ...
-    def run_gated(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor: ...
+    def run_gated(self, x: Tensor, packed: Any, bias: Tensor | None, act: str = "silu") -> Tensor: ...
 
 
 @runtime_checkable
@@ -48,14 +51,30 @@ class NormedProducts(Products, Protocol):
     """An implementation that also fuses the norm of x with the product."""
 
     def run_norm(self, x: Tensor, weight: Tensor, eps: float, packed: Any, bias: Tensor | None) -> Tensor: ...
-    def run_norm_gated(self, x: Tensor, weight: Tensor, eps: float, packed: Any, bias: Tensor | None) -> Tensor: ...
+    def run_norm_gated(
+        self, x: Tensor, weight: Tensor, eps: float, packed: Any, bias: Tensor | None, act: str = "silu"
+    ) -> Tensor: ...
 
 
 class ExpertProducts(Protocol):
     """An implementation of `quire.kernels.experts`."""
 
-    def empty(self, num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Any: ...
-    def put(self, packed: Any, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None: ...
+    def empty(
+        self,
+        num_experts: int,
+        gate_up: QuantizedMatrix,
+        down: QuantizedMatrix,
+        device: torch.device,
+        form: ExpertForm = PLAIN,
+    ) -> Any: ...
+    def put(
+        self,
+        packed: Any,
+        place: int,
+        gate_up: QuantizedMatrix,
+        down: QuantizedMatrix,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> None: ...
     def run(
         self,
         x: Tensor,
@@ -81,6 +100,7 @@ class Call:
     gated: bool = False
     bias: bool = False
     residual: bool = False
+    act: str = "silu"
 
 
 CALLS = (
@@ -89,6 +109,7 @@ CALLS = (
     Call(9, 256, 384, norm=True, gated=True), Call(40, 192, 256, norm=True),
     Call(70, 256, 256, bias=True, residual=True), Call(66, 256, 128, gated=True),
 )  # fmt: skip
+ACTIVATED = tuple(Call(rows, 256, 256, gated=True, bias=True, act=act) for rows in (1, 9, 70) for act in ACTS[1:])
 ODD = (  # inputs that are no multiple of 128
     Call(1, 128, 200, norm=True), Call(9, 128, 200, residual=True), Call(20, 128, 328, norm=True, gated=True),
     Call(70, 128, 200, bias=True),
@@ -102,13 +123,14 @@ def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> Quantiz
     elif scheme.values == "int8":
         values = torch.randint(-127, 128, (n, k)).to(torch.int8)
     else:
-        values = torch.randint(0, 256, (n, k // 2 if scheme.values == "w4" else k), dtype=torch.uint8)
+        values = torch.randint(0, 256, (n, k * scheme.bits // 8), dtype=torch.uint8)
     shape = scheme.scales(n, k)
-    middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74)}[scheme.values]
+    middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74), "e2m1": (0, 3)}[scheme.values]
+    scale = (torch.rand(shape) + 0.1) / (typical * k**0.5)
     made = QuantizedMatrix(
         scheme,
         values.to(TYPES[scheme.values]),
-        (torch.rand(shape) + 0.1) / (typical * k**0.5),
+        scale.log2().round().add(127).to(torch.uint8) if scheme.values == "e2m1" else scale,
         torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
         torch.randperm(k).int() if scheme.order else None,
         torch.tensor(0.05) if scheme.inputs == "tensor" else None,
@@ -171,7 +193,7 @@ def compare(
     def expected(inputs: Tensor) -> Tensor:
         y = inputs[:, order] @ weight.t() + (0 if bias is None else bias.double())
         if call.gated:
-            y = F.silu(y[:, : call.n]) * y[:, call.n :]
+            y = activated(y, call.act)
         return y if residual is None else y + residual.double()
 
     packed = (kernel.pack_gated if call.gated else kernel.pack)(matrix)
@@ -179,9 +201,12 @@ def compare(
     if residual is not None:
         y = kernel.run_add(normed, packed, bias, residual.clone())
     elif norm is not None and isinstance(kernel, NormedProducts):
-        y = (kernel.run_norm_gated if call.gated else kernel.run_norm)(x, norm, 1e-6, packed, bias)
+        given = x, norm, 1e-6, packed, bias
+        y = kernel.run_norm_gated(*given, call.act) if call.gated else kernel.run_norm(*given)
+    elif call.gated:
+        y = kernel.run_gated(normed, packed, bias, call.act)
     else:
-        y = (kernel.run_gated if call.gated else kernel.run)(normed, packed, bias)
+        y = kernel.run(normed, packed, bias)
     assert y.shape == (call.rows, call.n) and y.dtype == dtype
     truth = expected(stands_for(normed, matrix))
     error = (y.double() - truth).norm() / truth.norm()
@@ -189,6 +214,17 @@ def compare(
     if scheme.inputs:
         without = (expected(normed.double()) - truth).norm() / truth.norm()
         assert error < without / 1.5, f"{float(error):.2e}: as good as without quantization, {float(without):.2e}"
+
+
+def activated(product: Tensor, act: str) -> Tensor:
+    """Return the activation of gate and up, the halves of each row, in the dtype of `product`."""
+    gate, up = product.chunk(2, 1)
+    if act == "silu":
+        return F.silu(gate) * up
+    if act == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    gate = gate.clamp(max=7)
+    return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def compare_experts(
@@ -205,6 +241,7 @@ def compare_experts(
     residual: bool = False,
     away: tuple[int, ...] = (),
     kernel: ExpertProducts = experts,
+    form: ExpertForm = PLAIN,
 ) -> None:
     """Run experts through a kernel and compare with float64 on the same quantized activations.
 
@@ -220,17 +257,19 @@ def compare_experts(
     weights = torch.rand(tokens, top_k, device=device)
     other = torch.randn(tokens, hidden).to(dtype).to(device) if residual else None
     here = [expert for expert in range(count) if expert not in away]
-    packed = kernel.empty(len(here), *pairs[0], device)
+    packed = kernel.empty(len(here), *pairs[0], device, form)
+    added = torch.randn(count, 2 * inner, device=device), torch.randn(count, hidden, device=device)
     for place, expert in enumerate(here):
-        kernel.put(packed, place, *pairs[expert])
+        kernel.put(packed, place, *pairs[expert], (added[0][expert], added[1][expert]) if form.biased else None)
     places = [here.index(expert) if expert in here else -1 for expert in range(count)]
     expert_map = torch.tensor(places, dtype=torch.int32, device=device) if away else None
     truth = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
     for expert in here:
         gate_up, down = pairs[expert]
         product = _in_order(stands_for(x, gate_up), gate_up) @ dequantize(gate_up).double().t()
-        h = (F.silu(product[:, :inner]) * product[:, inner:]).to(dtype)
+        h = activated(product + added[0][expert].double() * form.biased, form.act).to(dtype)
         result = _in_order(stands_for(h, down), down) @ dequantize(down).double().t()
+        result += added[1][expert].double() * form.biased
         truth += (weights * (ids == expert)).sum(1, keepdim=True).double() * result
     if other is not None:
         truth += other.double()

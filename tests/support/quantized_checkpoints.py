@@ -168,6 +168,26 @@ def packed(bits: int, size: int, *, sym: bool = True, order: bool = False) -> Ca
     return encode
 
 
+# --- 4-bit floating point ---------------------------------------------------------------------------------------------
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(weight: Tensor, random: torch.Generator) -> tuple[Stored, Tensor]:
+    """MXFP4 of compressed-tensors: two numbers in a byte, the even column low; a power of two for 32 columns."""
+    rows, columns = weight.shape
+    blocks = weight.view(rows, columns // 32, 32)
+    power = torch.floor(torch.log2(blocks.abs().amax(2).clamp(min=2**-100))) - 2
+    scaled = blocks / 2.0 ** power[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    means = E2M1[codes] * scaled.sign() * 2.0 ** power[..., None]
+    codes = (codes + 8 * (scaled < 0)).view(rows, columns).to(torch.uint8)
+    return {
+        "weight_packed": codes[:, 0::2] + codes[:, 1::2] * 16,
+        "weight_scale": (power + 127).to(torch.uint8),
+    }, means.view(rows, columns)
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +270,7 @@ FORMS: dict[str, Form] = {
     "ct-w8-zeros": Form(
         compressed("pack-quantized", numbers(8, "int", "channel", symmetric=False)), packed(8, -1, sym=False)
     ),
+    "ct-mxfp4": Form(compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=32)), mxfp4),
     "awq": Form(
         {
             "quant_method": "awq",

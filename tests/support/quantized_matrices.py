@@ -21,7 +21,9 @@ SCHEMES = {
     "w4 channels": Scheme(values="w4", block=(1, 0)),
     "w8 groups": Scheme(values="w8", block=(1, 32), zeros=True),
     "w8 channels": Scheme(values="w8", block=(1, 0), order=True),
+    "mxfp4": Scheme(values="e2m1", block=(1, 32)),
 }
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ def make(scheme: Scheme, rows: int, outputs: int, inputs: int, seed: int = 0) ->
     x[:, torch.randperm(inputs, generator=random)[:3]] *= 100
     if rows > 1:
         x[rows // 2] = 0
-    values = torch.randint(
-        0, 256, (outputs, inputs // 2 if scheme.values == "w4" else inputs), generator=random, dtype=torch.uint8
-    )
+    values = torch.randint(0, 256, (outputs, inputs * scheme.bits // 8), generator=random, dtype=torch.uint8)
     if scheme.values == "e4m3":
         values[(values & 127) == 127] = 8
         values = values.view(torch.float8_e4m3fn)
@@ -50,6 +50,8 @@ def make(scheme: Scheme, rows: int, outputs: int, inputs: int, seed: int = 0) ->
         values = values.view(torch.int8)
     shape = scheme.scales(outputs, inputs)
     scale = torch.rand(shape, generator=random).add_(0.5).mul_(1e-3)
+    if scheme.values == "e2m1":
+        scale = torch.randint(113, 122, shape, generator=random, dtype=torch.uint8)
     zero = torch.randint(0, 1 << scheme.bits, shape, generator=random, dtype=torch.uint8) if scheme.zeros else None
     order = torch.randperm(inputs, generator=random).int() if scheme.order else None
     static = x.abs().amax() / 200 if scheme.inputs == "tensor" else None  # some values are clamped
@@ -61,7 +63,8 @@ def numbers(matrix: QuantizedMatrix) -> Tensor:
     """The weight by its formula, number by number, [N, K] float64."""
     scheme, (rows, columns) = matrix.scheme, matrix.shape
     middle = {"w4": 8, "w8": 128}.get(scheme.values, 0)
-    stored = matrix.values.tolist() if scheme.values == "w4" else matrix.values.float().tolist()
+    stored = matrix.values.tolist() if scheme.bits == 4 else matrix.values.float().tolist()
+    powers = scheme.values == "e2m1"
     scale, zero = matrix.scale.tolist(), None if matrix.zero is None else matrix.zero.tolist()
     out: list[list[float]] = []
     high, wide = matrix.scheme.block
@@ -69,7 +72,10 @@ def numbers(matrix: QuantizedMatrix) -> Tensor:
         out.append([])
         for k in range(columns):
             i, j = n // high, k // wide if wide else 0
-            value = stored[n][k // 2] >> 4 * (k % 2) & 15 if scheme.values == "w4" else stored[n][k]
+            value = stored[n][k // 2] >> 4 * (k % 2) & 15 if scheme.bits == 4 else stored[n][k]
+            if powers:
+                out[n].append((-1) ** (value // 8) * E2M1[value % 8] * 2.0 ** (scale[i][j] - 127))
+                continue
             out[n].append((value - (middle if zero is None else zero[i][j])) * scale[i][j])
     return torch.tensor(out, dtype=torch.float64)
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from quire.answers.grammar import GrammarCompiler
+from quire.answers.grammar_trial import GrammarTrial
 from quire.assemble.engine import Found, assemble_core, join_replicas, plan_ranks, read_files
 from quire.assemble.loaded import Parts
 from quire.assemble.rank import load_rank
@@ -29,8 +31,6 @@ from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
 from quire.plan.memory import shared_sizes
 from quire.plan.sizing import resolve_sizing
-from quire.text.grammar import GrammarCompiler
-from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
 from quire.worker.balancing import RankBalancing
 

@@ -52,6 +52,10 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_WINDOW: dict[str, Any] = {
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -63,6 +67,8 @@ class FamilyCase:
               scaling that is not 1, widths that no two things share
     biases    keys that switch biases on
     ropes     kinds of rotation that the family may have
+    by_layer  theta of the layers with a window, whose rotation has no scaling; 0: theirs is that of the others
+    yarn      settings of the rotation "yarn" beside those of `ROPES`
     peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
               cannot read the family's files: `write_model` writes a copy for it
     keys      key of the peer's config.json -> the family's own key
@@ -73,6 +79,8 @@ class FamilyCase:
     options: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     ropes: tuple[str, ...] = tuple(ROPES)
+    by_layer: float = 0.0
+    yarn: Mapping[str, Any] = field(default_factory=dict)
     peer: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -86,12 +94,59 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
     "mistral": FamilyCase(options={"sliding_window": None}),
     "seed_oss": FamilyCase(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
+    "ministral": FamilyCase(
+        options={
+            "sliding_window": 9,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }
+    ),
+    "smollm3": FamilyCase(
+        options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
+    ),
+    "gemma2": FamilyCase(
+        options=_WINDOW | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+        biases=("attention_bias",),
+    ),
+    "gemma3_text": FamilyCase(
+        options=_WINDOW | {"query_pre_attn_scalar": 24}, biases=("attention_bias",), by_layer=500.0
+    ),
+    "olmo2": FamilyCase(options={"head_dim": None}, biases=("attention_bias",)),
+    "olmo3": FamilyCase(options=_WINDOW | {"head_dim": None}, biases=("attention_bias",), by_layer=10_000.0),
+    "granite": FamilyCase(
+        options={
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.5,
+            "head_dim": None,
+        },
+        biases=("attention_bias", "mlp_bias"),
+    ),
+    "glm4": FamilyCase(
+        options={"partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=tuple(rope for rope in ROPES if rope != "yarn"),
+    ),
+    "exaone4": FamilyCase(options=_WINDOW | {"head_dim": None}),
+    "phi3": FamilyCase(options={"head_dim": None, "pad_token_id": None}, ropes=("default", "theta")),
+    "cohere2": FamilyCase(options=_WINDOW | {"logit_scale": 0.25, "head_dim": None}, biases=("attention_bias",)),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
+    "qwen3_vl_text": FamilyCase(biases=("attention_bias",), peer="qwen3"),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": FamilyCase(
         options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]}, biases=("attention_bias",)
+    ),
+    "gpt_oss": FamilyCase(
+        options=_WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24},
+        biases=("attention_bias",),
+        yarn={"truncate": False},
+    ),
+    "minimax_m2": FamilyCase(
+        options={"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "rotary_dim": 8},
+        ropes=tuple(rope for rope in ROPES if rope != "yarn"),
     ),
     "deepseek_v2": FamilyCase(
         options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
@@ -212,6 +267,13 @@ def hf_config(spec: Tiny) -> Any:
         del options["head_dim"]  # is that of the rotated part there
         if spec.rope == "yarn":
             options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    if spec.rope == "yarn":
+        options["rope_parameters"] |= family.yarn
+    if options.get("head_dim", 0) is None:  # hidden_size / heads there
+        del options["head_dim"]
+    if family.by_layer:
+        plain = {"rope_type": "default", "rope_theta": family.by_layer}
+        options["rope_parameters"] = {"full_attention": options["rope_parameters"], "sliding_attention": plain}
     if part := options.pop("partial_rotary_factor", None):
         options["rope_parameters"]["partial_rotary_factor"] = part
     return transformers.AutoConfig.for_model(family.peer or spec.family, **options)
@@ -262,7 +324,7 @@ def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def experts_of(config: Any) -> Any:
-    """The first block of experts of a random model, by transformers; its router is `gate`."""
+    """The first block of experts of a random model, by transformers; its router is `gate` or `router`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -278,7 +340,7 @@ def random_model(spec: Tiny, seed: int) -> Any:
     model.generation_config.eos_token_id = None  # the oracle never stops early
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("_proj_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

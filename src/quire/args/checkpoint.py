@@ -17,17 +17,20 @@ from msgspec import structs
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, read_moe
 from quire.args.families import FAMILIES, Family
-from quire.args.grouped import read_grouped
+from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import read_latent
-from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, LayerArgs, MixerArgs
-from quire.args.rope import RopeArgs, Rotation, read_rope
-from quire.args.windows import read_windows
+from quire.args.layers import DenseArgs, EndArgs, FeedForwardArgs, GroupedArgs, LayerArgs, MixerArgs, NormArgs
+from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
+from quire.args.windows import LayerRule, read_layer_rules
+from quire.args.wrappers import WRAPPERS, WrapperArgs, unwrapped
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
 SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
+WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -48,6 +51,7 @@ class ModelArgs:
     draft_layers     number of these that an engine runs to draft tokens; the others are skipped
     eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
+    wrapper          place of the model in the checkpoint of a model around it, of which nothing else runs
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
 
@@ -56,13 +60,15 @@ class ModelArgs:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerArgs, ...]
-    norm_eps: float
+    norm: NormArgs
     tie_word_embeddings: bool
     max_position_embeddings: int
     dtype: str
+    ends: EndArgs = EndArgs()
     extra_layers: int = 0
     draft_layers: int = 0
     eagle: EagleArgs | None = None
+    wrapper: WrapperArgs | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -96,12 +102,19 @@ class ModelArgs:
 
 def read_checkpoint_config(folder: Path, head: str = "") -> ModelArgs:
     """Read `folder/config.json`. Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each."""
-    return parse_checkpoint_config(read_raw_config(folder), str(Path(folder) / "config.json"), head)
+    path = Path(folder) / "config.json"
+    return parse_checkpoint_config(_read_json(path), str(path), head)
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the decoded `folder/config.json`. Raises ModelNotFound or ModelError."""
-    path = Path(folder) / "config.json"
+    """Return the decoded `folder/config.json`, of the language model where another is around it.
+
+    Raises ModelNotFound or ModelError.
+    """
+    return dict(unwrapped(_read_json(Path(folder) / "config.json"), str(Path(folder) / "config.json"))[0])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -115,29 +128,39 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", head: str = "") -> ModelArgs:
     """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors, `head` is as in `read_head`."""
+    raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
-    rope, rope_notes = read_rope(keys, max_positions, family.theta)
+    rope, rope_notes = read_rope(
+        of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
+    )
     context = max(max_positions, rope.extended_positions)
-    windows = read_windows(keys, family, UNBOUNDED if eagle else context, layers)
+    rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
-    dtype, dtype_notes = _dtype(keys)
+    dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, rope, windows, extra),
-        norm_eps=keys.positive("rms_norm_eps", family.norm_eps),
-        tie_word_embeddings=keys.flag("tie_word_embeddings") or headless,
+        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra),
+        norm=NormArgs(
+            eps=keys.positive(family.form.eps_key, family.form.eps),
+            plus_one=family.form.plus_one,
+            centered=family.form.centered,
+        ),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.form.tied) or headless,
         max_position_embeddings=context,
         dtype=dtype,
+        ends=_ends(keys, family, hidden),
         extra_layers=extra,
+        wrapper=wrapper,
         notes=(
+            *([WRAPPED.format(wrapper.model_type)] if wrapper else ()),
             *_notes(keys, family, layers, extra),
             *rope_notes,
             *dtype_notes,
@@ -157,36 +180,82 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     )
 
 
+def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
+    """Return the arguments for an engine whose context has `length` tokens; None: as many as the model has.
+
+    LongRoPE has other divisors for contexts up to its trained length.
+    """
+
+    def fitted(one: LayerArgs) -> LayerArgs:
+        rope = one.mixer.rope
+        if rope.kind != "longrope" or length is None:
+            return one
+        rope = replace(rope, long=length > rope.original_max_position)
+        return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
+
+    return replace(args, layers=tuple(map(fitted, args.layers)))
+
+
 def _extra_layers(keys: Keys, family: Family) -> int:
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
     return keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
 
 
 def _layers(
-    keys: Keys, family: Family, rope: RopeArgs, windows: Sequence[int | None], extra: int
+    keys: Keys, family: Family, ropes: tuple[RopeArgs, RopeArgs], rules: Sequence[LayerRule], extra: int
 ) -> tuple[LayerArgs, ...]:
-    """Return the layers of the checkpoint, with their windows; `extra` more predict several tokens.
+    """Return the layers of the checkpoint, by their rules; `extra` more predict several tokens.
 
-    Those have full attention, and experts where any layer has.
+    ropes   rotations of layers with full attention and of those with a window
+    Layers that predict several tokens have full attention, and experts where any layer has.
     """
-    full = read_latent(keys, family.latent, rope) if family.latent else read_grouped(keys, family, rope)
-    mixers: list[MixerArgs] = [full] * (len(windows) + extra)
-    for layer, window in enumerate(windows):
-        if window is not None:
-            assert isinstance(full, GroupedArgs), "a family with latent attention has no rule for windows"
-            mixers[layer] = structs.replace(full, window=window)
+    own = of_layers(keys, "full_attention")
+    full = read_latent(own, family.latent, ropes[0]) if family.latent else read_grouped(own, family, ropes[0])
+    mixers: list[MixerArgs] = [full] * (len(rules) + extra)
+    for layer, rule in enumerate(rules):
+        if isinstance(full, GroupedArgs):
+            rope = ropes[rule.sliding] if rule.rotated else UNROTATED
+            mixers[layer] = structs.replace(full, window=rule.window, rope=rope)
+        assert isinstance(full, GroupedArgs) or rule.window is None, "a family with latent attention has no windows"
+    act = _activation(keys, family)
     width, bias = keys.size("intermediate_size"), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
-    parts: list[FeedForwardArgs] = [DenseArgs(width=width, bias=bias)] * len(mixers)
+    parts: list[FeedForwardArgs] = [DenseArgs(width=width, bias=bias, act=act)] * len(mixers)
     if family.experts:
-        moe, sparse = read_moe(keys, family.experts, len(windows))
-        for layer in (*sparse, *range(len(windows), len(mixers))):
+        moe, sparse = read_moe(keys, family.experts, len(rules))
+        for layer in (*sparse, *range(len(rules), len(mixers))):
             parts[layer] = moe
-    return tuple(LayerArgs(mixer=one, feed_forward=part) for one, part in zip(mixers, parts, strict=True))
+    residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
+    return tuple(
+        LayerArgs(mixer=one, feed_forward=part, norms=family.form.norms, residual=residual)
+        for one, part in zip(mixers, parts, strict=True)
+    )
+
+
+def _sliding_rope(keys: Keys, family: Family, max_positions: int, full: RopeArgs) -> RopeArgs:
+    """Return the rotation of layers with a window. full: that of the others."""
+    own = of_layers(keys, "sliding_attention")
+    if own is not keys:
+        return read_rope(own, max_positions, family.window.theta or family.theta)[0]
+    if not family.window.plain:
+        return full
+    return RopeArgs(theta=keys.positive("rope_local_base_freq", family.window.theta or full.theta))
+
+
+def _ends(keys: Keys, family: Family, hidden: int) -> EndArgs:
+    scale = {key: keys.positive(key, 1.0) for key in ("embedding_multiplier", "logits_scaling") if key in family.keys}
+    logits = keys.positive("logit_scale", 0.0625) if "logit_scale" in family.keys else 1.0
+    return EndArgs(
+        embedding_scale=hidden**0.5 if family.form.root_embeddings else scale.get("embedding_multiplier", 1.0),
+        logit_scale=logits / scale.get("logits_scaling", 1.0),
+        logit_cap=read_cap(keys, family, "final_logit_softcapping", family.form.logit_cap),
+    )
 
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:
     """Return model_type, its family, and True when the model has no head; the embedding then takes its place."""
-    ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    every = {name: family.architecture for name, family in FAMILIES.items()}
+    every |= {name: wrapper.architecture for name, wrapper in WRAPPERS.items()}
+    ours = ", ".join(f"{name} ({architecture})" for name, architecture in every.items())
     architectures = keys.names("architectures")
     named = {family.architecture: name for name, family in FAMILIES.items()}
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)
@@ -204,19 +273,25 @@ def _find_family(keys: Keys) -> tuple[str, Family, bool]:
 
 
 def _refuse_math(keys: Keys, family: Family) -> None:
-    activation = keys.get("hidden_act", "silu")
-    if activation != "silu":
-        raise keys.unsupported(f"hidden_act={activation!r} is not implemented: use a model with 'silu'.")
     for key, neutral in NEUTRAL.items():
         if key in keys and key not in family.reads and neutral is not None and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise keys.unsupported(f"{key}={shown} changes the math and is not implemented: use another model.")
 
 
-def _dtype(keys: Keys) -> tuple[str, tuple[str, ...]]:
+def _activation(keys: Keys, family: Family) -> str:
+    """Return the activation of a gated MLP, by its name in `quire.kernels.activation`."""
+    key = "hidden_activation" if keys.get("hidden_activation") is not None else "hidden_act"
+    value = keys.get(key, family.form.act)
+    if value not in ACTS:
+        raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(ACTS)}.")
+    return ACTS[value]
+
+
+def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:
     value = keys.get("dtype", keys.get("torch_dtype"))
     if value is None:
-        return "float32", ("config.json names no dtype: float32 is assumed",)
+        return family.dtype, (f"config.json names no dtype: {family.dtype} is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise keys.unsupported(f"dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")

@@ -17,8 +17,9 @@ from quire.args.keys import Keys
 class Routing:
     """Routing of a token: `top_k` experts and their weights, computed in float32.
 
-    scores   = softmax or sigmoid of the router's logits (`scoring`)
-    chosen   = scores + bias, when `bias`: the bias changes the choice of experts, never their weights
+    logits   = x @ router, plus the router's bias when `logit_bias`
+    scores   = softmax or sigmoid of the logits (`scoring`)
+    chosen   = scores + correction, when `correction`: it changes the choice of experts, never their weights
     groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
                score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
     ids      = top_k of chosen, best first; of equal scores the expert with the lower number
@@ -28,7 +29,8 @@ class Routing:
     num_experts: int
     top_k: int
     scoring: str  # softmax | sigmoid
-    bias: bool = False
+    logit_bias: bool = False
+    correction: bool = False
     num_groups: int = 1
     top_groups: int = 1
     group_score: str = "max"  # max | top2
@@ -43,6 +45,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
+    act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
+    stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
 
     routing: Routing
@@ -50,6 +54,9 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_size: int
     shared_gate: bool
     router_float: bool
+    act: str = "silu"
+    biased: bool = False
+    stored: str = "each"
 
 
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
@@ -68,6 +75,13 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     "qwen3_moe": QWEN_KEYS,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
+    "gpt_oss": frozenset(
+        "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
+    ),
+    "minimax_m2": frozenset(
+        "num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias shared_intermediate_size "
+        "use_qk_norm qk_norm_type attn_type_list".split()
+    ),
 }
 
 
@@ -77,7 +91,13 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
     kind   see `Family.experts`
     Raises ModelError or UnsupportedModel.
     """
-    read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
+    read_family = {
+        "mixtral": _read_mixtral,
+        "qwen2_moe": _read_qwen,
+        "qwen3_moe": _read_qwen,
+        "gpt_oss": _read_gpt_oss,
+        "minimax_m2": _read_minimax,
+    }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
     if every > MOST_EXPERTS:
@@ -117,6 +137,51 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 
 
+def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Softmax over the chosen logits is softmax over all, renormalized."""
+    spelled = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+    for own, known in spelled.items():
+        if keys.get(own) is not None and keys.get(known, keys[own]) != keys[own]:
+            raise keys.wrong(f"{own}={keys[own]!r} contradicts {known}={keys[known]!r}: correct the file.")
+    keys = Keys({**{known: keys[own] for own, known in spelled.items() if own in keys}, **keys}, keys.source)
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if keys.positive(key, value) != value:
+            raise keys.unsupported(f"{key}={keys[key]!r} is not implemented (only {value}): use another model.")
+    quantized = (keys.object("quantization_config") or {}).get("quant_method") == "mxfp4"
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring="softmax", normalize=True, logit_bias=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+        act="swiglu_oai",
+        biased=True,
+        stored="paired rows" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
+    )
+    return moe, frozenset(range(num_layers))
+
+
+def _read_minimax(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Keys that published files share with MiniMax-01 must have the values of M2."""
+    for key, value in (("use_routing_bias", True), ("use_qk_norm", True), ("shared_intermediate_size", 0)):
+        _agrees(keys, key, (value,))
+    _agrees(keys, "qk_norm_type", ("per_layer",))
+    keys.checked(
+        "attn_type_list",
+        lambda value: value is None or (isinstance(value, list) and all(one == 1 for one in value)),
+        "a list of ones, for full attention in every layer",
+    )
+    scoring = _agrees(keys, "scoring_func", ("sigmoid",))
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring=scoring, normalize=True, correction=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+    )
+    return moe, frozenset(range(num_layers))
+
+
 def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
     old = kind == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
@@ -137,7 +202,7 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, fro
         scoring=scoring,
         normalize=normalize,
         normalize_eps=0.0 if old else 1e-20,
-        bias=not old,
+        correction=not old,
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,
@@ -178,12 +243,12 @@ def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
     return counted
 
 
-def _agrees(keys: Keys, key: str, known: tuple[str, ...]) -> str:
+def _agrees(keys: Keys, key: str, known: tuple[Any, ...]) -> str:
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
         raise keys.unsupported(
             f"{key}={value!r} is not implemented for {keys.get('model_type')} "
-            f"(only {', '.join(known)}): use another model."
+            f"(only {', '.join(map(str, known))}): use another model."
         )
     return str(value)
 

@@ -1,7 +1,8 @@
 """The model families: defaults of keys that config.json lacks, and the keys that a family alone reads. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from quire.args.experts import MOE_KEYS
 from quire.args.latent import LATENT_KEYS
@@ -13,13 +14,65 @@ class Window:
 
     default   value of sliding_window when config.json lacks the key
     by_flag   True: sliding_window has an effect only with use_sliding_window=true
-    layers    layers with the window: "all", whatever layer_types says; or, without layer_types, those "from"
-              max_window_layers on, or the "even below" it; "": the family has no windows
+    layers    layers with the window: "all", whatever layer_types says; or, without layer_types, "each" layer, those
+              "from" max_window_layers on, the "even below" it, the "unrotated" ones, those "between" each `period`-th
+              layer; "": the family has no windows
+    period    of full layers, when config.json lacks the key sliding_window_pattern
+    plain     True: layers with the window rotate heads without the scaling of the others
+    theta     rope_theta of these, when config.json lacks the key rope_local_base_freq; 0: that of the others
     """
 
     default: int | None = None
     by_flag: bool = False
     layers: str = ""
+    period: int = 0
+    plain: bool = False
+    theta: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """A family's heads.
+
+    qk_norm      norm of queries and keys, as in `GroupedArgs`; None: of each head if config.json has use_qk_norm
+    one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
+    dim          head_dim when config.json lacks the key; None: hidden_size / heads
+    unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
+                 ones beside others with a window, or ""
+    soft_cap     attn_logit_softcapping when config.json lacks the key
+    interleaved, sinks   as in `GroupedArgs`
+    """
+
+    qk_norm: str | None = ""
+    one_kv_each: bool = False
+    dim: int | None = None
+    unrotated: str = ""
+    soft_cap: float | None = None
+    interleaved: bool = False
+    sinks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerForm:
+    """The form of a family's layers.
+
+    norms, plus_one, centered   as in `LayerArgs` and `NormArgs`
+    eps, eps_key      epsilon of norms when config.json lacks the key, and the key
+    act               hidden_act when config.json lacks the key; hidden_activation is another name of the key
+    root_embeddings   True: embeddings are multiplied by the root of hidden_size
+    tied              tie_word_embeddings when config.json lacks the key
+    logit_cap         final_logit_softcapping when config.json lacks the key
+    """
+
+    norms: str = "before"
+    plus_one: bool = False
+    centered: bool = False
+    eps: float = 1e-6
+    eps_key: str = "rms_norm_eps"
+    act: str = "silu"
+    root_embeddings: bool = False
+    tied: bool = False
+    logit_cap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +82,13 @@ class Family:
     qkv_bias, output_bias   biases of these projections; None: config.json decides, by its key attention_bias
     biased       value of attention_bias when config.json lacks the key
     output_key   key that decides of output_bias
-    qk_norm      RMS norm of queries and keys; None: config.json decides, by its key use_qk_norm
-    one_kv_head_each   True: num_key_value_heads may be missing; every head then has its own keys and values
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
-    keys         further keys of config.json that the family reads. Some switch a feature on by being listed here:
+    words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
-                 which are skipped; config.json may spell this key num_mtp_layers)
+                 which are skipped; config.json may spell this key num_mtp_layers), query_pre_attn_scalar and
+                 attention_multiplier (scale of scores), attn_logit_softcapping, final_logit_softcapping, logit_scale,
+                 logits_scaling, embedding_multiplier, residual_multiplier
     """
 
     architecture: str
@@ -43,16 +96,20 @@ class Family:
     output_bias: bool | None = False
     biased: bool = False
     output_key: str = "attention_bias"
-    qk_norm: bool | None = False
-    one_kv_head_each: bool = False
     experts: str = ""
     latent: str = ""
     window: Window = Window()
-    default_head_dim: int | None = None  # None: hidden_size / heads
-    norm_eps: float = 1e-6  # when rms_norm_eps is missing
-    theta: float = 10_000.0  # when rope_theta is
+    heads: Heads = Heads()
+    form: LayerForm = LayerForm()
+    theta: float = 10_000.0  # when rope_theta is missing
+    dtype: str = "float32"  # of the stored weights when config.json names none
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
-    keys: frozenset[str] = frozenset()
+    words: str = ""
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The further keys of config.json that the family reads."""
+        return frozenset(self.words.split())
 
     @property
     def reads(self) -> frozenset[str]:
@@ -60,34 +117,82 @@ class Family:
         return self.keys | MOE_KEYS.get(self.experts, frozenset()) | (LATENT_KEYS if self.latent else frozenset())
 
 
+OWN_KV = Heads(one_kv_each=True)
+QWEN3 = Heads(qk_norm="head", dim=128)
+GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
+GEMMA2 = replace(GEMMA, logit_cap=30.0)
+GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping hidden_activation"
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
-                    keys=frozenset({"attention_bias", "mlp_bias"})),
+    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
+                    words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
+    "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
-                       output_key="attention_out_bias", one_kv_head_each=True, default_head_dim=128,
-                       keys=frozenset({"attention_bias", "attention_out_bias", "mlp_bias"})),
+                       output_key="attention_out_bias", heads=Heads(one_kv_each=True, dim=128),
+                       words="attention_bias attention_out_bias mlp_bias"),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", qkv_bias=None, output_bias=None,
+                      heads=Heads(one_kv_each=True, unrotated="listed"),
+                      window=Window(by_flag=True, layers="unrotated"),
+                      words="attention_bias mlp_bias no_rope_layers no_rope_layer_interval"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
                     window=Window(default=4096, by_flag=True, layers="from")),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                    default_head_dim=128, window=Window(default=4096, by_flag=True, layers="from"),
-                    keys=frozenset({"attention_bias"})),
-    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral",
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
+                    window=Window(default=4096, by_flag=True, layers="from"), words="attention_bias"),
+    "qwen3_vl_text": Family(architecture="Qwen3VLTextForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
+                            words="attention_bias mrope_section"),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", qkv_bias=None, output_bias=None,
+                     heads=Heads(dim=256, soft_cap=50.0), form=GEMMA2,
+                     window=Window(default=4096, layers="between", period=2), words=GEMMA_KEYS),
+    "gemma3_text": Family(architecture="Gemma3ForCausalLM", qkv_bias=None, output_bias=None,
+                          heads=Heads(qk_norm="head", dim=256), form=GEMMA, theta=1e6,
+                          window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
+                          words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", qkv_bias=None, output_bias=None,
+                    heads=Heads(qk_norm="whole", one_kv_each=True), form=LayerForm(norms="after", eps=1e-5),
+                    words="attention_bias"),
+    "olmo3": Family(architecture="Olmo3ForCausalLM", qkv_bias=None, output_bias=None,
+                    heads=Heads(qk_norm="whole", one_kv_each=True), form=LayerForm(norms="after", eps=1e-5),
+                    theta=500_000.0, window=Window(default=4096, layers="between", period=4, plain=True),
+                    words="attention_bias"),
+    "granite": Family(architecture="GraniteForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
+                      words="attention_bias mlp_bias attention_multiplier embedding_multiplier "
+                                 "residual_multiplier logits_scaling"),
+    "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True, rotated=0.5,
+                   heads=Heads(dim=128, interleaved=True), form=LayerForm(norms="both", eps=1.5625e-7),
+                   words="attention_bias partial_rotary_factor"),
+    "exaone4": Family(architecture="Exaone4ForCausalLM", heads=Heads(qk_norm="head", unrotated="full"),
+                      form=LayerForm(norms="after", eps=1e-5),
+                      window=Window(default=4096, layers="between", period=4), words="sliding_window_pattern"),
+    "phi3": Family(architecture="Phi3ForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5), window=Window(layers="all"),
+                   words="partial_rotary_factor"),
+    "cohere2": Family(architecture="Cohere2ForCausalLM", qkv_bias=None, output_bias=None,
+                      heads=Heads(one_kv_each=True, interleaved=True, unrotated="without window"),
+                      form=LayerForm(norms="shared", centered=True, eps=1e-5, eps_key="layer_norm_eps", tied=True),
+                      window=Window(default=4096, layers="between", period=4),
+                      words="attention_bias logit_scale sliding_window_pattern layer_norm_eps rope_interleave"),
+    "mixtral": Family(architecture="MixtralForCausalLM", form=LayerForm(eps=1e-5), theta=1e6, experts="mixtral",
                       window=Window(layers="all")),
     "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True,
                         window=Window(default=4096, by_flag=True, layers="even below"), experts="qwen2_moe"),
-    "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        window=Window(default=4096, by_flag=True, layers="all"), experts="qwen3_moe",
-                        keys=frozenset({"attention_bias"})),
-    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
+    "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None,
+                        heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
+                        experts="qwen3_moe", words="attention_bias"),
+    "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
+                      dtype="bfloat16",
+                      heads=Heads(dim=64, sinks=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
+                      window=Window(default=128, layers="between", period=2),
+                      words="attention_bias initial_context_length"),
+    "minimax_m2": Family(architecture="MiniMaxM2ForCausalLM", heads=Heads(qk_norm="whole", dim=128), theta=5e6,
+                         experts="minimax_m2", words="partial_rotary_factor rotary_dim"),
+    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", heads=OWN_KV, experts="deepseek_v2",
                           latent="deepseek_v2"),
-    "kimi_k2": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
-                      latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
-    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
-                          latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
-    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
-                       experts="glm4_moe", keys=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm",
-                                                           "num_nextn_predict_layers"})),
-    "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", one_kv_head_each=True, norm_eps=1e-5,
-                            experts="glm4_moe", latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
+    "kimi_k2": Family(architecture="DeepseekV3ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
+                      latent="deepseek_v3", words="num_nextn_predict_layers"),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
+                          latent="deepseek_v3", words="num_nextn_predict_layers"),
+    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None),
+                       form=LayerForm(eps=1e-5), rotated=0.5, experts="glm4_moe",
+                       words="attention_bias partial_rotary_factor use_qk_norm num_nextn_predict_layers"),
+    "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
+                            experts="glm4_moe", latent="deepseek_v3", words="num_nextn_predict_layers"),
 }  # fmt: skip

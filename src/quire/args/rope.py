@@ -3,17 +3,20 @@
 Knows the implemented scaling kinds and checks their numbers. The rotary layer has the formulas.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from quire.args.keys import Keys
+from quire.args.keys import MAX_NUMBER, Keys
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
+LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
+    "mrope_section mrope_interleaved short_factor long_factor".split()
 )
 
 
@@ -21,9 +24,12 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
-    original_max_position   trained length in tokens, for llama3 and yarn
-    attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn |
+           longrope (a divisor for each pair, of two lists) | none
+    original_max_position   trained length in tokens, for llama3, yarn and longrope
+    attention_factor        multiplies cos and sin (yarn, longrope); None = from factor, mscale and mscale_all_dim
+    divisors                of each pair of dimensions: for contexts up to the trained length, and for longer ones
+    long                    the engine's context is longer than the trained length
     """
 
     theta: float = DEFAULT_THETA
@@ -38,11 +44,16 @@ class RopeArgs:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[tuple[float, ...], ...] = ()
+    long: bool = False
 
     @property
     def extended_positions(self) -> int:
         """Number of positions that are usable with yarn; 0 for the other kinds."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
+
+
+UNROTATED = RopeArgs(kind="none")
 
 
 class Rotation(NamedTuple):
@@ -51,6 +62,18 @@ class Rotation(NamedTuple):
     rope: RopeArgs
     rotated: int
     width: int
+
+
+def of_layers(keys: Keys, kind: str) -> Keys:
+    """Return the keys with the rotary settings of one kind of layers, such as "sliding_attention".
+
+    Keys without settings by kind stay as they are. Raises ModelError.
+    """
+    settings = keys.object("rope_parameters") or {}
+    if not any(isinstance(settings.get(one), dict) for one in LAYERS):
+        return keys
+    own = Keys(settings, f"{keys.source}: rope_parameters").object(kind) or {}
+    return Keys({**keys, "rope_parameters": own}, keys.source)
 
 
 def rope_settings(keys: Keys) -> dict[str, Any]:
@@ -72,8 +95,12 @@ def rope_settings(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
+def read_rope(
+    keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA, *, sections: bool = False
+) -> tuple[RopeArgs, tuple[str, ...]]:
     """Return the checked rotary settings of a config.json, and notes about ignored keys.
+
+    sections   True: pairs of a head may have positions of their own in images (mrope_section). In text all are equal
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
     A rope_theta inside the settings wins over the outer one.
@@ -83,14 +110,17 @@ def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THE
         {"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
         f"{keys.source}: rope settings",
     )
-    if raw.get("mrope_section") is not None:
+    if raw.get("mrope_section") is not None and not sections:
         raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
     if kind not in KINDS:
         raise keys.unsupported(f"rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
     theta, notes = raw.positive("rope_theta"), _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
+    if kind == "longrope":
+        return _longrope(raw, theta, keys, max_positions), notes
     if (factor := raw.positive("factor")) < 1:
         raise keys.wrong(f"rope factor={factor} must be at least 1.")
     temperature = raw.positive("mscale_all_dim") if raw.get("mscale_all_dim") else None
@@ -98,10 +128,32 @@ def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THE
     if kind in ("linear", "dynamic"):
         return common, notes
     trained = "original_max_position_embeddings"
-    original = keys.get(trained) or raw.get(trained) or max_positions
+    original = keys.get(trained) or raw.get(trained) or keys.get("initial_context_length") or max_positions
     if not isinstance(original, int) or original < 1:
         raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
     return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes
+
+
+def _longrope(raw: Keys, theta: float, keys: Keys, max_positions: int) -> RopeArgs:
+    """LongRoPE (Ding et al., 2024); the factor is that of the lengths, as in Hugging Face."""
+    trained = "original_max_position_embeddings"
+    original = raw.size(trained) if raw.get(trained) is not None else keys.size(trained)
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and all(type(one) in (int, float) and 0 < one <= MAX_NUMBER for one in value)
+
+    lists = [raw.checked(key, fits, "a list of positive numbers") for key in ("short_factor", "long_factor")]
+    factor = raw.positive("factor") if raw.get("factor") is not None else max_positions / original
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeArgs(
+        theta=theta,
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=raw.positive("attention_factor", scale),
+        divisors=tuple(tuple(map(float, one)) for one in lists),
+        long=max_positions > original,
+    )
 
 
 def _llama3(raw: Keys) -> dict[str, float]:

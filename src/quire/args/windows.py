@@ -1,4 +1,7 @@
-"""Reader of sliding windows in config.json: which layers have one, and its length. No torch."""
+"""Reader of the rules of single layers in config.json: which have a window, and which rotate heads. No torch."""
+
+from collections.abc import Collection
+from typing import NamedTuple
 
 from quire.args.families import Family
 from quire.args.keys import Keys
@@ -6,31 +9,85 @@ from quire.args.keys import Keys
 KINDS = {"full_attention": False, "sliding_attention": True}  # names in layer_types -> the layer has the window
 
 
-def read_windows(keys: Keys, family: Family, context: int, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens, the attending token included; None: full attention.
+class LayerRule(NamedTuple):
+    """The rule of a layer's attention.
+
+    sliding   the layer is one of those with a window, be it as long as the context
+    window    tokens that a token attends to, its own included; None: all before it
+    rotated   it rotates queries and keys by their positions (RoPE)
+    """
+
+    sliding: bool
+    window: int | None
+    rotated: bool
+
+
+def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) -> tuple[LayerRule, ...]:
+    """Return the rule of each layer. Raises ModelError or UnsupportedModel.
 
     context   most tokens of a sequence; a window of as many changes nothing
-    Raises ModelError or UnsupportedModel.
     """
+    limit = keys.count("max_window_layers", 28) or 0
+    listed = _listed(keys, family, num_layers)
+    window = keys.count("sliding_window", family.window.default)
     named = keys.names("layer_types")
     if other := sorted(set(named) - KINDS.keys()):
         raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
-    rule, window = family.window, keys.count("sliding_window", family.window.default)
-    limit = keys.count("max_window_layers", 28) or 0
-    if window is None or window >= context or (rule.by_flag and not keys.get("use_sliding_window")):
-        return (None,) * num_layers
-    if window == 0:
+    off = window is None or (family.window.by_flag and not keys.get("use_sliding_window"))
+    if window == 0 and not off:
         raise keys.wrong("sliding_window=0 lets a token attend to nothing: give its length, or null for none.")
+    short = not off and window is not None and window < context
+    sliding: Collection[int] = ()
+    if short or (not off and (family.window.plain or family.heads.unrotated)):
+        sliding = _sliding(keys, family, limit, listed)
+    unrotated: Collection[int] = listed if family.heads.unrotated == "listed" else ()
+    if family.heads.unrotated == "without window" or (family.heads.unrotated == "full" and sliding):
+        unrotated = [layer for layer in range(num_layers) if layer not in sliding]
+    return tuple(
+        LayerRule(layer in sliding, window if short and layer in sliding else None, layer not in unrotated)
+        for layer in range(num_layers)
+    )
+
+
+def _sliding(keys: Keys, family: Family, limit: int, unrotated: Collection[int]) -> Collection[int]:
+    """Return the layers with the window. limit: max_window_layers; unrotated: layers without RoPE by no_rope_layers."""
+    rule, num_layers, named = family.window, keys.size("num_hidden_layers"), keys.names("layer_types")
     if rule.layers == "" or (rule.layers == "all" and len(set(named)) > 1):
-        what = "layer_types of two kinds" if rule.layers else f"sliding_window={window}"
+        what = "layer_types of two kinds" if rule.layers else f"sliding_window={keys.get('sliding_window')}"
         raise keys.unsupported(f"{what} is not implemented for this family, which has no such rule: use another model.")
     if named and rule.layers != "all":
         if len(named) < num_layers:
             raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
-        return tuple(window if KINDS[one] else None for one in named[:num_layers])
-    own = {
+        return [layer for layer in range(num_layers) if KINDS[named[layer]]]
+    if rule.layers == "between":
+        return _between(keys, rule.period, num_layers)
+    own: dict[str, Collection[int]] = {
         "all": range(num_layers),
+        "each": range(num_layers),
+        "unrotated": unrotated,
         "from": range(limit, num_layers),
         "even below": range(0, limit, 2),
-    }[rule.layers]
-    return tuple(window if layer in own else None for layer in range(num_layers))
+    }
+    return own[rule.layers]
+
+
+def _between(keys: Keys, period: int, num_layers: int) -> Collection[int]:
+    """Return the layers between full ones: each `sliding_window_pattern`-th is full, or those with a G in it."""
+    pattern = keys.get("sliding_window_pattern", period)
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:  # the last layer is always full
+        return [layer for layer in range(num_layers - 1) if pattern[layer % len(pattern)] == "L"]
+    every = keys.size("sliding_window_pattern", period)
+    return [layer for layer in range(num_layers) if (layer + 1) % every]
+
+
+def _listed(keys: Keys, family: Family, num_layers: int) -> Collection[int]:
+    """Return the layers that no_rope_layers names as such, or each `no_rope_layer_interval`-th."""
+    if family.heads.unrotated != "listed":
+        return ()
+    every = keys.size("no_rope_layer_interval", 4)
+    listed = keys.checked(
+        "no_rope_layers",
+        lambda value: not value or (isinstance(value, list) and len(value) >= num_layers and set(value) <= {0, 1}),
+        f"a list of {num_layers} numbers, 1 for a layer with RoPE and 0 for one without",
+    )
+    return [layer for layer in range(num_layers) if not (listed[layer] if listed else (layer + 1) % every)]

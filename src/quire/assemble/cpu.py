@@ -57,7 +57,7 @@ def _finish(
     limits = Limits(
         num_slots=num_slots,
         max_tokens=plan.config.scheduler.token_budget(),
-        block_size=memory.geometry.block_size,
+        block_sizes=memory.geometry.block_sizes,
         max_model_len=memory.max_model_len,
         windows=memory.geometry.windows,
         num_drafts=plan.drafting.num_drafts,

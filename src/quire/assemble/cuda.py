@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import lcm
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.speculation import Speculation
-from quire.contracts.step import SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
+from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
@@ -72,7 +73,7 @@ def load_cuda(
     limits = Limits(
         num_slots=config.scheduler.sequences(),
         max_tokens=config.scheduler.token_budget(),
-        block_size=plan.geometry.block_size,
+        block_sizes=plan.geometry.block_sizes,
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences,
         graph_tokens=plan.graphs.tokens,
@@ -223,7 +224,7 @@ def _blended_step(limits: Limits) -> StepPlan:
     step = _largest_step(limits, 1)
     tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
     chunk = BlendedChunk(
-        slot=0, tokens=tokens, sources=limits.block_size + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
+        slot=0, tokens=tokens, sources=limits.block_sizes[0] + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
     )
     return msgspec.structs.replace(step, blended=(chunk,))
 
@@ -233,10 +234,13 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
 
     past   tokens computed before, as far as the context allows; they share the blocks of the step's own tokens
     """
-    tokens = min(limits.step_tokens // num_seqs, limits.max_model_len - 1)
-    blocks = -(-tokens // limits.block_size)
-    past = min(past, limits.max_model_len - 1 - tokens) // limits.block_size * limits.block_size
-    places = np.arange(blocks + past // limits.block_size, dtype=np.int32) % blocks
+    tokens, whole = min(limits.step_tokens // num_seqs, limits.max_model_len - 1), lcm(*limits.block_sizes)
+    past = min(past, limits.max_model_len - 1 - tokens) // whole * whole
+
+    def blocks(slot: int, size: int) -> I32:
+        own = -(-tokens // size)
+        return 1 + slot * own + np.arange(own + past // size, dtype=np.int32) % own
+
     slots = np.arange(num_seqs, dtype=np.int32)
     spec = SamplerSpec(temperature=0.8, top_p=0.9, seed=0, num_prompt=past + tokens)
     admitted = tuple(
@@ -246,7 +250,7 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
             token_ids=np.zeros(past + tokens, np.int32),
             num_computed=past,
             sampler=spec,
-            block_ids=(1 + slot * blocks + places,) * len(limits.windows),
+            block_ids=tuple(blocks(slot, size) for size in limits.block_sizes),
         )
         for slot in range(num_seqs)
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from quire.answers.grammar import GrammarCompiler
+from quire.answers.grammar_trial import GrammarTrial
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import PoolingPlan
 from quire.assemble.early_checks import check_early
@@ -61,8 +63,6 @@ from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
 from quire.text.chat import ChatTemplate
-from quire.text.grammar import GrammarCompiler
-from quire.text.grammar_trial import GrammarTrial
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders

@@ -3,12 +3,12 @@
 No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config, with_length
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ModelNotFound, UserError, WeightsError
@@ -17,7 +17,7 @@ from quire.plan.drafts import draft_config, head_method, with_draft_layers, with
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.layout import alone, layout
+from quire.plan.layout import alone, as_stored, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
@@ -25,7 +25,7 @@ from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
 from quire.quantization.read import Quantization, find_quantization
-from quire.weights.files import Checkpoint, read_checkpoint, stored_in
+from quire.weights.files import INDEX, Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import HEADERS, absent_weights, fetch_weights, resolve_folders
 from quire.weights.match import match_tensors
 
@@ -51,16 +51,18 @@ def check_options(config: EngineConfig) -> None:
 def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     """Return the arguments of the model in `folder`, with the layers that draft.
 
-    head   method of the EAGLE head that the folder must hold; "": a model. Its tensors have several spellings
+    head   method of the EAGLE head that the folder must hold; "": a model
+    Names of tensors decide the spelling of a head, the place inside another model, and the form of stored experts.
     """
-    args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
-    if args.eagle is None:
+    args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
+    args = with_draft_layers(args, config.scheduler.speculative_config)
+    if args.eagle is None and args.wrapper is None and args.moe is None:
         return args
     try:
-        stored = _stored_types(config, folder)
+        stored = _stored_names(config, folder)
     except (ModelNotFound, WeightsError):  # the loader tells
         return args
-    return with_spelling(args, stored)
+    return with_spelling(args, stored) if args.eagle is not None else as_stored(args, stored)
 
 
 def read_model(
@@ -98,6 +100,15 @@ def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
         return dict.fromkeys(stored_in(folder), "")
     checkpoint = read_checkpoint(folder) if repository is None else repository.read_headers(folder)
     return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+
+
+def _stored_names(config: EngineConfig, folder: Path) -> Collection[str]:
+    """Return the names of the stored tensors, from the index if there is one; () without weights."""
+    if config.load.load_format == "dummy":
+        return ()
+    repository = absent_weights(config, folder)
+    found = {} if repository is not None and not (folder / INDEX).is_file() else stored_in(folder)
+    return found or _stored_types(config, folder)
 
 
 def obtain_weights(

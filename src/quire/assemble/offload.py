@@ -25,7 +25,8 @@ from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.plan.drafts import joined
 from quire.plan.engine import EnginePlan
-from quire.plan.kv_geometry import rank_geometry
+from quire.plan.kinds import mixer
+from quire.plan.kv_geometry import kv_components, rank_geometry
 from quire.plan.layout import alone
 from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.placement import kv_heads, ranks
@@ -64,7 +65,8 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         alone(plan.args),
         dtype=plan.cache.dtype,
         device=plan.machine.device,
-        block_size=plan.geometry.block_size,
+        block_size=None,
+        sizes=plan.geometry.block_sizes,
     )
     return joined(own, _whole(plan.draft)) if plan.draft else own
 
@@ -80,8 +82,8 @@ def make_store(
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
-    tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
-    taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
+    tokens = 2 * (plan.step_tokens + plan.config.scheduler.sequences()) + memory.max_model_len
+    taken = sum(tokens // size for size in memory.geometry.block_sizes) + 2
     # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
     ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     sharing = offload.sharing.of(plan.mesh.rank.replica)
@@ -91,8 +93,7 @@ def make_store(
     peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
     store = KVStore(
         pool,
-        memory.geometry.groups,
-        size,
+        memory.geometry,
         num_host_blocks=memory.host_blocks,
         reserve=max(taken, ahead),
         below=(*peers[:-1], *disks, *peers[-1:]),
@@ -154,14 +155,15 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
             shared=offload.folder_shared,
         )
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
+    groups = len(plan.geometry.groups)
     sharing = offload.sharing.of(rank.replica)
     if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
         mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
     shard = Shard(
         geometry=memory.geometry,
         layer=rank.layers[0],
-        head=_first_head(plan),
-        draft_head=_first_head(plan.draft) if plan.draft else 0,
+        heads=_first_heads(plan, plan.geometry, drafts=False),
+        draft_heads=_first_heads(plan.draft, plan.geometry, drafts=True) if plan.draft else (0,) * groups,
         memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None,
     )
     if sharing.peers:
@@ -174,10 +176,18 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
     )
 
 
-def _first_head(plan: EnginePlan) -> int:
-    """Return the number of the first KV head of the plan's rank."""
-    ((first, _),) = kv_heads(plan.args, plan.mesh.rank)
-    return first
+def _first_heads(plan: EnginePlan, geometry: KVGeometry, *, drafts: bool) -> tuple[int, ...]:
+    """Return the number of the first KV head of the plan's rank in its layers of each KV group; 0: it has none there.
+
+    geometry   of the engine
+    drafts     True: the plan is that of the draft model, whose components `KVGroup.drafts` names
+    """
+    place, found = plan.mesh.rank, list[int]()
+    kinds = {kv_components(one, plan.cache.dtype, place): mixer(one) for one in plan.args.mixers}
+    for group in geometry.groups:
+        kind = kinds.get(group.drafts if drafts else group.components)
+        found.append(kind.kv_heads(place.tp, place.place)[0] if kind else 0)
+    return tuple(found)
 
 
 def _names(plan: EnginePlan) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import FLOATS, Param
+from quire.models.names import EACH
 from quire.plan.formats import is_quantizable, settled, with_formats
-from quire.plan.layout import layout
+from quire.plan.layout import as_stored, layout
 from quire.quantization.kfirst import AWQ
 from quire.quantization.read import KEY, find_quantization
 from quire.quantization.rules import HEAD, Rule
@@ -113,8 +114,13 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     raw = read_raw_config(folder)
     if found := find_quantization(folder, raw).config:
         raise ConfigError(f"{folder} is quantized already ({found['quant_method']}): give the unquantized checkpoint.")
-    args = parse_checkpoint_config(raw, str(folder / "config.json"))
     source = read_checkpoint(folder)
+    args = as_stored(parse_checkpoint_config(raw, str(folder / "config.json")), source.tensors)
+    if args.moe is not None and args.moe.stored != EACH:
+        raise ConfigError(
+            f"{folder} stores all experts of a layer in one tensor, and only matrices are quantized: load the model "
+            "with transformers and call save_pretrained(folder), if that writes a tensor for each expert."
+        )
     match_tensors(source, layout(args), args)
     matrices = {_in_any_layer(part.stored) for param in layout(args) if is_quantizable(param) for part in param.parts}
     matrices.discard(HEAD_WEIGHT)
@@ -176,8 +182,9 @@ def _ignored(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 def _check_shape(tensor: StoredTensor, rule: Rule) -> None:
     rows, columns = tensor.shape
-    if rule.scheme.values in ("w4", "w8") and columns % (rule.scheme.block[1] or 8):
-        fits = next((f"--group-size {size} or " for size in GROUPS if columns % size == 0), "")
+    if rule.scheme.values in ("w4", "w8", "e2m1") and columns % (rule.scheme.block[1] or 8):
+        sizes = GROUPS if rule.scheme.values != "e2m1" else ()
+        fits = next((f"--group-size {size} or " for size in sizes if columns % size == 0), "")
         raise ConfigError(
             f"{tensor.name} has {columns} columns, not a multiple of {rule.scheme.block[1] or 8}: "
             f"use {fits}--ignore {tensor.name.removesuffix('.weight')}."

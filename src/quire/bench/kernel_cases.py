@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.args.layers import NormArgs
 from quire.bench.kernel_setup import Setup
 from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
@@ -34,7 +35,7 @@ from quire.kernels.sampling.table import SamplingTable
 from quire.layers.context import StepContext
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 # kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,7 +55,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
         (n, k), gated, added = shapes[name], name == "gate_up", name in ("o", "down")
         layer, weight = (GatedLinear if gated else Linear)(name, build), setup.randn(n, k, scale=k**-0.5)
         step = StepContext(torch.empty(0, dtype=torch.int64), (), [])  # read by no projection of one request
-        norm, x, residual = RMSNorm("norm", EPS, build), setup.randn(rows, k), setup.randn(rows, n)
+        norm, x, residual = Norm("norm", NormArgs(eps=EPS), build), setup.randn(rows, k), setup.randn(rows, n)
         norm.take({"weight": setup.randn(k)}, 0)
         layer.take({"weight": weight.clone()}, 0)
         ours = residual.clone()  # grows with every call

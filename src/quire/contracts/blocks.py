@@ -1,7 +1,7 @@
 """Geometry of the paged KV cache: the numbers shared by `kv/` (bookkeeping) and `kvstore/` (bytes)."""
 
 from bisect import bisect_right
-from math import prod
+from math import gcd, lcm, prod
 
 import msgspec
 
@@ -102,6 +102,7 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
     Blocks of all groups come from the same pages, which have room for the largest. There are no layers with states yet.
+    Groups may differ in tokens per block. With blocks of 32 and 64 tokens, `block_size` is 32 and `hit_size` is 64.
     """
 
     groups: tuple[KVGroup, ...]
@@ -109,9 +110,18 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, which are equal in all groups."""
-        (size,) = {group.block_size for group in self.groups}
-        return size
+        """Tokens of a key: the largest number that divides the blocks of all groups. Equal blocks have this size."""
+        return gcd(*self.block_sizes)
+
+    @property
+    def hit_size(self) -> int:
+        """The smallest number of tokens that the blocks of all groups divide. A prefix hit is a multiple of it."""
+        return lcm(*self.block_sizes)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by group."""
+        return tuple(group.block_size for group in self.groups)
 
     @property
     def page_bytes(self) -> int:
@@ -122,6 +132,19 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group."""
         return tuple(group.window for group in self.groups)
+
+    @property
+    def shared_size(self) -> int | None:
+        """Tokens of a block in which shared prefixes are counted: of the first group of full attention; None: of none.
+
+        Groups of full attention whose blocks have another size read a shared prefix once per request.
+        """
+        return next((group.block_size for group in self.groups if group.window is None), None)
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Return the tokens of `num_blocks` blocks, of which each group has a share that holds equally many tokens."""
+        size = self.hit_size
+        return num_blocks * len(self.groups) * size // sum(size // one for one in self.block_sizes)
 
     def table_entries(self, num_tokens: int) -> int:
         """Return the entries that the block tables of all groups have for a request of so many tokens."""

@@ -18,10 +18,17 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
     stored   name of the tensor in the checkpoint
     shape    shape of the whole tensor in the checkpoint
-    start, count   first index and length of the slice along `axis`: rows (0) or columns (1)
+    start, count   first index and length of the slice along `axis` of the matrix: rows (0) or columns (1)
     order    order of rows that the kernels need, within each run of len(order) rows of the slice: row i of the
              parameter is row order[i] of the run. (): the checkpoint's order
     name     name of the slice in a fused parameter: "q" of qkv, "3.gate" of expert 3; "": the parameter is not fused
+    expert   index along the first axis of a tensor that stacks all experts' matrices or vectors: the slice is of this
+             one. -1: the tensor is one matrix or vector
+    transposed   True: the checkpoint stores the matrix as [columns, rows]
+    paired   True: rows of gate and up alternate in the slice (g0, u0, g1, u1). The parameter has those of gate first
+
+    Example: Part("experts.gate_up_proj", (32, 64, 96), 48, 48, expert=5, transposed=True) reads columns 48 to 96 of
+    each of the 64 stored rows of expert 5; they become 48 rows of 64 numbers.
     """
 
     stored: str
@@ -31,21 +38,35 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     axis: int = 0
     order: tuple[int, ...] = ()
     name: str = ""
+    expert: int = -1
+    transposed: bool = False
+    paired: bool = False
+
+    @property
+    def stored_matrix(self) -> tuple[int, ...]:
+        """Shape of the matrix or vector as the checkpoint stores it; of an expert's in a stack, without the others."""
+        return self.shape[1:] if self.expert >= 0 else self.shape
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of the whole matrix or vector of which this is a slice: [rows, columns] as the parameter has them."""
+        return self.stored_matrix[::-1] if self.transposed else self.stored_matrix
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
-        return (*self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :])
+        """Shape of the slice, in the parameter."""
+        whole = self.matrix
+        return (*whole[: self.axis], self.count, *whole[self.axis + 1 :])
 
     @property
     def rows(self) -> int:
         """Number of rows of the parameter that the slice fills."""
-        return self.shape[0] if self.axis else self.count
+        return self.matrix[0] if self.axis else self.count
 
     @property
     def whole(self) -> bool:
-        """True when the slice is the whole stored tensor."""
-        return self.count == self.shape[self.axis]
+        """True when the slice is the whole matrix or vector."""
+        return self.count == self.matrix[self.axis]
 
 
 class Param(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8")  # of `Scheme.kind`
+KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8", "mxfp4")  # of `Scheme.kind`
 UNQUANTIZED = "unquantized"  # the kind of a weight without a scheme
 GROUP = 128  # columns of a row of activations that share a scale, with the inputs "group"
 
@@ -56,8 +56,11 @@ class WirePlan:
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """Quantization of a matrix W [N, K], W = (values - zero) * scale, and of the activations that it multiplies.
 
+    MXFP4 (OCP Microscaling Formats 1.0) is the values "e2m1" in the block (1, 32).
+
     values   "e4m3": float8_e4m3fn. "int8": signed. "w4", "w8": unsigned 4- and 8-bit integers, weight only; where
-             `zeros` is False, the zero point is 8 for "w4" and 128 for "w8"
+             `zeros` is False, the zero point is 8 for "w4" and 128 for "w8". "e2m1": 4-bit floating point, weight
+             only, whose scales are powers of two in a byte each (E8M0)
     block    (rows, columns) of the matrix that share a scale; 0: the whole axis. FP8 blocks (128, 128) or (1, 128), per
              channel (1, 0), groups (1, g), per tensor (0, 0). A `QuantizedMatrix` never has (0, 0): each channel gets
              the scale of the tensor, which is exact
@@ -78,6 +81,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> str:
         """Kind of quantized weight, such as "fp8 block" or "w4". A kernel that runs the matrix has it as a feature."""
+        if self.values == "e2m1":
+            return "mxfp4"
         if self.values != "e4m3":
             return self.values
         return "fp8 block" if self.block[1] else "fp8 channel"
@@ -97,7 +102,12 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bits(self) -> int:
         """Bits of a value."""
-        return 4 if self.values == "w4" else 8
+        return 4 if self.values in ("w4", "e2m1") else 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale of a `QuantizedMatrix`."""
+        return 1 if self.values == "e2m1" else 4
 
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the scales of a matrix [rows, columns]: (blocks of rows, blocks of columns)."""
@@ -107,4 +117,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a `QuantizedMatrix` [rows, columns]: values, scales, zero points and order."""
         high, wide = self.scales(rows, columns)
-        return rows * -(-columns * self.bits // 8) + high * wide * (4 + self.zeros) + 4 * columns * self.order
+        return (
+            rows * -(-columns * self.bits // 8)
+            + high * wide * (self.scale_bytes + self.zeros)
+            + 4 * columns * self.order
+        )

@@ -121,9 +121,8 @@ class Admitter:
         chain = self._roster.chain(request)
         if (found := store.fetch(request.new.handle, chain, most, match, chunks)) is None:
             return False
-        for block, tier in found.items():
+        for block, (tier, key) in found.items():
             if block not in request.origins:  # else it comes from a disk, through host memory
-                key = chain.keys(block + 1, block)[0]
                 why, seconds = self._history.dropped(key)
                 request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds, peer=store.holder(tier, key))
         self._roster.await_blocks(request)
@@ -157,8 +156,9 @@ class Admitter:
         if request.num_cached < 0:
             if self._roster.store is not None:
                 self._roster.store.sharing.settle(new.handle)
+            num_blocks = match.num_tokens // size
             request.num_cached = match.num_tokens + sum(one.last - one.first for one in moved)
-            request.origins = {block: one for block, one in request.origins.items() if block < match.num_blocks}
+            request.origins = {block: one for block, one in request.origins.items() if block < num_blocks}
             request.origins |= {block: Fetched(tier=Tier.BLENDED) for block in blocks_within(moved, size)}
             self.prefix_queries += request.num_prompt
             self.prefix_hits += match.num_tokens

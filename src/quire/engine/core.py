@@ -8,6 +8,7 @@ from time import perf_counter
 
 import msgspec
 
+from quire.answers.grammar import GrammarCompiler
 from quire.config.engine import SchedulerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
@@ -24,7 +25,6 @@ from quire.kv.events import EventLog
 from quire.kv.hashing import TENANT, Tags
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.store import KVStore
-from quire.text.grammar import GrammarCompiler
 
 
 class EngineCore:
@@ -53,7 +53,8 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.facts = executor.facts()
-        history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
+        per_hit = allocator.hit_size // allocator.block_size
+        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, clock=clock)
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
         self._roster, self._store = self.scheduler.roster, store
         if store is not None:

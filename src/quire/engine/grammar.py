@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.answers.grammar import MOST_COPIES, Grammar, GrammarCompiler, error_of, only, without
+from quire.answers.json_names import Names
 from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.ngram import continuation
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
-from quire.text.grammar import MOST_COPIES, Grammar, GrammarCompiler, error_of, only, without
-from quire.text.json_names import Names
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,7 +28,7 @@ LOG = logging.getLogger("quire")
 THREADS = 2  # that compile grammars
 COMPILE_SECONDS = 10.0  # of compiling; the time in the queue before does not count
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
-KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.answers.grammar.LIMITS`)
 MOST_PLACES = 64  # further masks computed for one mask, to see if a JSON name goes on; each takes about 0.1 ms
 IDLE_SECONDS = 0.01  # between two checks of grammars that are being compiled, when there is nothing else to do
 
@@ -40,7 +40,7 @@ class _Held:
     after    bytes that end the reasoning; empty after its end;  before  last bytes of the output
     budget   tokens of reasoning that are left;  closing  tokens that are forced when the budget is used up
     names    names in the objects of a JSON output; None: the output is not JSON
-    inside, patterns   as in `quire.text.grammar.Grammar`
+    inside, patterns   as in `quire.answers.grammar.Grammar`
     last     (drafts, failure or None): if the next tokens are these drafts, no further one can follow, because of the
              failure if there is one; None: no such place is known
     """

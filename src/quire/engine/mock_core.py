@@ -7,6 +7,8 @@ weights. Never imports torch.
 
 from pathlib import Path
 
+from quire.answers.grammar import GrammarCompiler
+from quire.answers.grammar_trial import GrammarTrial
 from quire.args.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig, check_context
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
@@ -17,8 +19,6 @@ from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
-from quire.text.grammar import GrammarCompiler
-from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 32

@@ -192,21 +192,21 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     parts = _components(memory["components"])
     if memory["draft_layers"]:
         parts += f"; of the last {memory['draft_layers']}, which draft: {_components(memory['draft_components'])}"
+    each = f" (each: {parts})" * (len(_block_words(memory)) == 1)
     held = Counter((rank["device"], rank["bytes"]) for rank in ranks)
     for line in (
         "weights by device: "
         + ", ".join(
             f"{number:,} x {device} {size(count)}" + " each" * (number > 1) for (device, count), number in held.items()
         ),
-        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['full_layers']} layers (each: {parts})"
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['full_layers']} layers{each}"
         + _cache_words(memory),
         *[
             f"windows: {count} group{'s' * (count > 1)} of up to {memory['page_layers']} layers keep the last "
             f"{window:,} tokens of a request"
             for count, window in memory["windows"]
         ],
-        f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
-        f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
+        *_block_words(memory),
         *[
             f"buffers for exchanges with other ranks: {size(memory['buffers'])}"
             + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")
@@ -229,6 +229,23 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):
         if line:
             add(branch, line)
+
+
+def _block_words(memory: Plan) -> list[str]:
+    """Return lines about the blocks of KV groups: one, or one for each kind of groups if their blocks differ."""
+    groups, page = memory["groups"], size(memory["page_bytes"])
+    if len({(one["block_size"], str(one["components"])) for one in groups}) == 1:
+        return [
+            f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
+            f"{memory['page_layers']} layers: {page}"
+        ]
+    return [
+        f"{one['count']} group{'s' * (one['count'] > 1)} of up to {one['layers']} layers "
+        + ("of full attention" if one["window"] is None else f"with a window of {one['window']:,} tokens")
+        + f": blocks of {one['block_size']} tokens take {size(one['bytes'])} of a page of {page} "
+        f"(each layer: {_components(one['components'])})"
+        for one in groups
+    ]
 
 
 def _loading_words(loading: Plan, device: str) -> str:

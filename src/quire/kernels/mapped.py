@@ -61,11 +61,14 @@ class MappedPages:
     """Pages of some ranks of another engine, until `close`. Raises OSError if they cannot be mapped."""
 
     def __init__(
-        self, ipc: "DeviceIpc", memories: Sequence[ExportedPages | None], ranges: Iterable[tuple[int, int, int, int]]
+        self,
+        ipc: "DeviceIpc",
+        memories: Sequence[ExportedPages | None],
+        cuts: Sequence[Sequence[tuple[int, int, int, int]]],
     ) -> None:
-        """Map pages of the ranks in `ranges`: (rank, start, bytes, offset in the target) of each page."""
-        self._ipc, self._ranges, self._addresses = ipc, tuple(ranges), dict[int, int]()
-        ranks = {rank for rank, *_ in self._ranges}
+        """Map pages of the ranks in `cuts`: (rank, start, bytes, offset in the target) of each page, by KV group."""
+        self._ipc, self._cuts, self._addresses = ipc, cuts, dict[int, int]()
+        ranks = {rank for ranges in cuts for rank, *_ in ranges}
         self._memories = {rank: one for rank, one in enumerate(memories) if rank in ranks and one is not None}
         if not mappable(memories[rank] for rank in ranks):
             raise OSError("it shares no GPU of this machine")
@@ -80,9 +83,9 @@ class MappedPages:
         """True when every rank has a page of this number."""
         return all(0 <= block < one.num_pages for one in self._memories.values())
 
-    def moves(self, block: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the copies that bring the ranges of a page to the address `target`."""
-        for rank, start, size, at in self._ranges:
+    def moves(self, block: int, target: int, group: int = 0) -> Iterator[tuple[int, int, int]]:
+        """Yield the copies that bring the ranges of a page of a KV group to the address `target`."""
+        for rank, start, size, at in self._cuts[group]:
             memory = self._memories[rank]
             yield target + at, self._addresses[rank] + memory.offset + block * memory.page_bytes + start, size
 

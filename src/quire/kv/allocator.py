@@ -10,6 +10,7 @@ window takes blocks chunk by chunk. It keeps the blocks that later rows attend t
 """
 
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 class KVAllocator:
     """Gives KV blocks to slots 0..num_slots-1. A slot holds a running request.
 
+    block_size  tokens of a block of the key chain, which divides the blocks of all groups
+    hit_size    tokens by which a match grows, a multiple of the blocks of all groups
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
-    published   [num_slots] int32, number of leading blocks of a slot that are in the prefix cache; read only
+    published   [num_slots] int32, leading blocks of a slot's chain that are in the prefix cache; read only
     groups      the KV groups
     loans       blocks that slots copy KV of, approximately
     has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
@@ -36,17 +39,18 @@ class KVAllocator:
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
         self.pool = pool
-        self.block_size = geometry.block_size
+        self.block_size, self.hit_size = geometry.block_size, geometry.hit_size
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self.published: I32 = np.zeros(num_slots, np.int32)
         self.groups = geometry.groups
         self._windows = [g for g, group in enumerate(geometry.groups) if group.window is not None]
         self.has_windows = bool(self._windows)
+        self._shared_size = geometry.shared_size
         self._tables: list[list[list[int]]] = [[[] for _ in range(num_slots)] for _ in geometry.groups]
         self._behind = np.zeros((len(geometry.groups), num_slots), np.int32)  # leading entries given back: NULL_BLOCK
-        self._num_shared = [0] * num_slots  # leading blocks of each group that came from a match
+        self._num_shared = [0] * num_slots  # leading blocks of the chain that came from a match
         self.loans = Loans(pool)
-        self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
+        self._index = PrefixIndex(pool, geometry)
         self.on_withdraw: list[Callable[[list[bytes]], None]] = []  # called with the keys of every withdrawn chain
         self.on_publish: list[Callable[[KeyChain, int, int], None]] = []  # called with a range of blocks in the cache
 
@@ -67,16 +71,21 @@ class KVAllocator:
         Free blocks that the match would take do not count as free. Groups with a window also need free blocks for the
         later chunks of the prompt.
         """
-        whole, held = -(-num_tokens // self.block_size), match.blocks[0]
-        missing = (whole - len(held)) * (len(self.groups) - len(self._windows))
-        for group in self._windows:
-            blocks, chunk = match.blocks[group], (num_tokens if upto is None else upto) - match.num_tokens
-            behind = blocks.count(NULL_BLOCK)
-            ahead = self.groups[group].most_blocks(num_tokens - behind * self.block_size, chunk)
-            missing += behind + ahead - len(blocks)
+        missing, held = 0, match.blocks[0]
+        for group, blocks in zip(self.groups, match.blocks, strict=True):
+            if group.window is None:
+                missing += group.num_blocks(num_tokens) - len(blocks)
+                continue
+            chunk, behind = (num_tokens if upto is None else upto) - match.num_tokens, blocks.count(NULL_BLOCK)
+            missing += behind + group.most_blocks(num_tokens - behind * group.block_size, chunk) - len(blocks)
         if self.has_windows or len(self.groups) > 1:
             held = [block for blocks in match.blocks for block in blocks if block]
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
+
+    def _held(self, slot: int) -> int:
+        """Return the tokens that a slot's blocks hold in every group."""
+        groups = zip(self.groups, self._tables, strict=True)
+        return min([len(tables[slot]) * group.block_size for group, tables in groups])
 
     def _present(self, blocks: list[int]) -> list[int]:
         """Return the blocks of a table or a match without the entries that a window has passed."""
@@ -88,26 +97,22 @@ class KVAllocator:
         upto   end of the first chunk in tokens (None: all); groups with a window get blocks only up to there
         Returns all block ids of the slot, an int32 array per group, in order.
         """
-        count, pool = len(match.blocks[0]), self.pool
+        pool, end = self.pool, num_tokens if upto is None else upto  # `end`: of the tokens that windows get blocks for
         assert not self._tables[0][slot], f"slot {slot} is taken"
         assert num_tokens > 0 and num_tokens >= match.num_tokens, "a slot holds at least what was matched"
-        assert not count or match.generation == pool.generation, "a key was dropped since the match"
+        assert not match.num_tokens or match.generation == pool.generation, "a key was dropped since the match"
         for group, (tables, blocks) in enumerate(zip(self._tables, match.blocks, strict=True)):
             pool.share(self._present(blocks))  # before `take`, which may evict them
             tables[slot] += blocks
-            self._num_shared[slot] = count
             if self.has_windows:
                 self._behind[group, slot] = blocks.count(NULL_BLOCK)
-        whole = chunk = -(-num_tokens // self.block_size)
-        if self.has_windows:
-            chunk = whole if upto is None else -(-upto // self.block_size)
-        ids = []
-        for group, tables in enumerate(self._tables):
+        self.published[slot] = self._num_shared[slot] = match.num_tokens // self.block_size
+        ids = list[I32]()
+        for own, tables in zip(self.groups, self._tables, strict=True):
             table = tables[slot]
-            table += pool.take((chunk if group in self._windows else whole) - count)
+            table += pool.take(own.num_blocks(num_tokens if own.window is None else end) - len(table))
             ids.append(np.array(table, np.int32))
-        self.capacity[slot] = chunk * self.block_size
-        self.published[slot] = count
+        self.capacity[slot] = self._held(slot)
         return tuple(ids)
 
     def grow(self, slot: int, num_tokens: int) -> list[tuple[int, int, int]] | None:
@@ -129,10 +134,14 @@ class KVAllocator:
         needy = np.flatnonzero(num_tokens > self.capacity[slots])
         if not needy.size:
             return np.empty((0, 3), np.int32)
-        growing, counts = slots[needy], -(-num_tokens[needy] // self.block_size)
-        wanted = list(zip(growing.tolist(), counts.tolist(), strict=True))
+        growing, lengths = slots[needy], num_tokens[needy]
+        size, wanted = 0, list[tuple[int, int]]()
         short: list[tuple[int, int, list[int]]] = []  # slot, group and table of each block to come
         for group, tables in enumerate(self._tables):
+            if size != self.groups[group].block_size:
+                size = self.groups[group].block_size
+                counts = -(-lengths // size)
+                wanted = list(zip(growing.tolist(), counts.tolist(), strict=True))
             for slot, count in wanted:
                 table = tables[slot]
                 short += [(slot, group, table)] * (count - len(table))
@@ -141,7 +150,10 @@ class KVAllocator:
         taken = self.pool.take(len(short))
         for (_, _, table), block in zip(short, taken, strict=True):
             table.append(block)
-        self.capacity[growing] = counts * self.block_size  # of the group with the fewest blocks
+        if self.hit_size == self.block_size:
+            self.capacity[growing] = counts * size  # of the group with the fewest blocks
+        else:
+            self.capacity[growing] = [self._held(slot) for slot in growing.tolist()]
         rows = np.empty((len(short), 3), np.int32)
         rows[:, 0] = [slot for slot, _, _ in short]
         rows[:, 1] = [group for _, group, _ in short] if len(self._tables) > 1 else 0
@@ -157,9 +169,9 @@ class KVAllocator:
         """
         for group in self._windows:
             tables, behind = self._tables[group], self._behind[group]
-            window = self.groups[group].window
+            window, size = self.groups[group].window, self.groups[group].block_size
             assert window is not None
-            passed = np.maximum(positions - window + 1, 0) // self.block_size  # `KVGroup.num_behind` of each
+            passed = np.maximum(positions - window + 1, 0) // size  # `KVGroup.num_behind` of each
             for i in np.flatnonzero(passed > behind[slots]).tolist():
                 slot = int(slots[i])
                 before, table = int(behind[slot]), tables[slot]
@@ -170,8 +182,9 @@ class KVAllocator:
                     behind[slot] = upto
 
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
-        """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
+        """Offer the slot's first blocks to other requests. Blocks already offered are skipped.
 
+        num_full_blocks   of the chain. A group with larger blocks offers those that are full
         Blocks that depend on borrowed ones (`loans`) are never offered.
 
         Call this when their KV is written already, or will be by the plan that is being made, before any row attends to
@@ -179,20 +192,26 @@ class KVAllocator:
         """
         start = int(self.published[slot])
         num_full_blocks = max(start, self.loans.exact(slot, num_full_blocks))
-        publish, keys = self.pool.publish, chain.keys(num_full_blocks, start)
+        publish = self.pool.publish
         for group, tables in enumerate(self._tables):
-            table = tables[slot]
-            assert num_full_blocks <= len(table), f"slot {slot} has {len(table)} blocks, not {num_full_blocks}"
-            for block, key in zip(table[start:num_full_blocks], group_keys(keys, group), strict=True):
+            table, size = tables[slot], self.groups[group].block_size
+            first, stop = start * self.block_size // size, num_full_blocks * self.block_size // size
+            assert stop <= len(table), f"slot {slot} has {len(table)} blocks, not {stop}"
+            for block, key in zip(table[first:stop], group_keys(chain, group, size, stop, first), strict=True):
                 publish(block, key)
         self.published[slot] = num_full_blocks
         for tell in self.on_publish:
             tell(chain, 0 if start == self._num_shared[slot] else start, num_full_blocks)
 
     def withdraw(self, chain: KeyChain, start: int = 0) -> None:
-        """Remove the blocks of `chain`, from number `start` on, from the prefix cache. Who holds them keeps them."""
-        kept = chain.keys(chain.num_hashed, start)
-        keys = [key for group in range(len(self.groups)) for key in group_keys(kept, group)]
+        """Remove the blocks of `chain`, from number `start` on, from the prefix cache. Who holds them keeps them.
+
+        Of a group with larger blocks, these are all that hold a token of block `start` or a later one.
+        """
+        keys = list[bytes]()
+        for number, group in enumerate(self.groups):
+            step = group.block_size // self.block_size
+            keys += group_keys(chain, number, group.block_size, chain.num_hashed // step, start // step)
         found = [self.pool.lookup(key) for key in keys]
         self.pool.forget([block for block in found if block is not None])
         for tell in self.on_withdraw:
@@ -213,8 +232,9 @@ class KVAllocator:
 
         Works also when admission, growth or publishing of the request broke off in the middle.
         """
-        for tables in self._tables:
-            self.pool.forget(tables[slot][self._num_shared[slot] :])
+        shared = self._num_shared[slot] * self.block_size
+        for group, tables in zip(self.groups, self._tables, strict=True):
+            self.pool.forget(tables[slot][shared // group.block_size :])
         self.free(slot)
 
     def shared_prefixes(self, slots: Iterable[int], least: int) -> list[tuple[list[int], int]]:
@@ -222,11 +242,13 @@ class KVAllocator:
 
         A set is all slots with the same first block; they share the leading blocks that all of them have. Sets that
         save fewer than `least` token reads are left out. With several groups of full attention, the group that shares
-        the fewest blocks counts: in one of them a block may have been evicted and computed again.
+        the fewest blocks counts: in one of them a block may have been evicted and computed again. Groups whose blocks
+        differ from those of the first one share nothing (`KVGeometry.shared_size`).
         """
-        if len(self._windows) == len(self.groups):
+        if self._shared_size is None:
             return []
-        full = [self._tables[g] for g, group in enumerate(self.groups) if group.window is None]
+        alike = [group.window is None and group.block_size == self._shared_size for group in self.groups]
+        full = list(compress(self._tables, alike))
         begun = [slot for slot in slots if full[0][slot]]
         firsts = [full[0][slot][0] for slot in begun]
         if len(set(firsts)) == len(firsts):
@@ -237,12 +259,12 @@ class KVAllocator:
         found = []
         for members in groups.values():
             same = min(_num_alike([tables[slot] for slot in members]) for tables in full)
-            if same * self.block_size * (len(members) - 1) >= least:
+            if same * self._shared_size * (len(members) - 1) >= least:
                 found.append((members, same))
         return found
 
     def num_blocks(self, slot: int) -> int:
-        """Return the number of entries of a slot's block table; 0: the slot is empty."""
+        """Return the number of entries of a slot's first block table; 0: the slot is empty."""
         return len(self._tables[0][slot])
 
     def table(self, slot: int, group: int = 0) -> list[int]:
@@ -259,9 +281,11 @@ class KVAllocator:
         for block in (*held, *self.loans.blocks()):
             refs[block] += 1
         for slot, capacity in enumerate(self.capacity.tolist()):
-            tables = [tables[slot] for tables in self._tables]
-            assert capacity == min(map(len, tables)) * self.block_size, f"capacity of slot {slot} is wrong"
-            assert self._num_shared[slot] <= self.published[slot] <= min(map(len, tables)), f"{slot} published too much"
+            tables, least = [tables[slot] for tables in self._tables], self._held(slot)
+            shared, published = self._num_shared[slot] * self.block_size, int(self.published[slot]) * self.block_size
+            assert capacity == least, f"capacity of slot {slot} is wrong"
+            assert shared <= published <= least, f"{slot} published too much"
+            assert shared % self.hit_size == 0, f"slot {slot} shares a part of a block"
             for group, table in enumerate(tables):
                 behind = self._behind[group][slot]
                 assert not any(table[:behind]) and all(table[behind:]), f"slot {slot} lacks blocks that it needs"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys
+from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys, group_of
 from quire.kv.pool import BlockPool
 
 DEVICE, HOST = "GPU", "CPU"  # vLLM's words, on a CPU, too
@@ -70,7 +70,7 @@ class EventLog:
     """Listens to the pools of a core and collects events until `flush` sends them."""
 
     def __init__(self, allocator: KVAllocator, host: BlockPool | None, sink: EventSink, replica: int = 0) -> None:
-        self._pool, self._groups, self._block_size = allocator.pool, allocator.groups, allocator.block_size
+        self._pool, self._groups = allocator.pool, allocator.groups
         self._sink, self._replica = sink, replica
         self._told: set[bytes] = set()  # keys of device blocks that were told
         self._events: list[Any] = []
@@ -92,26 +92,27 @@ class EventLog:
         self._sink.close()
 
     def _published(self, chain: KeyChain, first: int, last: int) -> None:
-        """Tell of the blocks [first, last) of a chain that the device has and that were not told."""
-        for number in range(len(self._groups)):
-            at = first
-            for index, key in enumerate(group_keys(chain.keys(last, first), number), first):
+        """Tell of the blocks of each group in [first, last) of a chain that the device has and that were not told."""
+        for number, group in enumerate(self._groups):
+            size = group.block_size
+            at, stop = (index * chain.block_size // size for index in (first, last))
+            for index, key in enumerate(group_keys(chain, number, size, stop, at), at):
                 if key in self._told or self._pool.lookup(key) is None:
                     self._store(chain, number, at, index)
                     at = index + 1
                 else:
                     self._told.add(key)
-            self._store(chain, number, at, last)
+            self._store(chain, number, at, stop)
 
     def _store(self, chain: KeyChain, number: int, first: int, last: int) -> None:
         if first >= last:
             return
-        size, window = self._block_size, self._groups[number].window
+        size, window = self._groups[number].block_size, self._groups[number].window
         salts = tuple(value for domain, value in chain.tags if domain == "salt")
         self._events.append(
             BlockStored(
-                block_hashes=list(map(_hash, chain.keys(last, first))),
-                parent_block_hash=_hash(chain.keys(first, first - 1)[0]) if first else None,
+                block_hashes=list(map(_hash, group_keys(chain, number, size, last, first))),
+                parent_block_hash=_hash(group_keys(chain, number, size, first, first - 1)[0]) if first else None,
                 token_ids=chain.tokens[first * size : last * size].tolist(),
                 block_size=size,
                 lora_id=None,
@@ -130,7 +131,7 @@ class EventLog:
             self._remove(key, why, DEVICE)
 
     def _arrived(self, block: int, key: bytes) -> None:
-        last, number = self._events[-1] if self._events else None, _group(key)
+        last, number = self._events[-1] if self._events else None, group_of(key)
         if isinstance(last, BlockStored) and (last.medium, last.group_idx) == (HOST, number):
             last.block_hashes.append(_hash(key))
         else:
@@ -139,7 +140,7 @@ class EventLog:
                     block_hashes=[_hash(key)],
                     parent_block_hash=None,
                     token_ids=[],
-                    block_size=self._block_size,
+                    block_size=self._groups[number].block_size,
                     lora_id=None,
                     medium=HOST,
                     lora_name=None,
@@ -148,7 +149,7 @@ class EventLog:
             )
 
     def _remove(self, key: bytes, why: str, medium: str) -> None:
-        last, number = self._events[-1] if self._events else None, _group(key)
+        last, number = self._events[-1] if self._events else None, group_of(key)
         if why == "reset":
             if not isinstance(last, AllBlocksCleared):
                 self._events.append(AllBlocksCleared())
@@ -160,7 +161,3 @@ class EventLog:
 
 def _hash(key: bytes) -> int:
     return int.from_bytes(key[DIGEST_BYTES - 8 : DIGEST_BYTES], "big")
-
-
-def _group(key: bytes) -> int:
-    return key[DIGEST_BYTES] if len(key) > DIGEST_BYTES else 0

@@ -3,8 +3,11 @@
     root       = sha256("quire.kv.namespace.v1" + fields)          model, revision, dtype, block size, geometry
     key[0]     = sha256(root     + tokens of block 0 + extras)     tokens: packed little-endian uint32
     key[i]     = sha256(key[i-1] + tokens of block i)              so a key names everything before it, too
-    of a group = key[i] + the group's number (group 0: key[i])     one block per group has the same tokens
+    of a group = key[n] + the group's number (group 0: key[n])     n: the block of the chain with which its block ends
     extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, ...; empty when there are none
+
+Blocks of the chain have the size that divides the blocks of all groups. The block 0 of a group with twice as many
+tokens ends with block 1 of the chain, and has its key. No two blocks of a group end there, so this names its tokens.
 
 Every field of variable length has its length and its tag before it, so an adapter's name is never taken for a salt. The
 block size is fixed within a namespace, so the three parts of a block's input have known borders.
@@ -63,9 +66,16 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
     return sha256(b"".join((parent, token_bytes, extras))).digest()
 
 
-def group_keys(keys: list[bytes], group: int) -> list[bytes]:
-    """Return the keys of blocks in KV group `group`: group 0 has `keys`, another group appends its number to each."""
+def group_keys(chain: "KeyChain", group: int, size: int, stop: int, start: int = 0) -> list[bytes]:
+    """Return the keys of the blocks [start, stop) of KV group number `group`, whose blocks have `size` tokens."""
+    step = size // chain.block_size
+    keys = chain.keys(stop, start) if step == 1 else chain.keys(stop * step, start * step)[step - 1 :: step]
     return [key + bytes((group,)) for key in keys] if group else keys
+
+
+def group_of(key: bytes) -> int:
+    """Return the number of the KV group of a block's key."""
+    return key[DIGEST_BYTES] if len(key) > DIGEST_BYTES else 0
 
 
 def _pack(fields: Iterable[tuple[str, str]]) -> bytes:

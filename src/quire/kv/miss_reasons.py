@@ -21,10 +21,15 @@ DROPPED = 1 << 14  # dropped keys to remember
 
 
 class PrefixHistory:
-    """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`."""
+    """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`.
 
-    def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.enabled, self._clock = enabled, clock
+    Reports count blocks of the chain. A match grows by `per_hit` of them: above 1 if KV groups differ in block size.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, enabled: bool, per_hit: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.enabled, self._per_hit, self._clock = enabled, per_hit, clock
         self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # name, keys, length at admission
         self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
@@ -40,7 +45,8 @@ class PrefixHistory:
         num_prompt   number of tokens of `chain` that are the prompt
         reads        False: the request does not read the prefix cache
         """
-        at, num_blocks = match.num_blocks, num_prompt // chain.block_size
+        at = match.num_tokens // chain.block_size
+        num_blocks = num_prompt // (chain.block_size * self._per_hit) * self._per_hit
         say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)
         report = None
         if at < num_blocks and (not self.enabled or not reads):
@@ -53,7 +59,7 @@ class PrefixHistory:
 
     def dropped(self, key: bytes) -> tuple[str, float | None]:
         """Return the reason why a key was dropped, and the seconds since then; ("", None) when nothing is known."""
-        found = self._dropped.get(key)
+        found = self._dropped.get(key[:DIGEST_BYTES])
         return ("", None) if found is None else (found[0], self._clock() - found[1])
 
     def _remember(self, name: str, chain: KeyChain) -> None:
@@ -69,11 +75,13 @@ class PrefixHistory:
                 del self._first[old.tokens[0]]
 
     def _why(self, chain: KeyChain, at: int, say: Callable[..., PrefixReport]) -> PrefixReport:
-        """Return the report about block `at`, which is not in the pool; `say` makes the report."""
-        detail, seconds = self.dropped(chain.keys(at + 1, at)[0])
-        if detail:
-            return say(why=Miss.DROPPED, detail=detail, seconds=seconds)
-        before, first, end = chain.continues(at), at * chain.block_size, (at + 1) * chain.block_size
+        """Return the report about the blocks from `at` on, of which one is not in the pool; `say` makes the report."""
+        for key in chain.keys(at + self._per_hit, at):
+            detail, seconds = self.dropped(key)
+            if detail:
+                return say(why=Miss.DROPPED, detail=detail, seconds=seconds)
+        before, first = chain.continues(at), at * chain.block_size
+        end = first + self._per_hit * chain.block_size
         mine, most = chain.tokens[first:end], -1 if at else 0  # at block 0, one token must be the same
         found = say(why=Miss.NEW)
         if chain.tokens[0] not in self._first:

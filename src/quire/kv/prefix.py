@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.contracts.blocks import NULL_BLOCK, KVGroup
+from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.kv.hashing import KeyChain, group_keys
 
 _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
@@ -18,8 +18,8 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     """The longest reusable prefix of a request.
 
     blocks       for each KV group, block ids in table order; NULL_BLOCK where the window has passed at the prefix's end
-    num_tokens   tokens in these blocks, a multiple of the block size
-    broke_at     index of the first missing block; None when `max_tokens`, not a miss, ended the search
+    num_tokens   tokens in these blocks, a multiple of `KVGeometry.hit_size`
+    broke_at     the same number, if a missing block ended the search; None when `max_tokens` did
     generation   `BlockPool.generation` at the match: `admit` refuses the match after any key was dropped
     """
 
@@ -27,11 +27,6 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     num_tokens: int
     broke_at: int | None
     generation: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in each group, NULL_BLOCK entries included."""
-        return len(self.blocks[0])
 
 
 class Lookup(Protocol):
@@ -46,14 +41,16 @@ class Lookup(Protocol):
 class PrefixIndex:
     """Longest-prefix lookup of full blocks over one pool, or over several tiers.
 
-    A prefix of n blocks is found when every group has the blocks that later rows attend to: all n with full attention,
-    the last ones with a window.
+    A prefix is found when every group has the blocks that later rows attend to: all of them with full attention, the
+    last ones with a window. It ends where the blocks of all groups end, that is at a multiple of `hit_size` tokens.
     """
 
-    def __init__(self, pool: Lookup, block_size: int, groups: tuple[KVGroup, ...]) -> None:
-        self._pool, self._block_size, self._groups = pool, block_size, groups
-        self._full = [g for g, group in enumerate(groups) if group.window is None]
-        self._windows = [(g, group) for g, group in enumerate(groups) if group.window is not None]
+    def __init__(self, pool: Lookup, geometry: KVGeometry) -> None:
+        self._pool, self._groups = pool, geometry.groups
+        self._block_size, self._hit_size = geometry.block_size, geometry.hit_size
+        self._per_hit = [geometry.hit_size // size for size in geometry.block_sizes]  # blocks of each group
+        self._full = [g for g, group in enumerate(geometry.groups) if group.window is None]
+        self._windows = [(g, group) for g, group in enumerate(geometry.groups) if group.window is not None]
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """Return the longest prefix of `chain` in the pool, in full blocks, at most `max_tokens` tokens.
@@ -61,28 +58,28 @@ class PrefixIndex:
         max_tokens   at most the prompt without its last token, because that token's logits must be computed
         """
         assert chain.block_size == self._block_size, "a chain of another block size"
-        limit = num = max(0, min(max_tokens, len(chain.tokens)) // self._block_size)
+        limit = num = max(0, min(max_tokens, len(chain.tokens))) // self._hit_size
         found: list[list[int]] = [[]] * len(self._groups)
         for index in self._full:
-            found[index] = self._walk(chain, num, index)
-            num = len(found[index])
+            found[index] = self._walk(chain, num * self._per_hit[index], index)
+            num = len(found[index]) // self._per_hit[index]
         if self._windows:
             num = self._shrink(chain, num)
-            keys = chain.keys(num)
             for index, group in self._windows:
-                first = group.num_behind(num * self._block_size)
-                seen = [self._pool.lookup(key) or NULL_BLOCK for key in group_keys(keys[first:], index)]
-                found[index] = [NULL_BLOCK] * first + seen
+                first, stop = group.num_behind(num * self._hit_size), num * self._per_hit[index]
+                keys = group_keys(chain, index, group.block_size, stop, first)
+                found[index] = [NULL_BLOCK] * first + [self._pool.lookup(key) or NULL_BLOCK for key in keys]
         if len(found) > 1:
-            found = [blocks[:num] for blocks in found]
-        return PrefixMatch(tuple(found), num * self._block_size, num if num < limit else None, self._pool.generation)
+            found = [blocks[: num * each] for blocks, each in zip(found, self._per_hit, strict=True)]
+        length = num * self._hit_size
+        return PrefixMatch(tuple(found), length, length if num < limit else None, self._pool.generation)
 
     def _walk(self, chain: KeyChain, limit: int, group: int) -> list[int]:
         """Return the blocks of a group from the first on, up to `limit` or to the first missing block."""
-        lookup = self._pool.lookup
+        lookup, size = self._pool.lookup, self._groups[group].block_size
         blocks: list[int] = []
         while (start := len(blocks)) < limit:
-            for key in group_keys(chain.keys(min(start + _STRIDE, limit), start), group):
+            for key in group_keys(chain, group, size, min(start + _STRIDE, limit), start):
                 block = lookup(key)
                 if block is None:
                     return blocks
@@ -90,24 +87,35 @@ class PrefixIndex:
         return blocks
 
     def _shrink(self, chain: KeyChain, num: int) -> int:
-        """Return the length of the longest prefix, at most `num` blocks, after which no window misses a block."""
+        """Return the longest prefix, of at most `num` times `hit_size` tokens, after which no window misses a block."""
         before = -1
         while num != before:
             before = num
             for index, group in self._windows:
-                at = num - 1
-                while at >= group.num_behind(num * self._block_size):
-                    if self._pool.lookup(group_keys(chain.keys(at + 1, at), index)[0]) is None:
-                        num = at
+                each, size = self._per_hit[index], group.block_size
+                at = num * each - 1
+                while at >= group.num_behind(num * self._hit_size):
+                    if self._pool.lookup(group_keys(chain, index, size, at + 1, at)[0]) is None:
+                        num = at // each
+                        at = num * each
                     at -= 1
         return num
 
 
-def matched_blocks(wanted: Iterable[tuple[KeyChain, PrefixMatch]]) -> Iterator[tuple[KeyChain, int, bytes]]:
-    """Yield (chain, index, key) of every block of the matches, of all KV groups."""
+def matched_blocks(
+    wanted: Iterable[tuple[KeyChain, PrefixMatch]], sizes: tuple[int, ...]
+) -> Iterator[tuple[KeyChain, range, bytes]]:
+    """Yield (chain, places, key) of every block of the matches, from the front to the end. `sizes`: tokens by group.
+
+    places   the blocks of the chain with the same tokens: a block of a group may have several
+    """
     for chain, reach in wanted:
-        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
-        for index in range(reach.num_blocks):
-            for group, blocks in enumerate(reach.blocks):
-                if blocks[index]:
-                    yield chain, index, keys[group][index]
+        steps = [size // chain.block_size for size in sizes]
+        keys = [
+            group_keys(chain, group, size, len(blocks))
+            for group, (size, blocks) in enumerate(zip(sizes, reach.blocks, strict=True))
+        ]
+        for place in range(reach.num_tokens // chain.block_size):
+            for group, (step, blocks) in enumerate(zip(steps, reach.blocks, strict=True)):
+                if place % step == 0 and blocks[place // step]:
+                    yield chain, range(place, place + step), keys[group][place // step]

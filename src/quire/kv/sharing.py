@@ -73,13 +73,13 @@ class Sharing:
         self,
         pool: BlockPool,
         host: BlockPool,
-        num_groups: int,
+        block_sizes: tuple[int, ...],
         store: Callable[[int, bytes], None],
         promises: Promises | None,
         clock: Callable[[], float],
     ) -> None:
         self.told = SimpleQueue[tuple[str, bool]]()
-        self._pool, self._host, self._num_groups, self._store = pool, host, num_groups, store
+        self._pool, self._host, self._sizes, self._store = pool, host, block_sizes, store
         self._promises, self._clock = promises, clock
         self._leases: dict[str, _Lease] = {}  # the oldest first
         self._num_held = 0
@@ -125,8 +125,10 @@ class Sharing:
         return [block for lease in self._leases.values() for block in lease.blocks]
 
     def _keys(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
-        keys = chain.keys(num_blocks)
-        return [key for group in range(self._num_groups) for key in group_keys(keys, group)]
+        tokens, keys = num_blocks * chain.block_size, list[bytes]()
+        for group, size in enumerate(self._sizes):
+            keys += group_keys(chain, group, size, tokens // size)
+        return keys
 
     def _came(self, block: int, key: bytes) -> None:
         for lease in [lease for lease in self._leases.values() if key in lease.missing]:

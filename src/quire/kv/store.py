@@ -21,7 +21,7 @@ from enum import Enum
 
 import msgspec
 
-from quire.contracts.blocks import KVGroup
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.output import TierStats
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
 from quire.kv.copy_jobs import LOAD, STORE, CopyJobs, link_from
@@ -70,8 +70,7 @@ class KVStore:
     def __init__(
         self,
         pool: BlockPool,
-        groups: tuple[KVGroup, ...],
-        block_size: int,
+        geometry: KVGeometry,
         *,
         num_host_blocks: int,
         below: tuple[KeyedTier, ...] = (),
@@ -91,8 +90,9 @@ class KVStore:
         self.num_found = 0
         self.stats = {Tier.HOST: TierStats(num_blocks=num_host_blocks)} | {one.tier: TierStats() for one in below}
         self._pool, self._below, self._reserve, self._clock = pool, below, reserve, clock
-        self._index = PrefixIndex(_Reachable(self), block_size, groups)
-        self.sharing = Sharing(pool, self.host, len(groups), self.offer, promises, clock)
+        self._sizes = geometry.block_sizes
+        self._index = PrefixIndex(_Reachable(self), geometry)
+        self.sharing = Sharing(pool, self.host, geometry.block_sizes, self.offer, promises, clock)
         self.on_start: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.on_whole: list[Callable[[int, bytes], None]] = []
@@ -132,31 +132,32 @@ class KVStore:
 
     def fetch(
         self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch, chunks: Sequence[KeyChain] = ()
-    ) -> dict[int, Tier] | None:
+    ) -> dict[int, tuple[Tier, bytes]] | None:
         """Begin to bring the blocks with which `match` becomes longer; the request waits until `take_ready` names it.
 
         max_tokens   as in `PrefixIndex.match`
         chunks       keys of parts of the prompt whose blocks are brought, too, for other positions
-        Returns the blocks of `chain`, by index, with the tier that holds each; None: the request need not wait.
+        Returns the blocks of `chain`, by index, each with the tier that holds it and the key that it has there, that of
+        a block of a group; None: the request need not wait.
         """
         reach = self._index.match(chain, max_tokens)
         wanted = [(chain, reach)] if reach.num_tokens > match.num_tokens else []
         wanted += [(chunk, self._index.match(chunk, len(chunk.tokens))) for chunk in chunks]
-        jobs, found = set[int](), dict[int, Tier]()
+        jobs, found = set[int](), dict[int, tuple[Tier, bytes]]()
         near, far = dict[bytes, None](), dict[Tier, dict[bytes, None]]()
         leased = dict.fromkeys(block for blocks in match.blocks for block in blocks if block)
-        for one, index, key in matched_blocks(wanted):
-            mine = found if one is chain else dict[int, Tier]()
+        for one, places, key in matched_blocks(wanted, self._sizes):
+            mine = found if one is chain else dict[int, tuple[Tier, bytes]]()
             if (block := self._pool.lookup(key)) is not None:
                 leased[block] = None
             elif (moves := self._on_its_way(key)) is not None and moves[1] not in self._late:
-                mine[index] = moves[0]
+                mine.update(dict.fromkeys(places, (moves[0], key)))
                 jobs.add(moves[1])
             elif self.host.lookup(key) is not None:
-                mine.setdefault(index, Tier.HOST)
+                mine.update({place: (Tier.HOST, key) for place in places if place not in mine})
                 near[key] = None
             elif (tier := self._holder(key)) is not None:
-                mine[index] = tier
+                mine.update(dict.fromkeys(places, (tier, key)))
                 far.setdefault(tier, {})[key] = None
         self._pool.share([*leased])
         if now := [*near][: self._pool.num_free]:

@@ -22,9 +22,10 @@ from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kernels.mapped import mappable
+from quire.kv.hashing import group_of
 from quire.kvnet.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.kvstore.file_threads import FileThreads
-from quire.kvstore.shards import PageFiles, Shard, cut
+from quire.kvstore.shards import PageFiles, Range, Shard, cut
 from quire.procs.host_link import NotMaster, connect
 
 LOG = logging.getLogger("quire").getChild("kv")
@@ -270,24 +271,35 @@ class PeerPages:
         seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
         line, shards = self._open(place)
         with closing(line), PageFiles() as files:
-            ranges, near = cut(self._shard, shards), line.near and shards not in self._far
-            if near:
-                try:
-                    files.open(shards, ranges)
-                except OSError as error:
-                    near = False
-                    self._far.add(shards)
-                    LOG.warning(
-                        "the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
-                        "over TCP.",
-                        *place,
-                        str(error),
-                    )
-            line.send(Read([keys[index] for index in some], ranges, seconds, bare=near))
+            cuts, alike = cut(self._shard, shards), dict[tuple[Range, ...], list[int]]()
             for index in some:
-                read = partial(files.read, page=pages[index]) if near else None
-                if line.receive_page(keys[index], [one.of(pages[index]) for one in ranges], until, read):
-                    yield index
+                alike.setdefault(cuts[group_of(keys[index])], []).append(index)
+            yield from alike.pop((), ())  # of groups that have no layer on this rank
+            for ranges, own in alike.items():
+                near = self._opened(place, line, shards, ranges, files)
+                line.send(Read([keys[index] for index in own], ranges, seconds, bare=near))
+                for index in own:
+                    read = partial(files.read, page=pages[index]) if near else None
+                    if line.receive_page(keys[index], [one.of(pages[index]) for one in ranges], until, read):
+                        yield index
+
+    def _opened(
+        self, place: Place, line: BlockLine, shards: tuple[Shard, ...], ranges: tuple[Range, ...], files: PageFiles
+    ) -> bool:
+        """Open the memory of a peer of this host in `files`. Returns False when its blocks come over TCP."""
+        if not line.near or shards in self._far:
+            return False
+        try:
+            files.open(shards, ranges)
+        except OSError as error:
+            self._far.add(shards)
+            LOG.warning(
+                "the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come over TCP.",
+                *place,
+                str(error),
+            )
+            return False
+        return True
 
 
 def open_peer(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:

@@ -5,6 +5,7 @@
     follow       Follow; then Blocks at once, at changes and each second; the other side answers each with Claims
     read         Read; then for each key a page header (crc32 of key and bytes, length; 0: no such block; number of the
                  block) and the bytes; without these where the reader takes them from memory that both hosts share
+                 Blocks of KV groups that the reader's ranks divide in different ways have a Read each
     locate       Locate; then Located: the reader copies blocks from the device itself, and asks again when it has them
 
 Messages are msgpack behind their length. Bytes are copied, and sent if the block still has the key then: nothing waits
@@ -323,8 +324,8 @@ class BlockShare:
                             if str(error) != self._said:
                                 LOG.warning("KV blocks could not be sent to another engine: %s", error)
                             self._said = str(error)
-                        return
-                    if isinstance(message, Locate):
+                            return
+                    elif isinstance(message, Locate):
                         line.send(Located([self._device.places.get(key, (0, 0)) for key in message.keys]))
                     elif isinstance(message, Claims):
                         self._hear(message)

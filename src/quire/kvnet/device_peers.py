@@ -22,6 +22,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob
 from quire.kernels.ipc import DeviceIpc
 from quire.kernels.mapped import MappedPages
+from quire.kv.hashing import group_of
 from quire.kvnet.block_peers import READ_SECONDS, REFUSED_SECONDS, PeerReads, Place, open_peer
 from quire.kvnet.block_share import BEAT_SECONDS, BROKEN, FROM_SHARE, BlockLine, Locate, Located
 from quire.kvstore.shards import Shard, cut
@@ -74,7 +75,9 @@ class PeerDevices:
                         move
                         for i, (block, _) in zip(some, before, strict=True)
                         if block
-                        for move in theirs.moves(block, pages + int(job.targets[i]) * self._page_bytes)
+                        for move in theirs.moves(
+                            block, pages + int(job.targets[i]) * self._page_bytes, group_of(job.keys[i])
+                        )
                     )
                 )
                 again = link.locate(keys)
@@ -105,8 +108,8 @@ class _PeerLink:
             return self._pages
         self._line, shards = self._connect()
         try:
-            ranges = map(msgspec.structs.astuple, cut(self._shard, shards))
-            self._pages = MappedPages(self._ipc, [one.memory for one in shards], ranges)
+            cuts = [tuple(map(msgspec.structs.astuple, ranges)) for ranges in cut(self._shard, shards)]
+            self._pages = MappedPages(self._ipc, [one.memory for one in shards], cuts)
         except (ConfigError, OSError) as error:
             self.close()
             if self._said != str(error):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.contracts.blocks import KVGeometry, KVGroup
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kernels.mapped import ExportedPages
 
@@ -24,7 +24,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     geometry   layout of its pages
     layer      number in the model of its first layer
-    head       number in the model of its first KV head;  draft_head  in the draft model or EAGLE head
+    heads      number in the model of its first KV head, by KV group;  draft_heads  in the draft model or EAGLE head
     file       path of its host memory [num_pages, page_bytes], for processes of this host; "": it is not shared
     token      first bytes of that memory, by which the right file is known
     memory     its KV cache on the device, for processes of this machine; None: it is not shared
@@ -32,8 +32,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     geometry: KVGeometry
     layer: int = 0
-    head: int = 0
-    draft_head: int = 0
+    heads: tuple[int, ...] = (0,)
+    draft_heads: tuple[int, ...] = (0,)
     file: str = ""
     token: bytes = b""
     memory: ExportedPages | None = None
@@ -67,18 +67,15 @@ class _Piece(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[Range, ...]:
-    """Return the ranges of the pages of `theirs`, all ranks of an engine, that make up a page of `mine`.
+def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[tuple[Range, ...], ...]:
+    """Return the ranges of the pages of `theirs`, all ranks of an engine, that make up a page of `mine`, by KV group.
 
-    Raises ConfigError if there are none.
+    A group without layers on this rank has none. Raises ConfigError if ranges are missing.
     """
     for rank, shard in enumerate(theirs):
         if msgspec.structs.replace(shard, file=mine.file, token=mine.token, memory=mine.memory) == mine:
-            return (Range(rank, 0, mine.geometry.page_bytes, 0),)
-    cuts = [_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups))]
-    if any(one != cuts[0] for one in cuts):
-        raise ConfigError("its KV groups are divided in another way: use the same -tp and -pp on both sides.")
-    return cuts[0]
+            return ((Range(rank, 0, mine.geometry.page_bytes, 0),),) * len(mine.geometry.groups)
+    return tuple(_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups)))
 
 
 def place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
@@ -120,11 +117,12 @@ class PageFiles(ExitStack):
             os.preadv(file, [one.of(page)], block * size + one.start)
 
 
-def _pieces(shard: Shard, group: KVGroup) -> Iterator[_Piece]:
-    places = place_layers(shard.geometry)
+def _pieces(shard: Shard, index: int) -> Iterator[_Piece]:
+    """Yield the parts of a page of group `index`, in the order of its bytes."""
+    places, group = place_layers(shard.geometry), shard.geometry.groups[index]
     for layer in group.layers:
         own = group.of(layer)
-        first = shard.head if own is group.components else shard.draft_head
+        first = (shard.heads if own is group.components else shard.draft_heads)[index]
         for part, start in zip(own, places[layer], strict=True):
             size = group.entries * part.head_dim * part.item_bytes
             yield _Piece((shard.layer + layer, part.name), first, first + part.num_heads, start, size)
@@ -134,9 +132,9 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
     """Yield the ranges of a page of group `index`, in the order of its bytes."""
     held: dict[tuple[int, str], list[tuple[int, _Piece]]] = {}
     for rank, shard in enumerate(theirs):
-        for piece in _pieces(shard, shard.geometry.groups[index]):
+        for piece in _pieces(shard, index):
             held.setdefault(piece.name, []).append((rank, piece))
-    for piece in _pieces(mine, mine.geometry.groups[index]):
+    for piece in _pieces(mine, index):
         head = piece.first
         while head < piece.end:
             found = next(
@@ -162,10 +160,14 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
 
 def _joined(ranges: Iterator[Range]) -> tuple[Range, ...]:
     """Join ranges that are neighbours on both sides."""
-    joined = [next(ranges)]
+    joined = list[Range]()
     for one in ranges:
-        last = joined[-1]
-        if (one.rank, one.start, one.target) == (last.rank, last.start + last.length, last.target + last.length):
+        last = joined[-1] if joined else None
+        if last and (one.rank, one.start, one.target) == (
+            last.rank,
+            last.start + last.length,
+            last.target + last.length,
+        ):
             joined[-1] = Range(last.rank, last.start, last.length + one.length, last.target)
         else:
             joined.append(one)

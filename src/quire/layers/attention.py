@@ -1,48 +1,79 @@
 """Grouped-query attention over the paged cache."""
 
+import torch
 from torch import Tensor, nn
 
-from quire.args.layers import GroupedArgs
+from quire.args.layers import GroupedArgs, NormArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Turns
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
-from quire.layers.norm import HeadNorm, RMSNorm
+from quire.layers.norm import HeadNorm, WideNorm
+
+
+class Sinks(nn.Module):
+    """Scores beside those of tokens, one for each query head of this rank; their weights belong to no token."""
+
+    weight: Tensor  # [query heads] float32
+
+    def __init__(self, at: str, device: torch.device) -> None:
+        super().__init__()
+        self.at, self.device = at, device
+
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """Move the scores to the layer's device. See `Loads`."""
+        self.weight = tensors["weight"].to(self.device).float()
 
 
 class Attention(nn.Module):
     """Grouped-query attention of one layer, with the heads of this rank.
 
-    Its steps: q, k and v projection, optional RMS norm of each query and key head, rotation, write to the KV cache,
-    attention, output projection. `group` is the number of the layer's KV group, `turn` that of its rotation. The
+    Its steps: q, k and v projection, optional RMS norm of queries and keys, rotation, write to the KV cache, attention,
+    output projection. `group` is the number of the layer's KV group, `turn` that of its rotation. The
     projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
     """
 
-    def __init__(self, args: GroupedArgs, at: str, eps: float, build: Build, group: int = 0, turn: int = 0) -> None:
+    def __init__(self, args: GroupedArgs, at: str, norm: NormArgs, build: Build, group: int = 0, turn: int = 0) -> None:
         super().__init__()
         self.kernels, self.head_dim, self.rotary_dim = build.kernels, args.head_dim, args.rotary_dim
+        self.interleaved = args.interleaved
         self.group, self.turn, self.window = group, turn, build.window(group)
         self.num_heads, self.num_kv_heads, _ = (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight"))
-        self.eps, self.scale = eps, args.head_dim**-0.5
+        self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.soft_cap
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
-        if args.qk_norm:
-            self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, build.device)
+        self.wide_norm: WideNorm | None = None
+        self.sinks = Sinks(f"{at}.sinks", build.device) if args.sinks else None
+        if args.qk_norm == "head":
+            self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, norm, build.device)
+        elif args.qk_norm == "whole":
+            widths = self.num_heads * args.head_dim, self.num_kv_heads * args.head_dim
+            self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
-        """Return hidden + attention(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`.
+    def forward(
+        self,
+        x: Tensor,
+        branch: Branch,
+        turns: Turns,
+        ctx: StepContext,
+        kv: KVView,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return residual + attention(x) by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
 
+        residual   None: x
         Writes the step's keys and values to `kv` before attention reads them.
         """
-        return self.attend(self.qkv.normed(hidden, norm, ctx), hidden, turns, ctx, kv)
-
-    def attend(self, qkv: Tensor, residual: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
-        """Return residual [T, hidden] + the attention of queries, keys and values [T, .]. See `forward`."""
-        tokens = residual.shape[0]
+        tokens, qkv = x.shape[0], branch.project(self.qkv, x, ctx)
+        if self.wide_norm is not None:
+            qkv = self.wide_norm(qkv)
         qkv = qkv.view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         head_norm = None if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
         q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *turns[self.turn], kv, meta.kv_slots)
-        attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window)
-        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual, ctx)
+        sinks = None if self.sinks is None else self.sinks.weight
+        attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window, self.soft_cap, sinks)
+        joined = attended.view(tokens, self.num_heads * self.head_dim)
+        return branch.add(self.output, joined, x if residual is None else residual, ctx)

@@ -1,4 +1,4 @@
-"""A pre-norm decoder: embedding, blocks of attention and feed-forward layers, norm, head."""
+"""A decoder: embedding, blocks of attention and feed-forward layers, norm, head."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +14,7 @@ from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.layers.attention import Attention
+from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -21,7 +22,7 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
@@ -30,38 +31,44 @@ MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
 
 
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE]] = {
-    DenseArgs: lambda args, at, hidden_size, build: GatedMLP(at, build),
+    DenseArgs: lambda args, at, hidden_size, build: GatedMLP(at, build, args.act),
     MoEArgs: MoE,
 }
 
 
 class DecoderBlock(nn.Module):
-    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)).
+    """A decoder layer: h = hidden + attention(hidden), then h + mlp(h), each by way of its `Branch`.
 
-    `args.layers` choose grouped-query or latent attention, and a gated MLP or experts.
+    `args.layers` choose grouped-query or latent attention, a gated MLP or experts, and the norms. With one norm for
+    both halves: hidden + attention(norm(hidden)) + mlp(norm(hidden)).
     """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
         at = f"layers.{layer}"
         own = args.layers[layer]
-        self.attention_norm = RMSNorm(f"{at}.attention_norm", args.norm_eps, build)
+        self.attention_branch = Branch(f"{at}.attention", own, args.norm, build)
         self.attention = MIXERS[type(own.mixer)](
             own.mixer,
             f"{at}.attention",
-            args.norm_eps,
+            args.norm,
             build,
             build.group_of(layer),
             args.rotations.index(own.mixer.rotation),
         )
-        self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build)
+        self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
         part = FEED_FORWARDS[type(own.feed_forward)]
         self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
 
     def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
-        hidden = self.attention(hidden, self.attention_norm, turns, ctx, kv)
-        return self.mlp(hidden, self.mlp_norm, ctx)
+        if self.norm is not None:
+            x = self.norm(hidden)
+            hidden = self.attention(x, self.attention_branch, turns, ctx, kv, hidden)
+            return self.mlp(x, self.mlp_branch, ctx, hidden)
+        hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
+        return self.mlp(hidden, self.mlp_branch, ctx)
 
     def join(self, ctx: StepContext) -> None:
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
@@ -79,11 +86,11 @@ class DraftLayer(nn.Module):
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
         at = f"layers.{layer}"
-        self.token_norm = RMSNorm(f"{at}.token_norm", args.norm_eps, build)
-        self.state_norm = RMSNorm(f"{at}.state_norm", args.norm_eps, build)
+        self.token_norm = Norm(f"{at}.token_norm", args.norm, build)
+        self.state_norm = Norm(f"{at}.state_norm", args.norm, build)
         self.join = Linear(f"{at}.join", build)
         self.block = DecoderBlock(args, layer, build)
-        self.norm = RMSNorm(f"{at}.norm", args.norm_eps, build)
+        self.norm = Norm(f"{at}.norm", args.norm, build)
 
     def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and hidden states of the tokens before, both [T, hidden] -> [T, hidden]."""
@@ -108,7 +115,7 @@ class Decoder(nn.Module):
     """
 
     embed: VocabEmbedding
-    norm: RMSNorm
+    norm: Norm
     head: LMHead
 
     def __init__(
@@ -120,10 +127,10 @@ class Decoder(nn.Module):
         self.first, self.last = "embed.weight" in build.params, "norm.weight" in build.params
         tied = self.first and self.last and args.tie_word_embeddings
         if self.last:
-            self.head = LMHead("" if tied else "head", build)
-            self.norm = RMSNorm("norm", args.norm_eps, build)
+            self.head = LMHead("" if tied else "head", args.ends, build)
+            self.norm = Norm("norm", args.norm, build)
         if self.first:
-            self.embed = VocabEmbedding("embed", self.head if tied else None, build)
+            self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
         own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None
@@ -145,6 +152,10 @@ class Decoder(nn.Module):
         """
         with torch.no_grad():
             self._owners[module].take(tensors, place)
+
+    def owner(self, module: str) -> Loads:
+        """Return the layer named `module`, which has the parameters of that name."""
+        return self._owners[module]
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """Return the parameter memory of the layer named `module` for the loader to write to; None: call `take`."""

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
@@ -14,10 +15,11 @@ from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Turns
 from quire.layers.attention import Attention
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 
 class EagleLayer(nn.Module):
@@ -36,13 +38,15 @@ class EagleLayer(nn.Module):
         assert args.eagle is not None and isinstance(mixer, GroupedArgs), "the layer of a head is that of a Llama"
         at, self.eagle = f"layers.{layer}", args.eagle
         self.join = Linear(f"{at}.join", build)
-        self.attention = Attention(mixer, f"{at}.attention", args.norm_eps, build, build.group_of(layer))
-        self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
+        own = args.layers[layer]
+        self.attention = Attention(mixer, f"{at}.attention", args.norm, build, build.group_of(layer))
+        self.attention_branch = Branch(f"{at}.attention", structs.replace(own, norms=""), args.norm, build)
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build)
         self.mlp = GatedMLP(f"{at}.mlp", build)
-        self.token_norm: RMSNorm | None = None
+        self.token_norm: Norm | None = None
         if args.eagle.method == "eagle3":
-            self.token_norm = RMSNorm(f"{at}.token_norm", args.norm_eps, build)
-            self.state_norm = RMSNorm(f"{at}.state_norm", args.norm_eps, build)
+            self.token_norm = Norm(f"{at}.token_norm", args.norm, build)
+            self.state_norm = Norm(f"{at}.state_norm", args.norm, build)
         self._seen: list[Tensor | None] = []
 
     def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
@@ -56,8 +60,8 @@ class EagleLayer(nn.Module):
             normed = self.state_norm(states)
             joined = torch.cat((self.token_norm(tokens), normed), -1)
             residual = normed if self.eagle.norm_residual else states
-        hidden = self.attention.attend(self.attention.qkv(joined, ctx), residual, turns, ctx, kv)
-        return self.mlp(hidden, self.mlp_norm, ctx)
+        hidden = self.attention(joined, self.attention_branch, turns, ctx, kv, residual)
+        return self.mlp(hidden, self.mlp_branch, ctx)
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
         """Keep the inputs of the layers of the model that the head reads, in each step, until `joined`."""

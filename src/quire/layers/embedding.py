@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.args.layers import EndArgs
 from quire.distributed.vocabulary import VocabularySlice
 from quire.layers.context import Build
 from quire.layers.linear import PackedLinear, pack_linear
@@ -16,11 +18,14 @@ class VocabEmbedding(nn.Module):
     A tied LM head packs the same weight for its kernel. The embedding reads the packed weight if the kernel can;
     otherwise it keeps an unpacked one, too. With tensor parallelism a rank has some of the rows, and the results of all
     ranks are summed.
+
+    scale   factor on the rows
     """
 
-    def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
+    def __init__(self, at: str, tied: "LMHead | None", build: Build, scale: float = 1.0) -> None:
         super().__init__()
         self.at, self.device, self.dtype = at, build.device, build.dtype
+        self.scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded, as in Hugging Face
         self.slice = build.vocabulary
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
@@ -44,9 +49,12 @@ class VocabEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [T, hidden] of ids [T] int64 in [0, V). For other ids kernels give rows of NaN."""
         if self.slice is None:
-            return self._rows(token_ids)
+            return self._scaled(self._rows(token_ids))
         rows, ours = self.slice.local(token_ids)
-        return self.slice.group.all_reduce(self._rows(rows).masked_fill(~ours[:, None], 0))
+        return self._scaled(self.slice.group.all_reduce(self._rows(rows).masked_fill(~ours[:, None], 0)))
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self.packed is not None:
@@ -61,8 +69,9 @@ class LMHead(nn.Module):
 
     packed: PackedLinear
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, ends: EndArgs, build: Build) -> None:
         super().__init__()
+        self.ends = ends
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
         self.slice: VocabularySlice | None = build.vocabulary
 
@@ -72,6 +81,10 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given."""
         logits: Tensor = self.kernel.run_float(hidden, *self.packed, *(() if out is None else (out,)))
+        if self.ends.logit_scale != 1.0:
+            logits.mul_(self.ends.logit_scale)
+        if (cap := self.ends.logit_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     def whole(self, hidden: Tensor) -> Tensor:

@@ -10,15 +10,18 @@ import itertools
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from quire.args.latent import LatentArgs
+from quire.args.layers import NormArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Turns
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
@@ -67,7 +70,7 @@ class LatentAttention(nn.Module):
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
-    def __init__(self, sizes: LatentArgs, at: str, eps: float, build: Build, group: int = 0, turn: int = 0) -> None:
+    def __init__(self, sizes: LatentArgs, at: str, norm: NormArgs, build: Build, group: int = 0, turn: int = 0) -> None:
         super().__init__()
         assert build.window(group) is None, "latent attention sees everything"
         self.group, self.turn = group, turn
@@ -76,20 +79,30 @@ class LatentAttention(nn.Module):
         expanded = sizes.nope_dim + sizes.v_dim
         self.num_heads = build.shape(f"{at}.kv_up.weight")[0] // expanded
         self.down = Linear(f"{at}.down", build)
-        self.q_norm = RMSNorm(f"{at}.q_norm", sizes.norm_eps, build) if sizes.q_rank else None
+        inner = structs.replace(norm, eps=sizes.norm_eps)
+        self.q_norm = Norm(f"{at}.q_norm", inner, build) if sizes.q_rank else None
         self.q = Linear(f"{at}.q", build) if sizes.q_rank else None
-        self.kv_norm = RMSNorm(f"{at}.kv_norm", sizes.norm_eps, build)
+        self.kv_norm = Norm(f"{at}.kv_norm", inner, build)
         self.kv_up = Expansion(f"{at}.kv_up", expanded, build.device)
         self.output = Linear(f"{at}.output", build)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, turns: Turns, ctx: StepContext, kv: LatentView) -> Tensor:
-        """Return hidden + attention(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`.
+    def forward(
+        self,
+        x: Tensor,
+        branch: Branch,
+        turns: Turns,
+        ctx: StepContext,
+        kv: LatentView,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return residual + attention(x) by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
 
+        residual   None: x
         Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
-        sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
+        sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(x)
         up = self.kv_up.weight
-        down = self.down.normed(hidden, norm, ctx)
+        down = branch.project(self.down, x, ctx)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
         if self.q is not None and self.q_norm is not None:
@@ -103,14 +116,14 @@ class LatentAttention(nn.Module):
             kv,
             meta.kv_slots,
         )
-        out = hidden.new_empty(tokens, self.num_heads, sizes.v_dim)
+        out = x.new_empty(tokens, self.num_heads, sizes.v_dim)
         few, naive = split(meta, self.most_absorbed)
         rows = naive[0][0] if naive else tokens
         if rows:
             self._absorb(q[:rows], up, kv, few, out[:rows])
         if naive:
             self.kernel.expanded(q, up, kv, replace(meta, prompts=naive), sizes.scale, out)
-        return self.output.add(out.flatten(1), hidden, ctx)
+        return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
 
     def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
         """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V]."""

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.activation import checked
 from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build, StepContext
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm
 
 
 class PackedLinear(NamedTuple):
@@ -54,9 +55,9 @@ class Linear(nn.Module):
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if "norm" not in self.features:
+        if "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -70,15 +71,22 @@ class Linear(nn.Module):
             return y
         return residual + self(x, ctx)
 
+    def summed(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """Return the projection of x, [T, out_features], summed over the ranks that have its inputs."""
+        y = self(x, ctx)
+        return y if self.tp is None else self.tp.all_reduce(y)
+
 
 class GatedLinear(Linear):
-    """silu(gate(x)) * up(x), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
+    """act(gate(x), up(x)), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 
+    act   word of `quire.kernels.activation.ACTS`
     A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
     """
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
         super().__init__(at, build)
+        self.act = checked(act)
         self.activation = build.kernels.activation
         self.fused = "gated" in self.features
 
@@ -88,14 +96,14 @@ class GatedLinear(Linear):
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
         if not self.fused:
-            gated: Tensor = self.activation.silu_mul(super().forward(x, ctx))
+            gated: Tensor = self.activation.gated(super().forward(x, ctx), self.act)
             return gated
-        y: Tensor = self.kernel.run_gated(x, *self.packed)
+        y: Tensor = self.kernel.run_gated(x, *self.packed, self.act)
         return y
 
-    def normed(self, x: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fused or "norm" not in self.features:
+        if not self.fused or "norm" not in self.features or norm.args.centered:
             return self(norm(x), ctx)
-        y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed)
+        y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

@@ -2,19 +2,22 @@
 
 from torch import Tensor, nn
 
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import GatedLinear, Linear
-from quire.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are a single projection."""
+    """down(act(gate(x)) * up(x)); gate and up are a single projection. act: see `quire.kernels.activation`."""
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
         super().__init__()
-        self.gate_up = GatedLinear(f"{at}.gate_up", build)
+        self.gate_up = GatedLinear(f"{at}.gate_up", build, act)
         self.down = Linear(f"{at}.down", build)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
-        """Return hidden + mlp(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
-        return self.down.add(self.gate_up.normed(hidden, norm, ctx), hidden, ctx)
+    def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
+        """Return residual + mlp(x) by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
+
+        residual   None: x
+        """
+        return branch.add(self.down, branch.project(self.gate_up, x, ctx), x if residual is None else residual, ctx)

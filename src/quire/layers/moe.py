@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.experts import MoEArgs, Routing
-from quire.kernels.experts.slots import ExpertSlots
+from quire.kernels.expert_copies.slots import ExpertSlots
+from quire.kernels.experts.form import ExpertForm
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -39,15 +40,15 @@ class Router(nn.Module):
         super().__init__()
         self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
-        self.bias: Tensor | None = None
+        self.correction: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the weight, and move weight and bias to the layer's device. See `Loads`.
+        """Pack the weight, and move weight, bias and correction to the layer's device. See `Loads`.
 
-        The routing kernel adds the bias to the scores; the projection does not.
+        The projection adds the bias to the logits, the routing kernel the correction to the scores.
         """
-        bias = tensors.pop("bias", None)
-        self.bias = None if bias is None else bias.to(self.device)
+        correction = tensors.pop("correction", None)
+        self.correction = None if correction is None else correction.to(self.device)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Routed:
@@ -58,7 +59,7 @@ class Router(nn.Module):
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
-        weights, ids = self.kernel.route(logits, self.bias, self.routing, live)
+        weights, ids = self.kernel.route(logits, self.correction, self.routing, live)
         return weights, ids
 
 
@@ -66,19 +67,20 @@ class Experts(nn.Module):
     """The experts that this rank owns, stacked in the order of `Build.experts`.
 
     A kernel with the feature "in place" reads experts as they are loaded, without packing. For other kernels, and for
-    quantized experts, each expert is packed.
+    quantized or biased experts, each expert is packed.
     """
 
-    def __init__(self, at: str, num_experts: int, build: Build) -> None:
+    def __init__(self, at: str, moe: MoEArgs, build: Build) -> None:
         super().__init__()
         assert build.moe is not None
-        self.at, self.device = at, build.device
+        self.at, self.device, num_experts = at, build.device, moe.routing.num_experts
+        self.form = ExpertForm(moe.act, moe.biased)
         self.num_experts = num_experts if build.experts is None else len(build.experts)
         own = {name: build.params[f"{at}.{name}"] for name in ("gate_up", "down")}
         self.schemes = {name: param.scheme for name, param in own.items()}
         self.plan = build.moe.of(self.schemes["gate_up"])
         self.kernel, self.expert_map = load_kernel("experts", self.plan.experts), None
-        self.in_place = "in place" in self.plan.features and not any(self.schemes.values())
+        self.in_place = "in place" in self.plan.features and not moe.biased and not any(self.schemes.values())
         self.shapes = {name: param.shape for name, param in own.items()}
         self.dtype = getattr(torch, own["down"].dtype) if own["down"].dtype else build.dtype  # of both
         if build.experts is not None:
@@ -88,10 +90,18 @@ class Experts(nn.Module):
         self.packed: object = None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the matrices of this rank's expert number `place` into the stack. See `Loads`."""
+        """Pack the matrices of this rank's expert number `place` into the stack. See `Loads`.
+
+        Biased experts come with "gate_up_bias" [2I] and, on the first rank of those that share the expert, with
+        "down_bias" [H]: the sum over ranks adds it once.
+        """
         if self.packed is None:
             self.packed = self._empty()
-        self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
+        biases = None
+        if self.form.biased:
+            first, second = tensors["gate_up_bias"], tensors.get("down_bias")
+            biases = first, first.new_zeros(self.shapes["down"][0] // self.num_experts) if second is None else second
+        self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"], biases)
 
     def destination(self) -> dict[str, Tensor] | None:
         """Return the memory of all experts' parameters, for the loader to write to; None: the loader calls `take`."""
@@ -105,7 +115,7 @@ class Experts(nn.Module):
 
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
-        return self.kernel.empty(self.num_experts, self._one("gate_up"), self._one("down"), self.device)
+        return self.kernel.empty(self.num_experts, self._one("gate_up"), self._one("down"), self.device, self.form)
 
     def _one(self, name: str) -> Weight:
         """A matrix of an expert, without memory."""
@@ -140,8 +150,8 @@ class MoE(nn.Module):
         super().__init__()
         assert build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
-        self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)
-        self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
+        self.experts = Experts(f"{at}.experts", moe, build)
+        self.shared = GatedMLP(f"{at}.shared", build, moe.act) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in self.experts.plan.features
         self.tp = build.tp
@@ -160,9 +170,18 @@ class MoE(nn.Module):
         self.choose: Callable[[Tensor, Tensor | None], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
-        x = norm(hidden)
+    def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
+        """Return residual + moe(x) by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
+
+        residual   None: x
+        """
+        residual = x if residual is None else residual
+        if branch.plain:
+            return self._added(branch.read(x), residual, ctx)
+        return branch.join(self._added(branch.read(x), torch.zeros_like(residual), ctx), residual)
+
+    def _added(self, x: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`."""
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
             weights, ids = (self.choose or self.router)(x, ctx.live)

@@ -1,6 +1,33 @@
 """Rows of the name maps that the decoders of Hugging Face share: (checkpoint name, parameter, part)."""
 
+from typing import NamedTuple
+
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
+
+
+class StackedForm(NamedTuple):
+    """Form of a stored tensor that stacks a matrix of all experts along its first axis.
+
+    transposed   True: matrices are stored as [inputs, outputs]; False: as [outputs, inputs]
+    paired       True: outputs of gate and up alternate (g0, u0, g1, u1); False: all of gate come before those of up
+    unit         numbers between gate and down that ranks do not divide: those of a block of MXFP4; 1: they divide all
+    """
+
+    transposed: bool = False
+    paired: bool = False
+    unit: int = 1
+
+
+# Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
+# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.". Two forms may have the
+# same names: quantized stacks are of rows, and have "_blocks" and "_scales" behind the names.
+EACH = "each"
+STACKED_FORMS = {
+    "columns": StackedForm(transposed=True),
+    "paired columns": StackedForm(transposed=True, paired=True),
+    "rows": StackedForm(),
+    "paired rows": StackedForm(paired=True, unit=32),  # always quantized
+}
 
 
 def renamed(at: str, *maps: NameMap) -> NameMap:
@@ -17,6 +44,16 @@ BLOCK_NORMS: NameMap = (
     ("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight", ""),
     ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight", ""),
 )
+SANDWICH_NORMS: NameMap = (  # of Gemma: before each half and of its result
+    ("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight", ""),
+    ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.attention_after.weight", ""),
+    ("model.layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.mlp_norm.weight", ""),
+    ("model.layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.mlp_after.weight", ""),
+)
+AFTER_NORMS: NameMap = (  # of results alone
+    ("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.attention_after.weight", ""),
+    ("model.layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.mlp_after.weight", ""),
+)
 ATTENTION: NameMap = (
     ("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.qkv.weight", "q"),
     ("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.attention.qkv.weight", "k"),
@@ -32,6 +69,10 @@ OUTPUT_BIAS: NameMap = (("model.layers.{i}.self_attn.o_proj.bias", "layers.{i}.a
 QK_NORM: NameMap = (
     ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.head_norm.q", ""),
     ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.head_norm.k", ""),
+)
+WIDE_NORM: NameMap = (
+    ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.wide_norm.q", ""),
+    ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.wide_norm.k", ""),
 )
 LATENT_ATTENTION: NameMap = (
     ("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", "layers.{i}.attention.down.weight", "kv"),
@@ -50,6 +91,11 @@ GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
     ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
 )
+FUSED_GATED_MLP: NameMap = (
+    ("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
+    ("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
+    ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
+)
 DENSE: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *ATTENTION, *GATED_MLP)  # of every decoder with ordinary attention
 LATENT: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *LATENT_ATTENTION, *DIRECT_QUERY, *COMPRESSED_QUERY, *GATED_MLP)
 MLP_BIAS: NameMap = (
@@ -63,7 +109,19 @@ EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
     ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
 )
-ROUTER_BIAS: NameMap = (("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.bias", ""),)
+MIXTRAL_EXPERTS: NameMap = (
+    ("model.layers.{i}.block_sparse_moe.gate.weight", "layers.{i}.mlp.router.weight", ""),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)
+STACKED_EXPERTS: NameMap = (  # as checkpoints store them beside EXPERTS, whose router has the same name
+    ("model.layers.{i}.mlp.experts.gate_up_proj", "layers.{i}.mlp.experts.gate_up", "rows"),
+    ("model.layers.{i}.mlp.experts.down_proj", "layers.{i}.mlp.experts.down", "rows"),
+)
+ROUTER_CORRECTION: NameMap = (
+    ("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.correction", ""),
+)
 SHARED_EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.shared_experts.gate_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.shared_experts.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),

@@ -89,12 +89,12 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
 def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:
     """Return the KV cache of a model and its draft model, whose layers follow those of the model.
 
-    A group of the draft model joins the model's group with the same window that has the fewest layers, or stands alone.
+    A group of the draft model joins the model's group with the same window that has the fewest layers, and takes its
+    blocks. If there is none, it stands alone.
     """
     first = sum(len(group.layers) for group in geometry.groups)
     groups = list(geometry.groups)
     for other in draft.groups:
-        assert other.block_size == groups[0].block_size, "both are of one device"
         alike = [one for one in groups if one.window == other.window and not one.num_drafts]
         own = min(alike, key=lambda one: len(one.layers)) if alike else None
         joint = msgspec.structs.replace(

@@ -22,7 +22,7 @@ from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
 from quire.kernels.experts.plan import MoEPlan
-from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import (
     Choice,
     KernelNeeds,
@@ -38,7 +38,7 @@ from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
-from quire.plan.kinds.blocks import operations
+from quire.plan.kinds.blocks import operations, score_features
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
@@ -155,8 +155,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
             return self.draft.widened_tokens if self.draft is not None else 0
-        size, keys = self.geometry.block_size, self.geometry.groups[0].components[0]
-        return size * widened_blocks(keys.num_heads, keys.head_dim, size)
+        sizes = [(group.block_size, group.components[0]) for group in self.geometry.groups]
+        return min(size * widened_blocks(keys.num_heads, keys.head_dim, size) for size, keys in sizes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -280,7 +280,7 @@ def resolve_engine(
     blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
     inputs = replace(inputs, windows=geometry.windows)
     unblended = any("CacheBlend" in (row.feature, row.other) and row.status == MISSING for row in rows_of(inputs))
-    asked = frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
+    asked = score_features(args) | frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
     kernels = choose_kernels(
         device,
         dtype.dtype,

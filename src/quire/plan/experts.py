@@ -8,6 +8,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.contracts.scheme import Scheme
+from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.plan import MoEPlan, kind_of, kind_words
 from quire.kernels.select import KernelNeeds, Probe, features, here, objection, runs_no
 from quire.kernels.supports import SUPPORTS
@@ -53,6 +54,9 @@ def moe_plans(
     Returns {} for a model without experts. Raises ConfigError for a forced kernel that cannot run, an unknown backend.
     """
     kinds = (needs,) if isinstance(needs, KernelNeeds) else tuple(needs)
+    if args.moe:
+        form = ExpertForm(args.moe.act, args.moe.biased)
+        kinds = tuple(replace(one, features=one.features | form.features) for one in kinds)
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     runs = [not forced or forced in supports and not runs_no(supports[forced], one) for one in kinds]
     for phase in ("prefill", "decode") if args.moe else ():
@@ -89,7 +93,7 @@ def _joined(found: Sequence[MoEPlan | str]) -> MoEPlan | str:
 
 def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hardware:
     supports = SUPPORTS["experts"]
-    unfit = "in place" if needs.scheme else "quantized rows"
+    unfit = {"in place" if needs.scheme or "bias" in needs.features else "", "" if needs.scheme else "quantized rows"}
     return Hardware(
         device=needs.device,
         eager=eager,
@@ -98,7 +102,7 @@ def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hard
             (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
         ),
         features={
-            name: tuple(word for word in features(one, probe) if word != unfit) for name, one in supports.items()
+            name: tuple(word for word in features(one, probe) if word not in unfit) for name, one in supports.items()
         },
     )
 

@@ -13,6 +13,7 @@ from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.contracts.params import FLOATS, Param, Part, first_expert
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
+from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
 from quire.quantization.scheme_words import scheme_words
@@ -21,7 +22,7 @@ from quire.quantization.slices import mixes_groups, packed_scheme
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
-MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # only quantized modules have these
+MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")  # of quantized modules alone
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
@@ -40,7 +41,7 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
     made = tuple(_with_format(param, rules) if is_quantizable(param) else param for param in params)
     _check_experts(made)
     # A kernel runs both matrices of an expert: where it cannot run one, both are dequantized.
-    plain = {param.module for param in made if param.shard == "experts" and param.scheme is None}
+    plain = {param.module for param in made if _is_of_experts(param) and param.scheme is None}
     return tuple(replace(param, scheme=None) if param.module in plain else param for param in made)
 
 
@@ -57,12 +58,12 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
     rules, plain, head = rules_of(config), list[str](), False
     for part in (part for param in params if is_quantizable(param) for part in param.parts):
         module = _module(part)
-        mark = next((name for name in MARKS if f"{module}.{name}" in stored), "")
+        mark = next((name for name in MARKS if f"{module}{name}" in stored), "")
         if module == HEAD:
             head = bool(mark)
         elif mark and rules(module) is None:
             raise WeightsError(
-                f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
+                f"{module}{mark} is stored, but quantization_config leaves {module} unquantized: use "
                 "the config.json that belongs to these weights."
             )
         elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
@@ -106,6 +107,11 @@ def _with_format(param: Param, rules: Rules) -> Param:
             )
     if first is None:
         return param
+    if param.parts[0].expert >= 0 and first.format != GPT_OSS.name:
+        raise UnsupportedModel(
+            f"{_words(param.parts[0].stored, first)} and holds all experts: it is read unquantized or in MXFP4. Use a "
+            "checkpoint that stores each expert by itself."
+        )
     stored = first.scheme
     _check_groups(param, stored)
     one = replace(first_expert(param), format=first.format, stored=stored)  # slices of all experts are cut alike
@@ -123,9 +129,9 @@ def _is_dequantized(param: Param, stored: Scheme) -> bool:
 
 def _check_groups(param: Param, stored: Scheme) -> None:
     width, part = stored.block[1], param.parts[0]
-    if stored.values in ("w4", "w8") and (part.shape[1] % (width or 1) or part.shape[1] % 8):
+    if stored.values in ("w4", "w8", "e2m1") and (part.matrix[1] % (width or 1) or part.matrix[1] % 8):
         raise UnsupportedModel(
-            f"{part.stored} has {part.shape[1]} columns, which groups of {width or 8} do not "
+            f"{part.stored} has {part.matrix[1]} columns, which groups of {width or 8} do not "
             "divide: use a checkpoint with another group size."
         )
 
@@ -134,7 +140,7 @@ def _check_experts(params: Iterable[Param]) -> None:
     """Refuse experts whose two matrices are of different kinds: a kernel runs both."""
     own: dict[str, Param] = {}
     for param in params:
-        if param.shard == "experts":
+        if _is_of_experts(param):
             other = own.setdefault(param.module, param)
             ours, theirs = (one.stored.needs if one.stored else None for one in (param, other))
             if ours != theirs:
@@ -143,6 +149,11 @@ def _check_experts(params: Iterable[Param]) -> None:
                     f"{one}, {two}: the matrices of an expert must have the same quantization: use "
                     "a checkpoint that quantizes both alike."
                 )
+
+
+def _is_of_experts(param: Param) -> bool:
+    """True for the matrices of experts, which have biases that are never quantized."""
+    return param.shard == "experts" and is_quantizable(param)
 
 
 def _rule(param: Param) -> Rule | None:

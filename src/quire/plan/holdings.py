@@ -87,7 +87,8 @@ class Holdings:
             rank,
             dtype=self.plan.cache.dtype,
             device=self.plan.machine.device,
-            block_size=self.plan.geometry.block_size,
+            block_size=None,
+            sizes=self.plan.geometry.block_sizes,
         )
         return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
 

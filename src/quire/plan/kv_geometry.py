@@ -1,5 +1,8 @@
 """Layout of the KV cache: the components of each layer, and the pages of a rank. Pure arithmetic."""
 
+from collections.abc import Sequence
+from math import prod
+
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import MixerArgs
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
@@ -20,17 +23,31 @@ def kv_components(mixer_args: MixerArgs, dtype: str, rank: Rank | None = None) -
     return mixer(mixer_args).components(dtype, CACHE_BYTES[dtype], rank)
 
 
-def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
-    """Return the layout of a rank's KV cache. dtype: of the cache; block_size: None: the device's default.
+def rank_geometry(
+    args: ModelArgs,
+    rank: Rank,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int | None,
+    sizes: Sequence[int] | None = None,
+) -> KVGeometry:
+    """Return the layout of a rank's KV cache.
 
+    dtype        of the cache
+    block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
+    sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
     """
-    size = block_size or (CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
+    grouped = layer_groups(args)
+    if sizes is None:
+        default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
+        sizes = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
     drafts = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
     place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *drafts))}
     found = list[KVGroup]()
-    for layers in layer_groups(args):
+    for layers, size in zip(grouped, sizes, strict=False):
         mixer_args = args.layers[layers[0]].mixer
         found.append(
             KVGroup(
@@ -40,30 +57,67 @@ def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block
                 window=mixer(mixer_args).window,
             )
         )
+    assert len(found) == len(grouped), "each group has a block size"
     return KVGeometry(groups=tuple(found))
+
+
+def block_sizes(
+    args: ModelArgs, grouped: Sequence[Sequence[int]], rank: Rank, *, dtype: str, block_size: int
+) -> tuple[int, ...]:
+    """Return the tokens of a block of each group of layers, so that blocks fill their pages.
+
+    The group with the most bytes per token has `block_size` tokens. Another one has the largest power of two times as
+    many whose block has room in the same page, if also its layers have less per token. Gemma 4 has half as many bytes
+    per token in a layer of full attention as in one with a window: its blocks of full attention hold twice the tokens.
+
+    The sizes are those of the whole model, so all stages of a pipeline have the same. Draft layers count where they
+    are a group of their own.
+    """
+    counts = [sum(layer < args.num_layers for layer in layers) or len(layers) for layers in grouped]
+    kinds = [kv_components(args.layers[layers[0]].mixer, dtype, rank) for layers in grouped]
+
+    def page(group: int, tokens: int) -> int:
+        return counts[group] * sum(one.num_bytes(tokens) for one in kinds[group])
+
+    layers = [sum(one.num_heads * one.head_dim * one.item_bytes for one in kind) for kind in kinds]  # bytes of a token
+    room = max(page(group, block_size) for group in range(len(grouped)))
+    sizes = list[int]()
+    for group, (count, layer) in enumerate(zip(counts, layers, strict=True)):
+        most = min(max(layers) // layer, max(map(prod, zip(counts, layers, strict=True))) // (count * layer))
+        many = 1 << (most.bit_length() - 1)
+        while many > 1 and page(group, many * block_size) > room:  # parts of a page are padded
+            many //= 2
+        sizes.append(many * block_size)
+    return tuple(sizes)
 
 
 def layer_groups(args: ModelArgs) -> list[list[int]]:
     """Return the layers of each KV group of a model, those that draft behind its own.
 
-    A group has layers with the same window and components. A page holds a block of the largest group, so a kind with
-    many layers is divided: groups have as many layers as the rarest kind has, or as the most frequent one if that has
-    less than half as many more. Neighbouring layers of a kind go to different groups, so that the stages of a pipeline
-    have equally many of each.
+    A group has layers with the same window and components, whatever else they differ in. A page holds a block of the
+    largest group, so a kind with many layers is divided: groups have as many layers as the rarest kind has, or as the
+    most frequent one if that has less than half as many more. Neighbouring layers of a kind go to different groups, so
+    that the stages of a pipeline have equally many of each.
     """
-    kinds: dict[MixerArgs, list[int]] = {}
-    for layer, one in enumerate(args.layers[: args.num_layers]):
-        kinds.setdefault(one.mixer, []).append(layer)
+    kinds: dict[object, list[int]] = {}
+    for layer in range(args.num_layers):
+        kinds.setdefault(_kept(args, layer), []).append(layer)
     few, most = (bound(map(len, kinds.values())) for bound in (min, max))
     size = most if most < 1.5 * few else few
     groups = [own[i::num] for own in kinds.values() for num in (-(-len(own) // size),) for i in range(num)]
     for layer in range(args.num_layers, args.num_layers + args.draft_layers):
-        alike = [group for group in groups if args.layers[group[0]].mixer == args.layers[layer].mixer]
+        alike = [group for group in groups if _kept(args, group[0]) == _kept(args, layer)]
         if alike:
             min(alike, key=len).append(layer)
         else:
             groups.append([layer])
     return groups
+
+
+def _kept(args: ModelArgs, layer: int) -> object:
+    """Return what decides on the KV group of a layer: its window, and the components of its cache."""
+    kind = mixer(args.layers[layer].mixer)
+    return kind.window, kind.components("", 1, None)
 
 
 def resolve_geometry(

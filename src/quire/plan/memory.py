@@ -53,7 +53,7 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the KV cache holds."""
-        return self.num_blocks * self.geometry.block_size
+        return self.geometry.num_tokens(self.num_blocks)
 
 
 def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
@@ -137,8 +137,12 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block."""
-    return SLOT_BYTES + 4 * (max_model_len + geometry.table_entries(max_model_len))
+    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block.
+
+    The block tables of all groups have room for as many blocks as the group with the most has.
+    """
+    entries = max(group.num_blocks(max_model_len) for group in geometry.groups)
+    return SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from quire.contracts.blocks import KVGeometry
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert
 from quire.plan.engine import EnginePlan, of_rank
@@ -46,10 +46,11 @@ def describe_memory(
         "page_bytes": page,
         "page_layers": len(group.layers),
         "full_layers": sum(len(one.layers) for one in full),
+        "groups": _groups(cache),
         "windows": [[count, window] for window, count in Counter(cache.windows).items() if window is not None],
-        "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+        "components": _components(group.components),
         "draft_layers": drafting.num_drafts,
-        "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in drafting.drafts],
+        "draft_components": _components(drafting.drafts),
         "cache_reason": whole.cache.reason,
         "cache_scales": scales,
         "widened_tokens": whole.widened_tokens,
@@ -71,6 +72,29 @@ def describe_memory(
             "budget": str(plan.budget or ""),
         }
     )
+
+
+def _groups(cache: KVGeometry) -> list[dict[str, Any]]:
+    """Return the KV groups as plain values, those that are alike together."""
+    alike = dict[object, list[KVGroup]]()
+    for group in cache.groups:
+        alike.setdefault((group.window, group.block_size, group.components), []).append(group)
+    return [
+        {
+            "count": len(own),
+            "layers": max(len(one.layers) for one in own),
+            "window": own[0].window,
+            "block_size": own[0].block_size,
+            "bytes": max(one.page_bytes for one in own),
+            "components": _components(own[0].components),
+        }
+        for own in alike.values()
+    ]
+
+
+def _components(parts: Iterable[KVComponent]) -> list[list[Any]]:
+    """Return components as [name, heads, head size, dtype]."""
+    return [[one.name, one.num_heads, one.head_dim, one.dtype] for one in parts]
 
 
 def describe_loading(
@@ -120,7 +144,7 @@ def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:
         "name": "host",
         "bytes": memory.host_blocks * page,
         "blocks": memory.host_blocks,
-        "tokens": memory.host_blocks * memory.geometry.block_size,
+        "tokens": memory.geometry.num_tokens(memory.host_blocks),
         "policy": offload.policy,
         "folder": "",
     }
@@ -130,7 +154,7 @@ def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:
         "bytes": most,
         "blocks": most // page,
         "policy": offload.policy,
-        "tokens": most // page * memory.geometry.block_size,
+        "tokens": memory.geometry.num_tokens(most // page),
         "folder": offload.folder,
     }
     places = [f"{name}:{port}" for name, port in offload.sharing.of(whole.mesh.rank.replica).peers]

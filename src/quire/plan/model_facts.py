@@ -14,13 +14,19 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     The value of "router" is None for a model without experts.
     """
     moe, facts = args.moe, [kind.facts() for kind in mixers(args)]
-    (attention,) = [one for i, one in enumerate(facts) if one not in facts[:i]]
+    attention = facts[0]
     windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
     full = windows.pop(None, 0)
-    (rotation,) = args.rotations
+    by_window = sorted(args.layers, key=lambda one: mixer(one.mixer).window is not None)  # full layers first
+    rotations = list(dict.fromkeys(one.mixer.rotation for one in by_window))
+    turning = [one for one in rotations if one.rope.kind != "none"]
+    rotation = (turning or rotations)[0]
+    unrotated = sum(one.mixer.rope.kind == "none" for one in args.layers[: args.num_layers])
     return {
         "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},
-        "rope": asdict(rotation.rope) | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim},
+        "rope": asdict(rotation.rope)
+        | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim, "without": unrotated}
+        | {"others": [asdict(one.rope) for one in turning[1:]]},
         "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 
@@ -34,7 +40,10 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         if latent
         else (f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
     )
-    more = ", normalized queries and keys" * attention["qk_norm"] + ", biased q, k and v" * attention["bias"]
+    normed = {"": "", "head": ", normalized queries and keys", "whole": ", queries and keys normalized over all heads"}
+    more: str = normed[attention["qk_norm"]] + ", biased q, k and v" * attention["bias"]
+    more += f", scores capped at {attention['soft_cap']:g}" if attention.get("soft_cap") else ""
+    more += ", a sink for each head" * attention.get("sinks", False)
     windows = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
     windows += [f"{attention['full']} layers without"] * (bool(windows) and attention["full"] > 0)
     lines = [
@@ -45,12 +54,20 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
 
 
 def _rope(rope: dict[str, Any], partial: str) -> str:
-    part, whole, words = rope["rotary_dim"], rope["head_dim"], [rope["kind"], f"theta {rope['theta']:,.10g}"]
-    if rope["kind"] != "default":
+    part, whole = rope["rotary_dim"], rope["head_dim"]
+    rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
+    words = [*_scaling(rope), f"all {whole} dimensions of a head rotated" if part == whole else rotated]
+    others = "".join(f"; layers with a window: {', '.join(_scaling(one))}" for one in rope["others"])
+    without = f"; {rope['without']} layers without" if rope["without"] else ""
+    return ", ".join(words) + others + without
+
+
+def _scaling(rope: dict[str, Any]) -> list[str]:
+    words = [rope["kind"], f"theta {rope['theta']:,.10g}"]
+    if rope["kind"] not in ("default", "none"):
         trained = rope["original_max_position"]
         words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))
-    rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
-    return ", ".join([*words, f"all {whole} dimensions of a head rotated" if part == whole else rotated])
+    return words
 
 
 def _router(router: dict[str, Any]) -> str:
@@ -59,6 +76,7 @@ def _router(router: dict[str, Any]) -> str:
         score = {"max": "best expert", "top2": "two best experts"}[router["group_score"]]
         groups = "from the best {top_groups} of {num_groups} groups".format(**router)
         words.append(f"{groups} (by their {score})")
-    words.append(f"{router['scoring']} scores{' with a bias that only chooses' * router['bias']}")
+    biased = " of biased logits" * router["logit_bias"] + " with a bias that only chooses" * router["correction"]
+    words.append(f"{router['scoring']} scores{biased}")
     words.append(f"weights {'' if router['normalize'] else 'not '}renormalized")
     return ", ".join([*words, *[f"scaled by {router['scaling']:g}"] * (router["scaling"] != 1)])

@@ -6,7 +6,7 @@ A test compares the list with the calls of a real step.
 from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
-from quire.plan.kinds.interfaces import SUM, Call, Features
+from quire.plan.kinds.interfaces import LAYER_NORM, RMS_NORM, SUM, Call, Features
 
 
 def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) -> str:
@@ -19,7 +19,9 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
         return "" if in_place else "experts.put"
     if name.endswith(".router.weight"):
         return "linear.pack"
-    if name.endswith(("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")):
+    if name.endswith(
+        ("norm.weight", "_after.weight", "_norm.q", "_norm.k", "sinks.weight", ".kv_up.weight", ".correction", "bias")
+    ):
         return ""
     if name == "embed.weight" and not args.tie_word_embeddings:
         return ""
@@ -44,7 +46,7 @@ def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
 
     sliced   each rank has the logits of some ids, and sampling exchanges them
     """
-    yield Call("norm.rms_norm", ("norm.weight",))
+    yield Call(LAYER_NORM if args.norm.centered else RMS_NORM, ("norm.weight",))
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
     if sliced:
         yield Call("tp.all_gather", when="best ids, or logits")

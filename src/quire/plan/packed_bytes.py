@@ -49,7 +49,7 @@ def kept_of(plan: EnginePlan, param: Param, headers: Mapping[str, StoredTensor],
     raws = FORMATS[param.format].tensors(first_expert(param))
     names = [part.stored for raw in raws if raw.name.endswith(".scale") for part in raw.parts]
     exact = bool(names) and all(name in headers and headers[name].dtype in EXACT for name in names)
-    return kept_bytes(made, shape, scheme, count * copies, 2 if exact else 4)
+    return kept_bytes(made, shape, scheme, count * copies, 2 if exact else scheme.scale_bytes)
 
 
 def _kernel(plan: EnginePlan, param: Param) -> str:

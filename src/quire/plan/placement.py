@@ -13,6 +13,7 @@ from quire.config.balancing import read_eplb_config
 from quire.config.engine import ParallelConfig
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import mixers
+from quire.plan.kinds.stored_experts import expert_share
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
@@ -91,11 +92,15 @@ def kv_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
 
 
 def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
-    """Return plain values about the part of the model that a rank holds, for `explain`."""
-    (heads,), (own,) = query_heads(args, rank), kv_heads(args, rank)
+    """Return plain values about the part of the model that a rank holds, for `explain`.
+
+    If kinds of layers differ in heads, these are those of the first one.
+    """
+    heads, own = query_heads(args, rank)[0], kv_heads(args, rank)[0]
     return asdict(rank) | {"heads": heads, "kv_heads": own}
 
 
 def held_of(args: ModelArgs, rank: Rank) -> tuple[object, ...]:
-    """Return a key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
-    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids)
+    """Return a key that is equal for ranks with the same layers, and equal parts of KV heads and experts."""
+    widths = expert_share(args.moe, rank)[1] if args.moe else 0
+    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids), widths

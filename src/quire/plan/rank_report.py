@@ -103,6 +103,7 @@ def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:
                 "axis": part.axis,
                 "start": part.start,
                 "end": part.start + part.count,
-                "total": part.shape[part.axis],
+                "total": part.matrix[part.axis],
                 "shape": part.shape,
+                **({"expert": part.expert, "transposed": part.transposed} if part.expert >= 0 else {}),
             }

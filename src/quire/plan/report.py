@@ -16,7 +16,7 @@ from quire.contracts.params import Param, first_expert, fused
 from quire.contracts.scheme import Scheme
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.experts.plan import MoEPlan
-from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
 from quire.plan.engine import EnginePlan, of_rank
@@ -153,13 +153,13 @@ class PlanReport:
             own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
             return own + max(1, k) * other
 
-        size, own = self.plan.geometry.block_size, len(range(*self.plan.mesh.rank.layers))
+        own = len(range(*self.plan.mesh.rank.layers))
         every = [(group, layer) for group in self.plan.geometry.groups for layer in group.layers]
-        cache = sum(one.num_bytes(size) for group, at in every if layered and at >= own for one in group.of(at))
+        drafting = [(group, one) for group, at in every if layered and at >= own for one in group.of(at)]
         return {
             "drafter": str(speculation),
             "weights": other + sum(map(holdings.num_bytes, drafts)),
-            "cache": cache / size,
+            "cache": sum(one.num_bytes(group.entries) / group.block_size for group, one in drafting),
             "read": {k: read(k) for k in (0, *speculation.lengths)},
         }
 
@@ -254,7 +254,8 @@ class PlanReport:
     @cached_property
     def _schemes(self) -> dict[str, Scheme | None]:
         """Parameter of experts -> its scheme."""
-        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+        matrices = {one.name: one.scheme for one in self._listed if one.shard == "experts"}
+        return {name: matrices[name.removesuffix("_bias")] for name in matrices}  # biases lie beside the matrices
 
     @property
     def load_device(self) -> str:
@@ -357,8 +358,11 @@ class PlanReport:
         """
         if param.shard == "experts" and self.plan.mesh.parallel.experts:
             return "experts" if self.plan.mesh.parallel.expert_ranks > 1 else ""
-        sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
-        return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
+        sliced = {"down": "columns of each expert", "down_bias": ""}  # other ranks do not have the bias
+        cut = param.shard
+        if cut == "experts":
+            cut = sliced.get(param.name.rpartition(".")[2], "rows of each expert")
+        return "" if self.plan.mesh.parallel.tp == 1 else cut
 
     @cached_property
     def cache_scales(self) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from quire.contracts.params import Param, Part, RawTensor, first_expert, num_experts, of_expert
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
+from quire.quantization.microscaled import GPT_OSS, MX_PACKED
 from quire.quantization.rows import FBGEMM, FLOAT, FP8, INT, MODELOPT, PACKED
 from quire.quantization.unquantized import ONLINE, UNQUANTIZED
 
@@ -28,8 +29,9 @@ class WeightFormat(Protocol):
         """Return the reason why a slice of this parameter cannot be read alone, such as a cut group; "" without one."""
 
 
+_ROWS, _COLUMNS = (FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED), (AWQ, GPTQ, GPTQ_V2)
 FORMATS: dict[str, WeightFormat] = {
-    one.name: one for one in (UNQUANTIZED, ONLINE, FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED, AWQ, GPTQ, GPTQ_V2)
+    one.name: one for one in (UNQUANTIZED, ONLINE, *_ROWS, *_COLUMNS, GPT_OSS, MX_PACKED)
 }
 
 

@@ -16,7 +16,7 @@ from quire.quantization.rules import PLAIN, rules_of
 KEY = "quantization_config"
 SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # ModelOpt, GPTQ, AWQ
 ONLINE = "online fp8"  # quant_method of an unquantized checkpoint that is quantized when it is loaded
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt")
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt", "mxfp4")
 KERNELS = "Quire chooses kernels by itself; `quire explain` names them"
 # Values of the option `quantization` -> methods of checkpoints that they stand for.
 FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "auto": METHODS,
 }
 REFUSED = (
-    "gguf bitsandbytes mxfp4 mxfp8 nvfp4 modelopt_fp4 modelopt_mxfp8 petit_nvfp4 gptq_marlin_24 hqq quark torchao "
+    "gguf bitsandbytes mxfp8 nvfp4 modelopt_fp4 modelopt_mxfp8 petit_nvfp4 gptq_marlin_24 hqq quark torchao "
     "auto-round auto_round inc experts_int8 moe_wna16 tpu_int8 rtn bitblas aqlm quip eetq higgs vptq spqr fp_quant "
     "exl2 exl3 deepspeedfp cpu_awq ipex fpgemm_fp8"
 ).split()

@@ -5,6 +5,8 @@ Values of fused parts lie in one tensor; scales stay apart, part by part.
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from quire.contracts.params import FLOATS, Param, Part, RawTensor
 from quire.contracts.scheme import Scheme
 from quire.quantization.slices import Axes, cuts_blocks, group_axis, scale_part, stored_part
@@ -44,7 +46,7 @@ class RowMajor:
         per = WORD // scheme.bits if self.packed else 1
         shape = (part.shape[0], -(-part.shape[1] // per))
         made = stored_part(part, suffix, shape, Axes(0, 1, (1, per)))
-        return Part(made.stored, shape, made.start, made.count, made.axis, part.order, part.name)
+        return replace(made, order=part.order)
 
     def _beside(self, part: Part, own: str, scheme: Scheme) -> Iterator[RawTensor]:
         scale = scale_part(part, self._blocks if scheme.block[1] else "weight_scale", scheme)

@@ -12,9 +12,10 @@ import msgspec
 
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.scheme import Scheme
+from quire.quantization.microscaled import GPT_OSS, MX_PACKED, MXFP4
 
 HEAD = "lm_head"
-PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ, GPTQ or compressed-tensors"
+PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, MXFP4, AWQ, GPTQ or compressed-tensors"
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -99,6 +100,21 @@ def _modelopt(config: Mapping[str, Any]) -> Rules:
     )
 
 
+# --- mxfp4 (gpt-oss) --------------------------------------------------------------------------------------------------
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Rules:
+    """Experts alone are quantized, except those that `modules_to_not_convert` names: full names or globs."""
+    kept, rule = config.get("modules_to_not_convert") or (), Rule(GPT_OSS.name, MXFP4)
+
+    def quantized(module: str) -> bool:
+        return "experts" in module.split(".") and not any(
+            fnmatchcase(module, name) or fnmatchcase(module, f"{name}.*") for name in kept
+        )
+
+    return lambda module: rule if quantized(module) else None
+
+
 # --- AWQ, GPTQ --------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +187,7 @@ FORMS = {
     "int8": ("int-quantized", "naive-quantized"),
     "w4": ("pack-quantized",),
     "w8": ("pack-quantized", "int-quantized", "naive-quantized"),
+    "e2m1": (MX_PACKED.name,),
 }
 # (values, rows of a block, activations) that kernels run; 0: scales of channels or of the tensor.
 RUN = frozenset(
@@ -178,6 +195,7 @@ RUN = frozenset(
         ("e4m3", 128, "group"),
         *((values, 0, inputs) for values in ("e4m3", "int8") for inputs in ("token", "tensor")),
         *((values, rows, "") for values in ("w4", "w8") for rows in (0, 1)),
+        ("e2m1", 1, ""),
     }
 )
 
@@ -227,17 +245,25 @@ def _group_rule(config: Mapping[str, Any], group: Mapping[str, Any]) -> Rule | N
     )
     words, form = f"compressed-tensors weights of {bits}-bit {kind} per {strategy}", group.get("format")
     form, block, activations = form or config.get("format"), _block(weights, strategy), _inputs(inputs, kind, words)
-    values = {("float", "8"): "e4m3", ("int", "8"): "int8" if inputs else "w8", ("int", "4"): "w4"}.get((kind, bits))
+    values = {
+        ("float", "8"): "e4m3",
+        ("int", "8"): "int8" if inputs else "w8",
+        ("int", "4"): "w4",
+        ("float", "4"): "e2m1",
+    }.get((kind, bits))
     zeros, order = weights.get("symmetric") is False, weights.get("actorder") in ("group", True)
     if values is None or block is None:
         raise refused(f"{words} have no kernel")
     if form not in FORMS[values]:
         raise refused(f"{words}: format={form!r} is not implemented (one of {', '.join(FORMS[values])})")
+    if values == "e2m1" and block != MXFP4.block:
+        raise refused(f"{words} of {weights.get('group_size')} columns have no kernel (only groups of 32, MXFP4)")
     if zeros and form != "pack-quantized":
         raise refused(f"{words} with zero points are implemented in the format pack-quantized only")
     if (values, block[0] if block[1] else 0, activations) not in RUN:
         raise refused(f"{words} with activations {_words(inputs)} have no kernel")
-    stored = form if form == "pack-quantized" else "float-quantized" if values == "e4m3" else "int-quantized"
+    stored = {"e4m3": "float-quantized", "int8": "int-quantized"}.get(values, form)
+    stored = "int-quantized" if stored == "naive-quantized" else stored
     return Rule(str(stored), Scheme(values=values, block=block, zeros=zeros, order=order, inputs=activations))
 
 
@@ -274,5 +300,5 @@ def _words(inputs: Mapping[str, Any] | None) -> str:
 
 _RULES: Mapping[str, Callable[[Mapping[str, Any]], Rules]] = {
     "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": _compressed, "mxfp4": _mxfp4,
 }  # fmt: skip

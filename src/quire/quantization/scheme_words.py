@@ -2,7 +2,7 @@
 
 from quire.contracts.scheme import Scheme
 
-NAMES = {"e4m3": "FP8", "int8": "INT8", "w4": "4-bit", "w8": "8-bit"}
+NAMES = {"e4m3": "FP8", "int8": "INT8", "w4": "4-bit", "w8": "8-bit", "e2m1": "MXFP4"}
 INPUTS = {
     "": "",
     "token": "activations per token",

@@ -22,22 +22,27 @@ class Axes(NamedTuple):
 
 
 def stored_name(part: Part, suffix: str) -> str:
-    """Return the name of a tensor stored beside a weight: for "....q_proj.weight" and "scales", "....q_proj.scales"."""
-    return f"{part.stored.rpartition('.')[0]}.{suffix}"
+    """Return the name of a tensor stored beside a weight: for "....q_proj.weight" and "scales", "....q_proj.scales".
+
+    A suffix that begins with "_" is added to the name: for "....experts.down_proj" and "_scales",
+    "....experts.down_proj_scales".
+    """
+    return part.stored + suffix if suffix.startswith("_") else f"{part.stored.rpartition('.')[0]}.{suffix}"
 
 
 def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> Part:
     """Return the slice of a tensor stored beside a weight that belongs to `part`, a slice of the weight.
 
     suffix   last word of the tensor's name, such as "scales"
-    shape    whole shape of the tensor
+    shape    whole shape of the tensor; where it stacks experts, without their axis
     axes     axes of the tensor; elements for blocks that `part` cuts are in the slice
     """
     axis, unit = (axes.columns, axes.units[1]) if part.axis else (axes.rows, axes.units[0])
+    name, whole = stored_name(part, suffix), (*part.shape[: part.expert >= 0], *shape)
     if axis is None:
-        return Part(stored_name(part, suffix), shape, 0, shape[0], name=part.name)
+        return Part(name, whole, 0, shape[0], name=part.name, expert=part.expert)
     first, end = part.start // unit, -(-(part.start + part.count) // unit)
-    return Part(stored_name(part, suffix), shape, first, end - first, axis=axis, name=part.name)
+    return Part(name, whole, first, end - first, axis=axis, name=part.name, expert=part.expert)
 
 
 def is_cut(part: Part) -> bool:
@@ -57,7 +62,7 @@ def group_axis(part: Part, stored: Scheme, axis: int) -> int | None:
 
 def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
     """Return the slice of the scale tensor for `part`: [blocks of rows, blocks of columns], or a single number."""
-    rows, columns = part.shape
+    rows, columns = part.matrix
     if stored.block == (0, 0):
         return stored_part(part, suffix, (1,), Axes(None, None))
     axes = Axes(0 if stored.block[0] else None, group_axis(part, stored, 1), stored.block)
@@ -73,10 +78,10 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
         return ""
     groups = 1 if stored.order else stored.block[1] or 1  # in activation order a slice has the scales of all groups
     for unit, word in ((groups, "groups"), (packed, "packed words")):
-        if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.shape[1]:
+        if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.matrix[1]:
             return (
                 f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "
-                f"{part.start + part.count} of {part.shape[1]} cut"
+                f"{part.start + part.count} of {part.matrix[1]} cut"
             )
     return ""
 
@@ -97,8 +102,8 @@ def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
 
 def _stays(part: Part, high: int) -> bool:
     """True when the order of a part's rows moves no row out of its block."""
-    if not part.order:
-        return True
+    if part.paired or not part.order:
+        return not part.paired
     moved = [i for i, row in enumerate(part.order) if i != row]
     if not moved:
         return True

@@ -26,7 +26,7 @@ class Unquantized:
     def objection(self, param: Param) -> str:
         """Return the reason why a slice cannot be read: it exceeds the stored tensor; or "". See `WeightFormat`."""
         for part in param.parts:
-            end, size = part.start + part.count, part.shape[part.axis]
+            end, size = part.start + part.count, part.matrix[part.axis]
             if not 0 <= part.start <= end <= size:
                 return f"{part.stored}: {part.start} to {end} of {size}"
         return ""

@@ -9,6 +9,7 @@ from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ
+from quire.quantization.microscaled import MX_PACKED, MXFP4
 from quire.quantization.rows import FLOAT, FP8, INT, PACKED
 from quire.quantization.rules import Rule
 
@@ -19,10 +20,11 @@ SCHEMES: Mapping[str, Rule] = {
     "w8a8-int8": Rule(INT.name, Scheme(values="int8", block=(1, 0), inputs="token")),
     "w8a16": Rule(PACKED.name, Scheme(values="w8", block=(1, GROUP))),
     "w4a16": Rule(PACKED.name, Scheme(values="w4", block=(1, GROUP))),
+    "mxfp4": Rule(MX_PACKED.name, MXFP4),
     "awq-int4": Rule(AWQ.name, Scheme(values="w4", block=(1, GROUP), zeros=True)),
 }
 METHODS = {FP8.name: "fp8", AWQ.name: "awq"}  # format -> quant_method; of the others compressed-tensors
-BYTES = {"F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8, "F32": 4, "BF16": 2, "F16": 2}
+BYTES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 class Stored(NamedTuple):
@@ -83,13 +85,13 @@ def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tu
     ]
     if rule.format == PACKED.name:
         found.append((f"{weight.removesuffix('weight')}weight_shape", "shape", "I64", (2,)))
-    types = {"scale": scale_type(rule, dtype)}
+    types = {} if rule.scheme == MXFP4 else {"scale": scale_type(rule, dtype)}
     made = ((name, role, types.get(role, kind), size) for name, role, kind, size in found)
     return tuple(Stored(name, role, kind, size, prod(size) * BYTES[kind]) for name, role, kind, size in made)
 
 
 def scale_type(rule: Rule, dtype: str) -> str:
-    """Return the dtype of stored scales: F16 for AWQ, BF16 for compressed-tensors in BF16 models, else F32.
+    """Return the dtype of floating-point scales: F16 for AWQ, BF16 for compressed-tensors in BF16 models, else F32.
 
     dtype   dtype of the model, in safetensors' spelling
     """
@@ -141,12 +143,17 @@ def quantization_config(body: Rule, head: Rule | None, kept: Sequence[str]) -> d
 def _group(rule: Rule, target: str) -> dict[str, Any]:
     """Return a config group of compressed-tensors."""
     scheme = rule.scheme
-    numbers = {"num_bits": scheme.bits, "type": "float" if scheme.values == "e4m3" else "int", "symmetric": True}
+    numbers = {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.values in ("e4m3", "e2m1") else "int",
+        "symmetric": True,
+    }
+    powers = {"scale_dtype": "torch.uint8"} if scheme == MXFP4 else {}
     wide = {"strategy": "group", "group_size": scheme.block[1]} if scheme.block[1] else {"strategy": "channel"}
     inputs = numbers | {"strategy": "token", "dynamic": True} if scheme.inputs else None
     return {
         "targets": [target],
-        "weights": numbers | wide | {"dynamic": False},
+        "weights": numbers | wide | powers | {"dynamic": False},
         "input_activations": inputs,
         "output_activations": None,
         "format": rule.format,

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedMod
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import TooCostly, compile_metered
 from quire.text.special import SpecialTokens, read_json
+from quire.text.template_tool_calls import REASONING as REASONING
 from quire.text.template_tool_calls import CallStyle, probe_style
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -27,10 +29,10 @@ EXTRA_TEMPLATES = "additional_chat_templates"
 ARGUMENTS = ("messages", "tools", "chat_template", "adapt_turns")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ASKED = re.compile(r"""role["']?\]?\s*(?:[!=]=|(?:not\s+)?in)\s*[\[(]?((?:\s*["']\w+["']\s*,?)+)""")
+NOW = "strftime_now"  # function of templates; as a variable, a text: the time that it shows
 SWITCHES = ("add_generation_prompt", "continue_final_message")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
 MAX_WORDS = 500  # characters of a template's own error, which may hold whole messages
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, in order of precedence
 CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message
 # Errors of a template besides Jinja's own: it is a program that runs on the caller's values.
 PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -147,7 +149,7 @@ class ChatTemplate:
         chat = [_normal_message(message, at) for at, message in enumerate(messages)]
         if adapt_turns:
             style = self.call_style(name) if any(message.get("tool_calls") for message in chat) else CallStyle()
-            chat = [style.apply(message) for message in chat]
+            chat = style.turns(chat)
         last = chat[-1].get("content")
         if continue_final_message:
             if not isinstance(last, str) or "content" not in self.sources[name]:
@@ -160,7 +162,7 @@ class ChatTemplate:
         if adapt_turns:
             _complete_texts(chat)
         variables = {**_plain(kwargs, "chat_template_kwargs"), "add_generation_prompt": add_generation_prompt}
-        text = self._render(name, chat, _plain(tools, "tools"), variables)
+        text = self._render_with(name, chat, _plain(tools, "tools"), variables)
         return _cut_at_mark(text, str(last)) if continue_final_message else text
 
     def call_style(self, name: str = "default") -> CallStyle:
@@ -179,8 +181,20 @@ class ChatTemplate:
             param="messages",
         )
 
+    def _render_with(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
+        """Render, and if the template refuses, once more with an empty description of each tool that has none."""
+        try:
+            return self._render(name, messages, tools, variables)
+        except InvalidParameter:
+            described = [_described(tool) for tool in tools or ()]
+            if described == (tools or []):
+                raise
+        return self._render(name, messages, described, variables)
+
     def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         given = {"documents": None, "add_generation_prompt": False, **self._variables, **variables}
+        if isinstance(given.get(NOW), str):
+            given[NOW] = fixed_time(given[NOW])
         template = self._compiled.get(name)
         if template is None:
             raise TooCostly
@@ -196,6 +210,23 @@ class ChatTemplate:
                 "or give another template as chat_template.",
                 param="messages",
             ) from error
+
+
+def fixed_time(text: str) -> Callable[[str], str]:
+    """Return the function `strftime_now` of a template for a fixed time in ISO format. Raises `InvalidParameter`."""
+    try:
+        return datetime.fromisoformat(text).strftime
+    except ValueError:
+        raise InvalidParameter(
+            f"chat_template_kwargs.{NOW} is {shown(text)}: it must be a date or time such as 2026-11-28.",
+            param="chat_template_kwargs",
+        ) from None
+
+
+def _described(tool: Any) -> Any:
+    """Return a tool that has a description, which may be empty."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return {**tool, "function": {"description": "", **function}} if isinstance(function, dict) else tool
 
 
 def no_template(model: str) -> InvalidParameter:

@@ -3,6 +3,7 @@
 Knows the files that hold them. Knows nothing of weights and devices, so that a server loads it without torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.output_styles import OutputStyles, choose_styles
 from quire.text.special import read_json
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools import OutputStyles, choose_styles
 
 SOURCES = ("auto", "none", "vllm")  # values of generation_config; "vllm" is vLLM's name of "none"
 
@@ -45,7 +46,16 @@ class TextSide:
     @cached_property
     def styles(self) -> OutputStyles:
         """Formats of the model's tool calls and reasoning. Raises `ConfigError` for an unknown name."""
-        return choose_styles(self.chat_template, *self.parsers)
+        token_id = None if self.tokenizer is None else self.tokenizer.token_id
+        return choose_styles(self.chat_template, *self.parsers, token_id)
+
+    def begun_message(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the last tokens of a prompt, from the beginning of its last message on, for a model that writes
+        messages; () for other models."""
+        row = self.styles.messages
+        start = None if row is None or self.tokenizer is None else self.tokenizer.token_id(row.tokens.start)
+        at = next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] == start), len(prompt))
+        return tuple(prompt[at:])
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
@@ -81,14 +91,22 @@ def load_text(
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder
+    template = None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template)
     return TextSide(
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
-        chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer),
+        chat_template=template,
+        eos_ids=(*dict.fromkeys((*load_eos_ids(folder, tokenizer), *_turn_ends(template, tokenizer))),),
         default_params=_default_params(config, folder),
         pooling=pooling,
     )
+
+
+def _turn_ends(template: ChatTemplate | None, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens that end a turn of a model that writes messages. Some checkpoints list only a part of them."""
+    if tokenizer is None or (row := choose_styles(template, token_id=tokenizer.token_id).messages) is None:
+        return []
+    return [i for i in map(tokenizer.token_id, (row.tokens.stop, row.tokens.call)) if i is not None]
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

@@ -23,6 +23,7 @@ from quire.kernels.sums import triton as on_gpu
 from quire.kernels.sums.ref import I64
 from quire.kernels.triton_runtime import missing
 from quire.weights.files import StoredTensor
+from quire.weights.slices import slice_bytes
 
 IDENTITY = 5  # numbers that name a slice: two of the tensor, axis, start, count
 DIFFERENT = (
@@ -50,18 +51,11 @@ class SliceSums:
 
     def slice(self, stored: StoredTensor, part: Part) -> int:
         """Take a slice that will be read; return its index."""
-        keys = _keys(self._role, stored.name, stored.dtype, *stored.shape)
-        row = stored.num_bytes // part.shape[0]
-        if part.axis == 0 or part.whole:
-            axis, first = 0, part.start if part.axis == 0 else 0
-            count = part.count if part.axis == 0 else part.shape[0]
-            base, length = first * row, count * row
-        else:
-            axis, first, count = part.axis, part.start, part.count
-            item = row // part.shape[1]
-            base, length = first * item, count * item
-        self._names.append((*keys, axis, first, count))
-        self._rows.append(np.array([base, length, row, *_signed(keys)], np.int64))
+        expert = (part.expert,) if part.expert >= 0 else ()  # experts count as tensors: ranks read any of them
+        keys = _keys(self._role, stored.name, stored.dtype, *stored.shape, *expert)
+        own = slice_bytes(stored, part)
+        self._names.append((*keys, own.axis, own.first, own.taken))
+        self._rows.append(np.array([own.base, own.length, own.row, *_signed(keys)], np.int64))
         self._totals.append((0, 0))
         return len(self._names) - 1
 

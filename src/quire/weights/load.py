@@ -8,7 +8,7 @@ are one unit, which is read into the layer's memory (`unpacked.py`) and needs no
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,13 +23,15 @@ from quire.weights.digest import SliceSums
 from quire.weights.files import StoredTensor, read_checkpoint
 from quire.weights.match import match_tensors
 from quire.weights.read_threads import Lanes, OpenUnit, ReadChunker
+from quire.weights.slices import SliceBytes, order_rows, slice_bytes
 from quire.weights.spare import check_spare
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
+    "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 CHUNK = 8 << 20  # bytes; two per thread are pinned
 GPU_THREADS = 8  # one thread reads the page cache at 5 to 10 GB/s, PCIe 5 takes about 50
@@ -79,7 +81,7 @@ def load_weights(
     unpacked = Unpacked(model, device)
     units = deque(unpacked.units())
     parts = (part for unit in units for raw in unit.tensors for part in raw.parts)
-    total = sum(_stored_bytes(headers[part.stored], part) for part in parts)
+    total = sum(slice_bytes(headers[part.stored], part).num_bytes for part in parts)
     num_threads = num_threads or (GPU_THREADS if device.type == "cuda" else CPU_THREADS)
     sums = SliceSums(summed_as, device) if summed_as else None
     with Lanes(checkpoint.files, device, num_threads, chunk_bytes, sums) as lanes:
@@ -132,34 +134,27 @@ def _open(
     sums: SliceSums | None,
 ) -> OpenUnit:
     """Plan the reads that fill a unit's tensors, in the order in which they lie in the files."""
-    reads: list[tuple[StoredTensor, Part, Tensor, int]] = []
+    reads: list[tuple[StoredTensor, Part, SliceBytes, Tensor, int]] = []
     for raw in unit.tensors:
         first, target = 0, tensors[raw.name].view(-1)
         for part in raw.parts:
-            reads.append((headers[part.stored], part, target, first))
+            stored = headers[part.stored]
+            reads.append((stored, part, slice_bytes(stored, part), target, first))
             first += prod(part.local_shape)
-    opened = OpenUnit(unit, tensors, sum(_stored_bytes(stored, part) for stored, part, *_ in reads))
-    for stored, part, target, first in sorted(reads, key=lambda read: (read[0].file, read[0].offset)):
+    opened = OpenUnit(unit, tensors, sum(own.num_bytes for _, _, own, *_ in reads))
+    for stored, part, own, target, first in sorted(reads, key=_place):
         index, dtype = None if sums is None else sums.slice(stored, part), DTYPES[stored.dtype]
         if index is not None and sums is not None and sums.on_device and dtype == target.dtype:
             opened.slices.append((index, target.narrow(0, first, prod(part.local_shape))))
             index = None
-        chunks.add(opened, stored.file, _runs(stored, part), target, dtype, first=first, index=index)
+        chunks.add(opened, stored.file, own.runs(stored.offset), target, dtype, first=first, index=index)
     return opened
 
 
-def _stored_bytes(stored: StoredTensor, part: Part) -> int:
-    """Return the bytes of the slice that is read."""
-    return stored.num_bytes // part.shape[part.axis] * part.count
-
-
-def _runs(stored: StoredTensor, part: Part) -> Iterable[tuple[int, int]]:
-    """Return the runs (offset, bytes) of a file that hold the slice: one for rows; for columns, one for each row."""
-    row = stored.num_bytes // part.shape[0]
-    if part.axis == 0 or part.whole:
-        return [(stored.offset + part.start * row * (part.axis == 0), _stored_bytes(stored, part))]
-    item = row // part.shape[1]
-    return [(stored.offset + i * row + part.start * item, part.count * item) for i in range(part.shape[0])]
+def _place(read: tuple[StoredTensor, Part, SliceBytes, Tensor, int]) -> tuple[Path, int]:
+    """Return file and first byte of a read."""
+    stored, _, own, *_ = read
+    return stored.file, stored.offset + own.offset + own.base
 
 
 def _ordered(done: OpenUnit) -> dict[str, Tensor]:
@@ -167,10 +162,6 @@ def _ordered(done: OpenUnit) -> dict[str, Tensor]:
     for raw in done.unit.tensors:
         first = 0
         for part in raw.parts:
-            if part.order:
-                rows = done.tensors[raw.name]
-                rows = rows.view(torch.uint8).view(*rows.shape[:1], -1) if rows.itemsize == 1 else rows
-                rows = rows.narrow(0, first, part.rows).unflatten(0, (-1, len(part.order)))
-                rows.copy_(rows[:, torch.tensor(part.order, device=rows.device)])
+            order_rows(done.tensors[raw.name], first, part)
             first += part.rows
     return done.tensors

@@ -27,7 +27,7 @@ CACHE_SCALES = (
     ".v_zero_point",
 )
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and head, in an MTP layer
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"[a-z_.]*\blayers\.(\d+)\.")
 
 
 def match_tensors(
@@ -65,11 +65,15 @@ def match_tensors(
 def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
-    These are rotary tables of older checkpoints, a head that is tied to the embedding, scales of a quantized KV cache,
-    and the layers of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of
-    embedding and head.
+    These are those of a model around the language model, rotary tables of older checkpoints, a head that is tied to
+    the embedding, scales of a quantized KV cache, and the layers of multi-token prediction (MTP) that draft nothing. Of
+    the others, and of EAGLE heads, copies of embedding and head.
     """
-    if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (name == "lm_head.weight" and args.tie_word_embeddings):
+    if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:
+        return True
+    if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (
+        name.endswith("lm_head.weight") and args.tie_word_embeddings
+    ):
         return True
     if args.eagle is not None and name.rpartition("embed_tokens.")[2] in ("weight", "lm_head.weight", "d2t", "t2d"):
         return True

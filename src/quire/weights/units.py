@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quire.contracts.params import Param, RawTensor, fused, of_expert
 from quire.quantization.formats import FORMATS
 
-ITEM_BYTES = {"float8_e4m3fn": 1, "int8": 1, "int32": 4, "float32": 4}  # of the types of raw tensors
+ITEM_BYTES = {"float8_e4m3fn": 1, "int8": 1, "uint8": 1, "int32": 4, "float32": 4}  # of the types of raw tensors
 
 
 class LoadUnit(NamedTuple):

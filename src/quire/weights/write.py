@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from quire.contracts.errors import WeightsError
+from quire.kernels.pack.matrix import float_scales
 from quire.kernels.pack.nearest import quantized, relative_error
 from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
@@ -127,7 +128,7 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
     source = item.source
     weight = torch.frombuffer(source.read(), dtype=DTYPES[source.dtype]).view(source.shape)
     matrix = quantized(weight, rule.scheme, scales=scales)
-    if not matrix.scale.isfinite().all():
+    if not float_scales(matrix).isfinite().all():
         raise WeightsError(
             f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
             "large: download it again."

@@ -48,7 +48,9 @@ class Programs:
         self.model, self.sampler, self.recorder, self.features = model, sampler, recorder, features
         self.some: Sequence[int] = range(len(model.layers))
         self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
-        self._windows, self._limits = limits.windows, limits
+        self._limits = limits
+        groups = zip(limits.windows, limits.block_sizes, strict=True)
+        self._shares = [window is None and size == limits.shared_size for window, size in groups]
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(3, rows, dtype=torch.int32, device=device)
         # A stage without the head writes zeros, and the first stage gets the tokens later.
@@ -171,7 +173,7 @@ class Programs:
                     table_rows=table_rows,
                     max_query_len=shape.query if shape.decode else max(longest, few),
                     decode_len=shape.query if shape.decode else few,
-                    shared=shared if self._windows[group] is None else None,
+                    shared=shared if self._shares[group] else None,
                     prompts=prompts,
                     kv_group=group,
                 )

@@ -48,10 +48,15 @@ def test_a_family_decides_where_the_file_is_silent() -> None:
     silent, spelled = read(V3), read(V3, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     assert silent.moe == spelled.moe and silent.moe is not None
     routing = silent.moe.routing
-    assert (routing.scoring, routing.bias, routing.group_score, routing.normalize) == ("sigmoid", True, "top2", True)
+    assert (routing.scoring, routing.correction, routing.group_score, routing.normalize) == (
+        "sigmoid",
+        True,
+        "top2",
+        True,
+    )
     assert silent.moe.shared_size == 48 and silent.moe.router_float and silent.extra_layers == 1
     old = read(V3, model_type="deepseek_v2", topk_method=...).moe
-    assert old is not None and old.routing.scoring == "softmax" and not old.routing.bias
+    assert old is not None and old.routing.scoring == "softmax" and not old.routing.correction
     assert old.routing.num_groups == 1, "greedy knows no groups"
     limited = read(V3, model_type="deepseek_v2", topk_method="group_limited_greedy").moe
     assert limited is not None and (limited.routing.num_groups, limited.routing.group_score) == (4, "max")
@@ -196,7 +201,7 @@ def test_scores_have_a_temperature_with_every_scaled_rope(kind: dict[str, Any]) 
 
 def test_defaults_of_a_family_that_are_its_own() -> None:
     silent = read(BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
-    assert (silent.norm_eps, silent.mixers[0].rope.theta) == (1e-5, 1e6)
+    assert (silent.norm.eps, silent.mixers[0].rope.theta) == (1e-5, 1e6)
 
 
 def test_normalized_v2_is_refused() -> None:
@@ -219,7 +224,7 @@ def test_latent_sizes_of_real_models(shared: Path) -> None:
 def test_half_a_head_rotates_in_glm() -> None:
     glm = {key: value for key, value in V3.items() if "lora" not in key and "qk" not in key and key != "v_head_dim"}
     args = read(glm, model_type="glm4_moe", head_dim=16, use_qk_norm=True, n_group=1, topk_group=1)
-    assert (args.mixers[0].rotary_dim, args.mixers[0].qk_norm) == (8, True)
+    assert (args.mixers[0].rotary_dim, args.mixers[0].qk_norm) == (8, "head")
     nested = read(
         glm,
         model_type="glm4_moe",
@@ -228,7 +233,7 @@ def test_half_a_head_rotates_in_glm() -> None:
         topk_group=1,
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25},
     )
-    assert (nested.mixers[0].rotary_dim, nested.mixers[0].qk_norm) == (4, False)
+    assert (nested.mixers[0].rotary_dim, nested.mixers[0].qk_norm) == (4, "")
 
 
 def test_quantized_sizes_can_be_read() -> None:
@@ -250,4 +255,4 @@ def test_glm_with_latent_attention() -> None:
         model_type="glm4_moe_lite",
         mlp_layer_types=types,
     )
-    assert args.expert_layers == (1, 2) and latent_of(args).kv_rank == V3["kv_lora_rank"] and args.norm_eps == 1e-5
+    assert args.expert_layers == (1, 2) and latent_of(args).kv_rank == V3["kv_lora_rank"] and args.norm.eps == 1e-5

@@ -7,7 +7,7 @@ import pytest
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble.engine import _lines
 from quire.assemble.feature_lines import turned_on
-from quire.contracts.blocks import KVGroup
+from quire.contracts.blocks import KVGeometry, KVGroup
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.procs.messages import FEATURES
@@ -23,7 +23,9 @@ def told(num_found: int = 0, **options: Any) -> dict[str, str]:
     plan = planned(ARGS, **options)
     store = None
     if plan.offload.host_bytes:
-        store = KVStore(BlockPool(8), (KVGroup(block_size=16, layers=(0,), components=()),), 16, num_host_blocks=1500)
+        store = KVStore(
+            BlockPool(8), KVGeometry(groups=(KVGroup(block_size=16, layers=(0,), components=()),)), num_host_blocks=1500
+        )
         store.num_found = num_found
     return turned_on(plan, store)
 

@@ -34,8 +34,10 @@ STEPS = {
     "w8a16": 0.51 / 127,
     "w4a16": 0.54 / 7.5,
     "awq-int4": 1.04 / 15,
+    "mxfp4": 1 / 5,
 }
 GROUPED = ("w8a16", "w4a16", "awq-int4")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
 
@@ -86,6 +88,10 @@ def means(scheme: str, stored: dict[str, Tensor], module: str) -> Tensor:
         assert list(q.shape) == own["weight_shape"].tolist()
         scale = own["weight_scale"].float()
         return (q - (1 << int(scheme[1]) - 1)) * scale.repeat_interleave(q.shape[1] // scale.shape[1], 1)
+    if scheme == "mxfp4":
+        assert set(own) == {"weight_packed", "weight_scale"} and {one.dtype for one in own.values()} == {torch.uint8}
+        codes = torch.stack((own["weight_packed"] & 15, own["weight_packed"] >> 4), 2).flatten(1)
+        return E2M1[codes.int()] * 2.0 ** (own["weight_scale"].float() - 127).repeat_interleave(32, 1)
     suffix = "weight_scale_inv" if scheme == "fp8-block" else "weight_scale"
     assert set(own) == {"weight", suffix}
     values, scale = own["weight"], own[suffix]
@@ -100,7 +106,7 @@ def means(scheme: str, stored: dict[str, Tensor], module: str) -> Tensor:
 
 def check_rounding(scheme: str, weight: Tensor, found: Tensor) -> None:
     """Every number is at most half a step of its block from the weight."""
-    high, wide = {"fp8-block": (128, 128)}.get(scheme, (1, 32 if scheme in GROUPED else weight.shape[1]))
+    high, wide = {"fp8-block": (128, 128)}.get(scheme, (1, 32 if scheme in (*GROUPED, "mxfp4") else weight.shape[1]))
 
     def blocks(x: Tensor) -> Tensor:
         """Rows and columns of blocks, and the rows and columns of each; zeros fill the last ones."""
@@ -181,6 +187,15 @@ def test_values_are_rounded_for_the_stored_scale(plain: Callable[[str], Path], t
     scale = stored[name].float().t() if scheme == "awq-int4" else stored[name].float()
     high, wide = (128, 128) if scheme == "fp8-block" else (1, -(-160 // scale.shape[1]))
     scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:512, :160]
+    if scheme == "mxfp4":
+        powers = 2.0 ** (scale - 127)
+        sizes, step = (weight / powers).abs(), torch.tensor([0.5, 1, 2])
+        most = sizes.unflatten(1, (-1, 32)).amax(2)
+        assert ((most >= 3.5) & (most < 7)).all(), "the smallest scale whose largest number is rounded to at most 6"
+        step = step[(sizes >= 2).int() + (sizes >= 4).int()]
+        values = (sizes / step).round().mul(step).clamp(max=6) * weight.sign()  # halves go to even numbers of steps
+        assert torch.equal(means(scheme, stored, UP), values * powers)
+        return
     if scheme.startswith("fp8"):
         values = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     else:
@@ -208,6 +223,7 @@ def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None
             ("w4a16", "w4a16"),
             ("w4a16", "w8a16"),
             ("w4a16", "fp8-channel"),
+            ("mxfp4", "mxfp4"),
             ("w8a8-int8", "w8a16"),
         )
     ):
@@ -348,6 +364,7 @@ def test_ignored_modules_stay(plain: Callable[[str], Path], tmp_path: Path) -> N
         ({"scheme": "w4a16", "head": "q4"}, "scheme q4 does not exist"),
         ({"scheme": "w4a16"}, "has 160 columns, not a multiple of 128: use --group-size 32 or --ignore model."),
         ({"scheme": "awq-int4", "group_size": 36}, "--group-size 36 is not a multiple of 8"),
+        ({"scheme": "mxfp4", "group_size": 16}, "scheme mxfp4 has no group size: leave --group-size out"),
         ({"scheme": "fp8-block", "group_size": 32}, "scheme fp8-block has no group size: leave --group-size out"),
         ({"scheme": "fp8-block", "head": "w8a16", "group_size": 32}, "--lm-head w8a16 is stored as compressed-tensors"),
         ({"scheme": "fp8-block", "ignore": ("nothing",)}, "--ignore nothing matches no matrix that would be quantized"),

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from quire.answers.grammar import Grammar, GrammarCompiler
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import InvalidParameter
@@ -26,7 +28,6 @@ from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden,
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.text.grammar import Grammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
@@ -100,6 +101,7 @@ class EngineRig:
     rows       handle -> prompt rows so far, as (how many came before, id, value)
     cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
+    sizes      tokens of a block of each group, in turn, as multiples of `block_size`
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -121,6 +123,7 @@ class EngineRig:
         drafts: int = 0,
         accepts: Sequence[int] = (0,),
         windows: Sequence[int | None] = (None,),
+        sizes: Sequence[int] = (1,),
         host_blocks: int = 0,
         disk: MockDisk | MockRanksDisk | None = None,
         peers: MockPeers | None = None,
@@ -135,10 +138,16 @@ class EngineRig:
         tiers = partial(
             copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays, faults=faults
         )
+        component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
+        groups = tuple(
+            KVGroup(layers=(i,), components=(component,), window=w, block_size=block_size * many)
+            for i, (w, many) in enumerate(zip(windows, cycle(sizes), strict=False))
+        )
+        geometry = KVGeometry(groups=groups)
         self.mock = mock(
             num_slots=slots,
             num_blocks=blocks,
-            block_size=block_size,
+            block_size=geometry.block_size,
             vocab_size=vocab,
             max_model_len=max_len,
             depth=depth,
@@ -146,17 +155,12 @@ class EngineRig:
             accepts=accepts,
             draft_lookup=(1, 3) if drafts else (0, 0),
             windows=windows,
+            sizes=geometry.block_sizes,
             blends=blends,
             tiers=tiers if host_blocks else None,
         )
         self.budget = budget
-        self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
-        component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
-        groups = tuple(
-            KVGroup(layers=(i,), components=(component,), window=w, block_size=block_size)
-            for i, w in enumerate(windows)
-        )
-        geometry = KVGeometry(groups=groups)
+        self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, geometry.block_size, blocks, slots
         self.pool = BlockPool(blocks)
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
         config = SchedulerConfig(
@@ -170,8 +174,7 @@ class EngineRig:
         self.store = (
             KVStore(
                 self.pool,
-                groups,
-                block_size,
+                geometry,
                 num_host_blocks=host_blocks,
                 reserve=reserve,
                 below=below,

@@ -38,7 +38,9 @@ class Follower:
             hashes = set(event["block_hashes"])
             if event["type"] == "BlockStored":
                 assert event["medium"] == "CPU" or not hashes & held, "told twice"
-                assert len(event["token_ids"]) == 4 * len(event["block_hashes"]) * (event["medium"] == "GPU")
+                assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"]) * (
+                    event["medium"] == "GPU"
+                )
                 held |= hashes
             else:
                 assert event["type"] == "BlockRemoved" and hashes <= held, "never told"
@@ -89,7 +91,15 @@ def test_blocks_are_told_with_tokens_and_parents(Rig: Any, depth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"blocks": 14}, {"blocks": 20, "windows": (None, 8)}, {"blocks": 14, "host_blocks": 9}], ids=str
+    "sizes",
+    [
+        {"blocks": 14},
+        {"blocks": 20, "windows": (None, 8)},
+        {"blocks": 20, "windows": (None, 8), "sizes": (1, 2)},
+        {"blocks": 14, "windows": (None, None), "sizes": (2, 1)},
+        {"blocks": 14, "host_blocks": 9},
+    ],
+    ids=str,
 )
 def test_a_follower_has_the_blocks(Rig: Any, depth: int, sizes: dict[str, Any]) -> None:
     rig, draw = Rig(depth, slots=3, **sizes), random.Random(depth)
@@ -108,6 +118,9 @@ def test_a_follower_has_the_blocks(Rig: Any, depth: int, sizes: dict[str, Any]) 
             told = follower.held("GPU", group)
             assert told <= there and (rig.store is not None or told == there)
         assert rig.store is None or follower.held("CPU") == hashes(rig.store.host._index)
+    for event in (event for event in follower.said if event["type"] == "BlockStored" and event["medium"] == "GPU"):
+        assert event["block_size"] == rig.allocator.groups[event["group_idx"]].block_size
+        assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"])
     kinds = {event["type"] for event in follower.said}
     assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.answers import grammar as text_grammar
+from quire.answers.grammar import GrammarCompiler
 from quire.config.engine import SchedulerConfig
 from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.request import BlockReason, FinishReason, RequestState
@@ -16,8 +18,6 @@ from quire.contracts.structured import StructuredOutputsParams
 from quire.engine import grammar as engine_grammar
 from quire.engine.core import EngineCore
 from quire.engine.grammar import Grammars
-from quire.text import grammar as text_grammar
-from quire.text.grammar import GrammarCompiler
 
 from ...support.byte_tokenizer import ByteTokenizer
 

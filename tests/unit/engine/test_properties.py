@@ -65,6 +65,7 @@ FEATURES: dict[str, list[Any]] = {
     "shape": [(1, 0), (2, 0), (3, 0), (1, 3), (2, 3)],
     "tiers": list(BELOW),
     "windows": [(None,), (None, 5), (9, None), (3,), (None, 16, 1)],
+    "sizes": [(1,), (2, 1), (1, 2), (1, 4)],
     "caching": [True, False],
     "policy": ["fcfs", "priority"],
     "watermark": [0.0, 0.3],
@@ -113,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
             vocab=VOCAB,
             drafts=self.drafts,
             accepts=accepts,
-            **{name: setup[name] for name in ("windows", "caching", "policy", "max_waiting", "watermark")},
+            **{name: setup[name] for name in ("windows", "sizes", "caching", "policy", "max_waiting", "watermark")},
             **tiers_of(setup["tiers"], below),
         )
         self.bound, self.slots = setup["max_waiting"], slots
@@ -576,7 +577,7 @@ def long_rig(rig_class: Any, row: Row, seed: int, rng: random.Random) -> Any:
         vocab=VOCAB,
         drafts=drafts,
         accepts=[rng.randint(0, drafts) for _ in range(11)],
-        **{name: row[name] for name in ("windows", "caching", "policy", "watermark")},
+        **{name: row[name] for name in ("windows", "sizes", "caching", "policy", "watermark")},
         **tiers_of(row["tiers"], below),
     )
 

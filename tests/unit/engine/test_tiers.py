@@ -25,7 +25,7 @@ def evicted(rig: Any, **first: Any) -> Any:
         rig.add(prompt, 4, **first)
         rig.drain()
         first = {}
-    assert rig.allocator.match(chain(rig), 24).num_blocks == 0
+    assert rig.allocator.match(chain(rig), 24).num_tokens == 0
     return rig
 
 

@@ -42,7 +42,9 @@ def packed_weights(model: Any) -> Iterator[tuple[str, Any]]:
         kept = getattr(module, "packed", None)
         if isinstance(kept, list) and kept:
             yield from zip(
-                (f"{module.at}.gate_up", f"{module.at}.down"), map(list, zip(*kept, strict=True)), strict=True
+                (f"{module.at}.gate_up", f"{module.at}.down"),
+                map(list, zip(*(one[:2] for one in kept), strict=True)),
+                strict=True,
             )
         elif isinstance(kept, tuple) and isinstance(kept[0], panels.Packed) and kept[0].quantized:
             yield f"{module.at}.weight", kept[0]

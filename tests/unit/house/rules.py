@@ -20,7 +20,7 @@ MAX_METHODS = 15
 MAX_POSITIONAL = 6
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "quantization", "kv", "text", "engine")
+TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "quantization", "kv", "text", "answers", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
@@ -34,7 +34,7 @@ _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
 _PLAN = _KERNELS | {"weights", "models", "plan"}
 _SPEC = _LAYERS | {"spec"}
 _WORKER = _SPEC | _PLAN | {"worker"}
-_STATE = _GROUND | {"config", "kv", "text"}
+_STATE = _GROUND | {"config", "kv", "text", "answers"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _RANKS = _PROCS | {"ranks"}
@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": _PLAN,
     "spec": _SPEC,
     "worker": _WORKER,
-    **dict.fromkeys(("kv", "text"), _STATE),
+    **dict.fromkeys(("kv", "text", "answers"), _STATE),
     "engine": _ENGINE,
     "procs": _PROCS,
     "ranks": _RANKS,

@@ -57,7 +57,7 @@ def drafts(
         computed=computed,
         history=history,
         hosted=marks,
-        block_size=16,
+        block_sizes=(16,),
     )
     upload, number = InPlaceUpload(SLOTS - 1, SLOTS - 1, torch.device("cpu")), len(texts)
     plan = StepPlan(

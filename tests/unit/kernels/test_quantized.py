@@ -119,7 +119,7 @@ def test_sums_of_int8_are_exact(rows: int, inputs: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups"])
+@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> None:
     inputs = make(SCHEMES[name], 2 * rows, 70, 320)
@@ -190,6 +190,19 @@ def test_numbers_of_a_matrix_are_those_of_the_formula(name: str) -> None:
     assert SCHEMES[name].num_bytes(259, 192) == held
 
 
+def test_every_code_of_mxfp4_with_every_scale() -> None:
+    """All 16 numbers and all powers of two that float32 holds, also those below its normal numbers."""
+    values = torch.arange(16, dtype=torch.uint8)
+    values = (values[0::2] | values[1::2] << 4).repeat(255, 2)
+    scale = torch.arange(255, dtype=torch.uint8)[:, None]
+    found = dequantize(QuantizedMatrix(SCHEMES["mxfp4"], values, scale).check()).double()
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    truth = torch.cat((sizes, -sizes)).repeat(2) * 2.0 ** (torch.arange(255)[:, None].double() - 127)
+    held = truth.abs() <= torch.finfo(torch.float32).max
+    assert torch.equal(found[held], truth[held]) and found[~held].isinf().all() and int((~held).sum()) == 2 * (4 + 8)
+    assert torch.equal(found[:253], found[:253].bfloat16().double()), "bfloat16 holds them, too"
+
+
 def test_activations_by_the_rules() -> None:
     x = torch.tensor([[0.0, 0.0], [1e-12, 0.0], [3.0, -6.0], [1e30, 1.0]])
     values, scale = quantize.fp8_tokens(x)
@@ -208,7 +221,7 @@ def test_activations_by_the_rules() -> None:
         assert quantize.fp8_groups(torch.tensor([[number]]), ue8m0=True)[1].item() == power
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "int8", "w4 groups"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "int8", "w4 groups", "mxfp4"])
 def test_experts(name: str) -> None:
     """Both products of an expert quantize their activations; experts that no token chose are not read."""
     scheme, hidden, inner, count = SCHEMES[name], 128, 96, 4
@@ -267,12 +280,15 @@ def test_experts_take_rows_that_were_quantized_before(name: str, dtype: torch.dt
 
 def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
     needs = KernelNeeds(device="cpu", dtype="float32")
-    schemes = [SCHEMES["fp8 blocks"], SCHEMES["fp8 blocks of a row"], SCHEMES["fp8 blocks ue8m0"], SCHEMES["w4 groups"]]
+    schemes = [
+        SCHEMES[name] for name in ("fp8 blocks", "fp8 blocks of a row", "fp8 blocks ue8m0", "w4 groups", "mxfp4")
+    ]
     choices = choose_linears(needs, schemes, "ref")
     assert [(one.name, one.weights) for one in choices] == [
         ("quantized_ref", ("fp8 block",)),
         ("quantized_ref", ("fp8 block", "ue8m0")),
         ("quantized_ref", ("w4",)),
+        ("quantized_ref", ("mxfp4",)),
     ]
     assert str(choices[0]).startswith("linear of fp8 block weights: quantized_ref (asked for")
     plain = select("linear", needs, probe=lambda need: "")

@@ -110,7 +110,7 @@ def test_a_token_that_is_not_live_has_no_experts() -> None:
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:
-    routing = Routing(num_experts=4, top_k=1, scoring="sigmoid", bias=True)
+    routing = Routing(num_experts=4, top_k=1, scoring="sigmoid", correction=True)
     weights, ids = ref.route(torch.zeros(1, 4), torch.tensor([0.0, 0, 7, 0]), routing)
     assert ids.tolist() == [[2]] and weights.tolist() == [[0.5]]
 
@@ -126,7 +126,9 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 def test_uniform_draws_are_even_and_without_repetition() -> None:
     """5,000 draws of 4 of 16: each expert 1,250 times, with a standard deviation of 31."""
     torch.manual_seed(5)
-    routing = Routing(num_experts=16, top_k=4, scoring="sigmoid", bias=True, num_groups=4, top_groups=1, scaling=9.0)
+    routing = Routing(
+        num_experts=16, top_k=4, scoring="sigmoid", correction=True, num_groups=4, top_groups=1, scaling=9.0
+    )
     draw = partial(uniform, ref, routing)
     weights, ids = draw(torch.empty(5000, 3))
     assert all(len(set(row)) == 4 for row in ids.tolist())
@@ -140,7 +142,7 @@ def test_uniform_draws_are_even_and_without_repetition() -> None:
 
 def test_draws_by_zipfs_law_are_uneven_alike_on_all_ranks() -> None:
     """5,000 draws of 1 of 16: the experts' counts follow 1 / rank^0.7, in another order on each layer."""
-    routing = Routing(num_experts=16, top_k=1, scoring="sigmoid", bias=True)
+    routing = Routing(num_experts=16, top_k=1, scoring="sigmoid", correction=True)
     expected = torch.arange(1.0, 17) ** -0.7
     hottest = []
     for layer in (3, 4):

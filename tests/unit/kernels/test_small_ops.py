@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import activation, heads, linear, norm, rope  # noqa: F401  (the operations under test)
+from quire.kernels.activation import ACTS
 from quire.kernels.activation import cpu as activation_cpu
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import native as activation_native
 from quire.kernels.activation import ref as activation_ref
+from quire.kernels.activation import triton as activation_triton
 from quire.kernels.heads import cpu as heads_cpu
 from quire.kernels.heads import inputs as heads_inputs
 from quire.kernels.heads import native as heads_native
@@ -93,22 +96,57 @@ def test_rope(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.testing.assert_close(turned.norm(dim=-1), x.float().norm(dim=-1), rtol=2e-2, atol=1e-2)
 
 
+def activation_of(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """The activation in the dtype of gate, by PyTorch's own functions; gpt-oss by its formula."""
+    if act == "silu":
+        return torch.nn.functional.silu(gate) * up
+    if act == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_reference_is_the_formula(act: str) -> None:
+    gate_up = activation_inputs.make((17, 512), torch.float64)
+    expected = activation_of(*gate_up.chunk(2, 1), act)
+    torch.testing.assert_close(activation_ref.gated(gate_up, act), expected, rtol=1e-5, atol=1e-6)
+
+
 @fast(activation_cpu, activation_native)
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", activation_inputs.SHAPES, ids=str)
-def test_silu_mul(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gated(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype, act: str) -> None:
     gate_up = activation_inputs.make(shape, dtype)
-    close(impl.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
+    close(impl.gated(gate_up, act), activation_ref.gated(gate_up, act))
+    if act == "silu":
+        assert torch.equal(impl.gated(gate_up), impl.gated(gate_up, act))
 
 
+@fast(activation_cpu, activation_native)
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_of_what_is_far_out(dtype: torch.dtype) -> None:
-    if why := missing(activation_native):
+def test_an_activation_of_what_is_far_out(impl: ModuleType, dtype: torch.dtype, act: str) -> None:
+    if impl is activation_native and (why := missing(impl)):
         pytest.skip(why)
-    gate = torch.tensor([-3e38, -1e4, -89.5, -88.5, -87.0, 89.5, 3e38, -torch.inf, torch.inf, torch.nan])
-    gate_up = torch.cat((gate, torch.full_like(gate, 0.5)))[None].to(dtype)
-    actual, expected = activation_native.silu_mul(gate_up), activation_ref.silu_mul(gate_up)
-    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+    far = [-3e38, -1e4, -89.5, -88.5, -87.0, -7.5, 7.5, 89.5, 3e38, -torch.inf, torch.inf, torch.nan]
+    for gates, ups in ((far, [0.5]), ([-0.25, 7.5, 3e38, torch.inf, torch.nan], far)):
+        gate = torch.tensor(gates).repeat(len(ups))
+        up = torch.tensor(ups).repeat_interleave(len(gates))
+        gate_up = torch.cat((gate, up))[None].to(dtype)
+        actual, expected = impl.gated(gate_up, act), activation_ref.gated(gate_up, act)
+        bad = gate_up.isnan().unflatten(1, (2, -1)).any(1)
+        assert actual[bad].isnan().all() and expected[bad].isnan().all()
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", [activation_ref, activation_cpu, activation_native, activation_triton])
+def test_an_unknown_activation_is_an_error(impl: ModuleType) -> None:
+    if impl is activation_native and (why := missing(impl)):
+        pytest.skip(why)
+    with pytest.raises(ValueError, match="activation 'relu' does not exist: use one of silu, gelu_tanh, swiglu_oai"):
+        impl.gated(torch.ones(2, 8), "relu")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -139,14 +177,36 @@ def test_linear_added_to_a_residual(impl: ModuleType, shape: tuple[int, int, int
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2, 32), (3, 40, 24), (33, 98, 96), (130, 256, 64)], ids=str)
 @fast(linear_native, linear_panels)
-def test_gated_linear(impl: ModuleType, shape: tuple[int, int, int], bias: bool) -> None:
-    x, weight, offset = linear_inputs.make(shape, torch.bfloat16)
-    added = offset if bias else None
-    expected = activation_ref.silu_mul(linear_ref.run_float(x, weight, added)).to(torch.bfloat16)
-    close(impl.run_gated(x, impl.pack_gated(weight), added), expected)
+def test_gated_linear(impl: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool, act: str) -> None:
+    skip_unless_computed(impl, dtype)
+    x, weight, offset = linear_inputs.make(shape, dtype)
+    x, added = 4 * x, offset if bias else None  # beyond the limits of the activations
+    expected = activation_ref.gated(linear_ref.run_float(x, weight, added), act).to(dtype)
+    close(impl.run_gated(x, impl.pack_gated(weight), added, act), expected)
+    with pytest.raises(ValueError, match="activation 'relu' does not exist"):
+        impl.run_gated(x, impl.pack_gated(weight), added, "relu")
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@fast(linear_native, linear_panels)
+def test_a_gated_linear_of_what_is_far_out(impl: ModuleType, dtype: torch.dtype, act: str) -> None:
+    """The weight is the identity, of few rows and of many."""
+    skip_unless_computed(impl, dtype)
+    far = torch.tensor([-1e38, -1e4, -89.5, -7.5, 7.5, 89.5, 1e38])
+    weight, added = torch.eye(14).to(dtype), torch.zeros(14, dtype=dtype)
+    for rows in (1, 40):
+        x = torch.cat((far, far.flip(0))).repeat(rows, 1).to(dtype)
+        actual = impl.run_gated(x, impl.pack_gated(weight), None, act)
+        torch.testing.assert_close(actual, activation_ref.gated(x, act), rtol=1e-2, atol=1e-7)
+    added[0], added[9] = torch.nan, torch.inf
+    actual = impl.run_gated(x, impl.pack_gated(weight), added, act)
+    torch.testing.assert_close(actual, activation_ref.gated(x + added, act), rtol=1e-2, atol=1e-7, equal_nan=True)
 
 
 @fast(linear_native, linear_panels)
@@ -271,8 +331,8 @@ def small_misuses() -> dict[str, Any]:
     qkv, weight, cos, sin = given
     normalize, prepare = norm_native.rms_norm, heads_native.prepare
     return {
-        "activation dtype": lambda: activation_native.silu_mul(x.half()),
-        "activation strides": lambda: activation_native.silu_mul(x.t()),
+        "activation dtype": lambda: activation_native.gated(x.half()),
+        "activation strides": lambda: activation_native.gated(x.t()),
         "norm dtype": lambda: normalize(x.half(), torch.ones(8).half(), 1e-5),
         "norm weight": lambda: normalize(x, torch.ones(8).bfloat16(), 1e-5),
         "norm width": lambda: normalize(x, torch.ones(4), 1e-5),

@@ -27,7 +27,7 @@ if not triton_runtime.INTERPRETED:
 from quire.kernels.step import triton
 
 CPU = torch.device("cpu")
-SLOTS, MAX_SEQS, MAX_TOKENS, LENGTH, BLOCK_SIZE, GROUPS = 9, 6, 300, 400, 16, 2
+SLOTS, MAX_SEQS, MAX_TOKENS, LENGTH, BLOCK_SIZES, GROUPS = 9, 6, 300, 400, (16, 64), 2
 DUMMY = SLOTS - 1
 
 
@@ -35,12 +35,12 @@ def make_tables(seed: int = 0) -> Tables:
     random = torch.Generator().manual_seed(seed)
     return Tables(
         block_tables=torch.randint(
-            1, 10_000, (GROUPS, SLOTS, LENGTH // BLOCK_SIZE), generator=random, dtype=torch.int32
+            1, 10_000, (GROUPS, SLOTS, LENGTH // min(BLOCK_SIZES)), generator=random, dtype=torch.int32
         ),
         computed=torch.randint(0, 50, (SLOTS,), generator=random),
         history=torch.randint(0, 50_000, (SLOTS, LENGTH), generator=random, dtype=torch.int32),
         hosted=torch.zeros(SLOTS, dtype=torch.int32),
-        block_size=BLOCK_SIZE,
+        block_sizes=BLOCK_SIZES,
     )
 
 
@@ -118,7 +118,10 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
         (
             int(tables.history[slot, p]),
             p,
-            *(blocks[slot, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE for blocks in tables.block_tables),
+            *(
+                blocks[slot, p // size].item() * size + p % size
+                for blocks, size in zip(tables.block_tables, BLOCK_SIZES, strict=True)
+            ),
         )
         for slot, count in zip(slots, tokens, strict=True)
         for p in range(int(tables.computed[slot]), int(tables.computed[slot]) + count)

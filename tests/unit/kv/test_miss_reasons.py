@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.prefix import Miss
 from quire.kv import miss_reasons
 from quire.kv.hashing import KeyChain
@@ -22,7 +22,7 @@ class Cache:
     def __init__(self, num_blocks: int = 400, *, enabled: bool = True) -> None:
         self.pool, self.now = BlockPool(num_blocks), 100.0
         group = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
-        self.index = PrefixIndex(self.pool, SIZE, (group,))
+        self.index = PrefixIndex(self.pool, KVGeometry(groups=(group,)))
         self.history = PrefixHistory(self.pool, enabled=enabled, clock=lambda: self.now)
         self.count = 0
 
@@ -34,7 +34,7 @@ class Cache:
         self.count += 1
         full = len(chain.tokens) // SIZE if published is None else published
         self.pool.share(match.blocks[0])
-        blocks = match.blocks[0] + self.pool.take(full - match.num_blocks)
+        blocks = match.blocks[0] + self.pool.take(full - len(match.blocks[0]))
         for block, key in zip(blocks, chain.keys(full), strict=True):
             self.pool.publish(block, key)
         self.pool.release(blocks)

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
@@ -25,7 +25,7 @@ def index_of(*sequences, num_blocks: int = 400) -> tuple[BlockPool, PrefixIndex]
         keys = chain(tokens).keys(len(tokens) // SIZE)
         for block, key in zip(pool.take(len(keys)), keys, strict=True):
             pool.publish(block, key)
-    return pool, PrefixIndex(pool, SIZE, (GROUP,))
+    return pool, PrefixIndex(pool, KVGeometry(groups=(GROUP,)))
 
 
 def test_nothing_to_find():
@@ -53,7 +53,7 @@ def test_the_first_miss_ends_the_walk():
     pool, index = index_of(range(20))
     pool.forget([3])
     match = index.match(chain(range(20)), 19)
-    assert (match.blocks, match.num_tokens, match.broke_at) == (([1, 2],), 8, 2)
+    assert (match.blocks, match.num_tokens, match.broke_at) == (([1, 2],), 8, 8)
 
 
 def test_equal_tokens_after_another_beginning_do_not_match():
@@ -69,7 +69,7 @@ def test_long_prompts(common):
     tokens = list(range(common * SIZE)) + [7] * 400
     probe = chain(tokens)
     match = index.match(probe, len(tokens) - 1)
-    assert match.blocks == (list(range(1, common + 1)),) and match.broke_at == common
+    assert match.blocks == (list(range(1, common + 1)),) and match.broke_at == common * SIZE
     assert probe.num_hashed < len(probe.tokens) // probe.block_size  # a miss does not hash the rest of the prompt
 
 

@@ -1,6 +1,8 @@
 """Random sequences of everything a scheduler does, against a model that knows what each block really contains."""
 
+import math
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import settings
@@ -23,28 +25,38 @@ SALTS = st.sampled_from(["", "", "", "a", "b"])
 class Running:
     """A request in a slot: its tokens, and how many of them have their KV written."""
 
-    def __init__(self, tokens: list[int], salt: str) -> None:
-        self.salt = salt
+    def __init__(self, tokens: Sequence[int], salt: str, sizes: tuple[int, ...]) -> None:
+        self.salt, self.sizes = salt, sizes
         self.tokens = array("I", tokens)
-        self.chain = KeyChain(ROOT, SIZE, self.tokens, [("salt", salt)] if salt else [])
+        self.chain = KeyChain(ROOT, math.gcd(*sizes), self.tokens, [("salt", salt)] if salt else [])
         self.num_computed = 0
 
     def content(self, block: int, group: int) -> Content:
         """Return the content of block `block` of a group's table: everything up to its last token decides its KV."""
-        return group, self.salt, tuple(self.tokens[: (block + 1) * SIZE])
+        return group, self.salt, tuple(self.tokens[: (block + 1) * self.sizes[group]])
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 12), windows=st.sampled_from([(None,), (None, 3), (4,), (2, None, 5)]))
-    def start(self, num_blocks: int, windows: tuple[int | None, ...]) -> None:
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        windows=st.sampled_from([(None,), (None, 3), (4,), (2, None, 5), (None, None)]),
+        many=st.sampled_from([(1,), (1, 2), (2, 1), (1, 4)]),
+    )
+    def start(self, num_blocks: int, windows: tuple[int | None, ...], many: tuple[int, ...]) -> None:
+        self.sizes = tuple(SIZE * many[i % len(many)] for i in range(len(windows)))
         component = KVComponent("k", 1, 8, "float32", 4)
         self.groups = tuple(
-            KVGroup(layers=(i,), components=(component,), window=w, block_size=SIZE) for i, w in enumerate(windows)
+            KVGroup(layers=(i,), components=(component,), window=w, block_size=size)
+            for i, (w, size) in enumerate(zip(windows, self.sizes, strict=True))
         )
         geometry = KVGeometry(groups=self.groups)
+        self.size = geometry.block_size
         self.alloc = KVAllocator(BlockPool(num_blocks * len(windows)), geometry, num_slots=NUM_SLOTS)
         self.running: dict[int, Running] = {}
         self.written: dict[int, Content] = {}
+
+    def request(self, tokens: Sequence[int], salt: str) -> Running:
+        return Running(tokens, salt, self.sizes)
 
     def tables(self, slot: int) -> list[list[int]]:
         return [list(self.alloc.table(slot, group)) for group in range(len(self.groups))]
@@ -54,10 +66,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         request = self.running[slot]
         for group, table in enumerate(self.tables(slot)):
             for position in range(request.num_computed, upto):
-                index = position // SIZE
+                index = position // self.sizes[group]
                 block = table[index]
                 assert self.alloc.pool.refs(block) == 1, "a shared block is written"
-                if index >= self.alloc.published[slot]:
+                if (index + 1) * self.sizes[group] > self.alloc.published[slot] * self.size:
                     assert self.alloc.pool.key(block) is None, "a findable block is written outside its plan"
                 self.written[block] = (group, request.salt, tuple(request.tokens[: position + 1]))
         request.num_computed = max(upto, request.num_computed)
@@ -66,11 +78,12 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, salt=SALTS, headroom=st.integers(0, 2), use_cache=st.booleans(), chunk=st.integers(1, 12))
     def admit(self, prompt: list[int], salt: str, headroom: int, use_cache: bool, chunk: int) -> None:
         slot = min(set(range(NUM_SLOTS)) - set(self.running))
-        request = Running(prompt, salt)
+        request = self.request(prompt, salt)
         match = self.alloc.match(request.chain, len(prompt) - 1 if use_cache else 0)
         assert match.num_tokens <= max(0, len(prompt) - 1)
         for group, blocks in enumerate(match.blocks):
-            for index in range(self.groups[group].num_behind(match.num_tokens), match.num_blocks):
+            assert len(blocks) * self.sizes[group] == match.num_tokens, "a hit ends inside of a block"
+            for index in range(self.groups[group].num_behind(match.num_tokens), len(blocks)):
                 assert self.written[blocks[index]] == request.content(index, group), "a hit on other tokens"
         free, upto = self.alloc.pool.num_free, min(len(prompt), match.num_tokens + chunk)
         if not self.alloc.can_admit(match, len(prompt), headroom, upto):
@@ -97,7 +110,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         upto = min(request.num_computed + chunk, len(request.tokens))
         if not self.grow(slot, request.num_computed, upto):
             return
-        self.alloc.publish(slot, request.chain, upto // SIZE)
+        self.alloc.publish(slot, request.chain, upto // self.size)
         self.compute(slot, upto)
 
     @precondition(lambda self: self.running)
@@ -111,7 +124,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.compute(slot, len(request.tokens))
         request.tokens.extend(tokens)
         self.compute(slot, len(request.tokens))
-        self.alloc.publish(slot, request.chain, len(request.tokens) // SIZE)
+        self.alloc.publish(slot, request.chain, len(request.tokens) // self.size)
 
     def grow(self, slot: int, position: int, length: int) -> bool:
         """Blocks for rows from `position` on, up to `length` tokens; False when there are not enough."""
@@ -145,7 +158,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         while (taken := self.alloc.grow(slot, int(self.alloc.capacity[slot]) + 1)) is not None:
             self.poison([block for _, _, block in taken])
         assert self.alloc.pool.num_free < len(self.groups)
-        assert not self.alloc.can_admit(self.alloc.match(Running([1], "").chain, 0), 1)
+        assert not self.alloc.can_admit(self.alloc.match(self.request([1], "").chain, 0), 1)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -160,7 +173,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.running)))
         tables = self.tables(slot)
         before = {block: self.alloc.pool.key(block) for table in tables for block in table}
-        kept = {block for table in tables for block in table[: self.alloc._num_shared[slot]]}
+        shared = self.alloc._num_shared[slot] * self.size
+        kept = {block for table, size in zip(tables, self.sizes, strict=True) for block in table[: shared // size]}
         self.alloc.forget(slot)
         for block in before:
             assert self.alloc.pool.key(block) == (before[block] if block in kept else None)
@@ -177,14 +191,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         pool = self.alloc.pool
         for key, block in pool._index.items():
             group, salt, tokens = self.written[block]
-            assert len(tokens) % SIZE == 0 and tokens, "an unfinished block is findable"
-            truth = KeyChain(ROOT, SIZE, array("I", tokens), [("salt", salt)] if salt else [])
-            own = group_keys(truth.keys(len(tokens) // SIZE), group)[-1]
+            size = self.sizes[group]
+            assert len(tokens) % size == 0 and tokens, "an unfinished block is findable"
+            own = group_keys(self.request(tokens, salt).chain, group, size, len(tokens) // size)[-1]
             assert own == key, "a block contains other tokens than its key says"
         for slot, request in self.running.items():
             for group, table in enumerate(self.tables(slot)):
                 first = self.groups[group].num_behind(request.num_computed)
-                for index in range(first, request.num_computed // SIZE):
+                for index in range(first, request.num_computed // self.sizes[group]):
                     assert self.written[table[index]] == request.content(index, group), "KV was overwritten"
 
 

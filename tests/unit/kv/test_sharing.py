@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.request import NewRequest, Transfer
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import FinishedCopy
@@ -25,7 +25,12 @@ class Rig:
     def __init__(self, host_blocks: int = 8, promises: Any = None) -> None:
         self.now, self.pool = 0.0, BlockPool(8)
         self.store = KVStore(
-            self.pool, (GROUP,), 4, num_host_blocks=host_blocks, promises=promises, reserve=0, clock=lambda: self.now
+            self.pool,
+            KVGeometry(groups=(GROUP,)),
+            num_host_blocks=host_blocks,
+            promises=promises,
+            reserve=0,
+            clock=lambda: self.now,
         )
         self.sharing, self.host = self.store.sharing, self.store.host
 

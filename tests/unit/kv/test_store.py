@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
@@ -42,7 +42,7 @@ class Disk(set[bytes]):
 def written() -> tuple[KVStore, Disk, BlockPool, CopyJob]:
     """A store whose only block was evicted from the device and is being written from the host to the disk."""
     pool, disk = BlockPool(2), Disk()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=2, below=(disk,), write_through=True)
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=2, below=(disk,), write_through=True)
     (block,) = pool.take(1)
     pool.publish(block, KEY)
     pool.release([block])
@@ -74,11 +74,13 @@ def test_a_file_is_not_found_that_was_written_after_its_block_was_forgotten(how:
 def test_a_read_that_hangs_is_waited_for_once() -> None:
     """By a request, for a time; then the engine is idle, and the next request computes at once."""
     now, pool, disk = [0.0], BlockPool(8), Disk()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=8, below=(disk,), clock=lambda: now[0])
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=8, below=(disk,), clock=lambda: now[0])
     chain = KeyChain(bytes(32), 4, array("I", [1] * 12))
     disk.update(chain.keys(3))
-    index = PrefixIndex(pool, 4, (GROUP,))
-    assert store.fetch(1, chain, 11, index.match(chain, 11)) == {0: Tier.DISK, 1: Tier.DISK}
+    index = PrefixIndex(pool, KVGeometry(groups=(GROUP,)))
+    assert store.fetch(1, chain, 11, index.match(chain, 11)) == {
+        block: (Tier.DISK, key) for block, key in enumerate(chain.keys(2))
+    }
     copies = store.take_copies()
     assert copies is not None and store.busy(writes=False)
     now[0] = 11.0
@@ -95,7 +97,7 @@ def test_a_read_that_hangs_is_waited_for_once() -> None:
 def test_an_idle_engine_copies_nothing_whatever_is_leased(leases: int, write_through: bool) -> None:
     """Leased blocks leave less room for those that the next steps may evict."""
     pool = BlockPool(32)
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=16, reserve=12, write_through=write_through)
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=16, reserve=12, write_through=write_through)
 
     def step() -> int:
         copies = store.take_copies()
@@ -125,7 +127,7 @@ def test_an_idle_engine_copies_nothing_whatever_is_leased(leases: int, write_thr
 def test_device_blocks_are_told_when_a_job_has_read_or_written_them() -> None:
     """Not before: a block is published when the step that computes it is planned."""
     pool, told = BlockPool(3), list[tuple[int, bytes]]()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=3, write_through=True)
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=3, write_through=True)
     store.on_whole.append(lambda block, key: told.append((block, key)))
     blocks, keys = pool.take(3), [bytes([i]) * 32 for i in range(3)]
     for block, key in zip(blocks, keys, strict=True):
@@ -148,13 +150,13 @@ def test_a_block_of_another_gpu_comes_to_the_device_at_once() -> None:
             return "a peer"
 
     pool, devices, told = BlockPool(2), Devices(), list[bytes]()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=2, below=(Disk(), devices))
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=2, below=(Disk(), devices))
     store.on_whole.append(lambda block, key: told.append(key))
     chain = KeyChain(bytes(32), 4, array("I", range(5)))
     (key,) = chain.keys(1)
     devices.add(key)
-    match = PrefixIndex(pool, 4, (GROUP,)).match(chain, 4)
-    assert store.fetch(7, chain, 4, match) == {0: Tier.CUDA_IPC}
+    match = PrefixIndex(pool, KVGeometry(groups=(GROUP,))).match(chain, 4)
+    assert store.fetch(7, chain, 4, match) == {0: (Tier.CUDA_IPC, chain.keys(1)[0])}
     assert [store.holder(tier, key) for tier in (Tier.CUDA_IPC, Tier.DISK, Tier.HOST)] == ["a peer", "", ""]
     copies = store.take_copies()
     assert copies is not None

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.step import FinishedCopy, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
@@ -15,10 +16,10 @@ from .test_store import GROUP, Disk
 
 def test_a_tier_that_does_not_answer_is_not_asked_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     now, pool, disk = [0.0], BlockPool(8), Disk()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=8, below=(disk,), clock=lambda: now[0])
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=8, below=(disk,), clock=lambda: now[0])
     chain = KeyChain(bytes(32), 4, array("I", [1] * 12))
     disk.update(chain.keys(3))
-    index = PrefixIndex(pool, 4, (GROUP,))
+    index = PrefixIndex(pool, KVGeometry(groups=(GROUP,)))
 
     def fetch(handle: int, error: str) -> bool:
         if not store.fetch(handle, chain, 11, index.match(chain, 11)):
@@ -43,7 +44,9 @@ def test_a_tier_that_does_not_answer_is_not_asked_for_a_while(caplog: pytest.Log
 
 def test_a_full_tier_is_written_again_when_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
     now, pool, disk = [0.0], BlockPool(8), Disk()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=8, below=(disk,), write_through=True, clock=lambda: now[0])
+    store = KVStore(
+        pool, KVGeometry(groups=(GROUP,)), num_host_blocks=8, below=(disk,), write_through=True, clock=lambda: now[0]
+    )
 
     def computed(number: int, error: str) -> bool:
         """Publish a block; return True if it is written to the disk, with this outcome."""
@@ -73,11 +76,11 @@ def test_a_file_that_hangs_costs_a_part_of_its_job() -> None:
     """The request gives up after a while; all other blocks have come, and the next requests find them."""
     now, num = [0.0], 3 * DISK_PART
     pool, disk = BlockPool(64), Disk()
-    store = KVStore(pool, (GROUP,), 4, num_host_blocks=64, below=(disk,), clock=lambda: now[0])
+    store = KVStore(pool, KVGeometry(groups=(GROUP,)), num_host_blocks=64, below=(disk,), clock=lambda: now[0])
     chain = KeyChain(bytes(32), 4, array("I", [1] * (4 * num + 1)))
     keys = chain.keys(num)
     disk.update(keys)
-    index = PrefixIndex(pool, 4, (GROUP,))
+    index = PrefixIndex(pool, KVGeometry(groups=(GROUP,)))
     assert store.fetch(1, chain, 4 * num, index.match(chain, 4 * num))
     copies = store.take_copies()
     assert copies is not None and [len(job.keys) for job in copies.before] == [DISK_PART] * 3
@@ -86,7 +89,9 @@ def test_a_file_that_hangs_costs_a_part_of_its_job() -> None:
     now[0] += FETCH_SECONDS
     assert store.take_ready() == ([], [1])
     assert store.host.num_free == 64 - DISK_PART
-    assert store.fetch(2, chain, 4 * num, index.match(chain, 4 * num)) == dict.fromkeys(range(2 * DISK_PART), Tier.HOST)
+    assert store.fetch(2, chain, 4 * num, index.match(chain, 4 * num)) == {
+        block: (Tier.HOST, key) for block, key in enumerate(chain.keys(2 * DISK_PART))
+    }
     for key in hung.keys:
         assert store.place(key) is BlockPlace.MISSING
     (block,) = store.host.take(1)

@@ -30,7 +30,7 @@ KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
 def shard(heads: int, first: int = 0) -> Shard:
     """A part of a block of SIZE bytes with two heads."""
     part = KVComponent("kv", num_heads=heads, head_dim=SIZE // 16, dtype="float16", item_bytes=2)
-    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), head=first)
+    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), heads=(first,))
 
 
 def name(number: int) -> bytes:
@@ -53,7 +53,7 @@ class Node:
     """A share over a host tier of eight blocks, of which each of two ranks holds a half."""
 
     def __init__(self, port: int = 0) -> None:
-        self.store = KVStore(BlockPool(4), shard(2).geometry.groups, 4, num_host_blocks=8)
+        self.store = KVStore(BlockPool(4), shard(2).geometry, num_host_blocks=8)
         self.memory, shards = list[Any](), list[Shard]()
         for rank in range(RANKS):
             pages, file = memory.shared((9, SIZE // RANKS), torch.uint8)
@@ -403,3 +403,34 @@ def test_a_reset_forgets_what_peers_have(node: Node, follow: Any) -> None:
 def test_a_port_that_is_taken(node: Node) -> None:
     with pytest.raises(ConfigError, match="cannot listen there"):
         Node(node.place[1])
+
+
+def test_groups_that_ranks_divide_in_different_ways() -> None:
+    """Each of two ranks has a head of group 0, and both have the only head of group 1, of twice the tokens."""
+
+    def part(heads: int, *firsts: int) -> Shard:
+        groups = tuple(
+            KVGroup(block_size=size, layers=(layer,), components=(KVComponent("kv", count, SIZE // 16, "float16", 2),))
+            for layer, (size, count) in enumerate(((4, heads), (8, 1)))
+        )
+        return Shard(geometry=KVGeometry(groups=groups), heads=firsts)
+
+    store = KVStore(BlockPool(4), part(2, 0, 0).geometry, num_host_blocks=8)
+    (first, second), kept, shards = store.host.take(2), list[Any](), list[Shard]()
+    for rank in range(RANKS):
+        pages, file = memory.shared((9, SIZE), torch.uint8)
+        shards.append(msgspec.structs.replace(part(1, rank, 0), file=file, token=bytes([rank, 99])))
+        half = content(1)[rank * SIZE // 2 :][: SIZE // 2]
+        for block, data in ((0, shards[-1].token), (first, half), (second, content(2))):
+            memoryview(pages[block].numpy())[: len(data)] = data
+        kept.append(pages)
+    share = BlockShare(("127.0.0.1", free_port()), KEY, NAMESPACE, store, shards)
+    store.host.publish(first, name(1))
+    store.host.publish(second, name(2) + b"\x01")
+    try:
+        reader = PeerPages([share._listener.getsockname()[:2]], KEY, NAMESPACE, part(2, 0, 0))
+        keys, pages = [name(2) + b"\x01", name(1), name(2)], [bytearray(SIZE) for _ in range(3)]
+        assert reader.fetch(keys, [0, 0, 0], list(map(memoryview, pages))) == (2,)
+        assert pages[:2] == [content(2), content(1)]
+    finally:
+        share.close()

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def shard(heads: int, first: int = 0) -> Shard:
     """A part of a block of SIZE bytes with two heads."""
     part = KVComponent("kv", num_heads=heads, head_dim=SIZE // 16, dtype="float16", item_bytes=2)
-    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), head=first)
+    return Shard(geometry=KVGeometry(groups=(KVGroup(block_size=4, layers=(0,), components=(part,)),)), heads=(first,))
 
 
 def name(number: int) -> bytes:
@@ -58,7 +58,7 @@ class Node:
 
     def __init__(self, port: int = 0) -> None:
         self.pool = BlockPool(BLOCKS)
-        self.store = KVStore(self.pool, shard(2).geometry.groups, 4, num_host_blocks=2)
+        self.store = KVStore(self.pool, shard(2).geometry, num_host_blocks=2)
         self.memory, shards = list[Any](), list[Shard]()
         for rank in range(RANKS):
             self.memory.append(pages := shared_ipc.pages((BLOCKS + 1, SIZE // RANKS), torch.uint8))
@@ -104,7 +104,7 @@ class Reader:
             sources=np.array(self.peers.holders(keys), np.int32),
         )
         failed = self.devices.begin()(job, range(len(keys)))
-        half = SIZE // 2 * self.part.head
+        half = SIZE // 2 * self.part.heads[0]
         for index, number in enumerate(numbers):
             wanted = content(number)[half:][: self.pages.shape[1]]
             assert index in failed or bytes(self.pages[targets[index]]) == wanted, f"a wrong page of {number}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import Tier
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
@@ -24,7 +24,7 @@ GROUP = KVGroup(
 @pytest.fixture
 def share(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockShare]:
     monkeypatch.setattr(block_share, "MOST_LINES", 8)
-    store = KVStore(BlockPool(4), (GROUP,), 4, num_host_blocks=8)
+    store = KVStore(BlockPool(4), KVGeometry(groups=(GROUP,)), num_host_blocks=8)
     share = BlockShare(("127.0.0.1", 0), KEY, NAMESPACE, store, ())
     yield share
     share.close()

@@ -18,9 +18,9 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
+from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, split
-from quire.layers.norm import RMSNorm
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.weights.units import load_units
@@ -74,10 +74,11 @@ class Case:
             {param.name: param for param in params},
             linear_plans(args, params, small.choices),
         )
-        self.layer = LatentAttention(latent_of(args), AT[:-1], 1e-6, build)
+        self.layer = LatentAttention(latent_of(args), AT[:-1], args.norm, build)
         self.layer.most_absorbed = {"absorbed": math.inf, "naive": 0.0}.get(form, self.layer.most_absorbed)
-        self.norm = RMSNorm("norm", 1e-5, build)
-        self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
+        self.branch = Branch("attention", args.layers[0], structs.replace(args.norm, eps=1e-5), build)
+        assert self.branch.before is not None
+        self.branch.before.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
         load(self.layer, self.theirs, params)
         self.rotary = Rotaries(args.rotations, torch.device("cpu"))
         self.args = args
@@ -85,7 +86,7 @@ class Case:
     @torch.no_grad()
     def expected(self, hidden: Tensor) -> Tensor:
         """Return the result for a sequence [n, hidden], all at once."""
-        given = self.norm(hidden)[None]
+        given = self.branch.read(hidden)[None]
         mask = torch.full((1, 1, len(hidden), len(hidden)), float("-inf")).triu(1)
         turn = self.turn(given, torch.arange(len(hidden))[None])
         return hidden + self.theirs(given, position_embeddings=turn, attention_mask=mask)[0][0]
@@ -133,7 +134,7 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) ->
         given = torch.cat([hidden[s][at] for s, at in zip(present, positions, strict=True)])
         where = torch.cat(positions)
         ctx = StepContext(where, (meta,), [])
-        out = case.layer(given.clone(), case.norm, case.rotary.rows(where, torch.float32), ctx, cache)
+        out = case.layer(given.clone(), case.branch, case.rotary.rows(where, torch.float32), ctx, cache)
         for s, part in zip(present, out.split([rows[s] for s in present]), strict=True):
             answers[s].append(part)
     return [torch.cat(parts) for parts in answers]

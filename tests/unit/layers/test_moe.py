@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import ref
-from quire.kernels.experts.inputs import Case, make, packed_by
+from quire.kernels.experts.inputs import Case, make, make_biases, packed_by
 from quire.kernels.experts.plan import DISPATCHERS
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.onednn_support import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
 from quire.layers import moe
+from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
-from quire.layers.moe import BESIDE, MoE
-from quire.layers.norm import RMSNorm
+from quire.layers.moe import BESIDE, Experts, MoE
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
@@ -89,13 +92,24 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         MoE(args.moe, at[:-1], args.hidden_size, build),
         build.experts or range(theirs.experts.gate_up_proj.shape[0]),
     )
+    router = theirs.router if args.moe.routing.logit_bias else theirs.gate
     stored = {
-        "router.weight": theirs.gate.weight,
+        "router.weight": router.weight,
         "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
         "experts.down": theirs.experts.down_proj[list(own)],
     }
-    if args.moe.routing.bias:
-        stored["router.bias"] = theirs.gate.e_score_correction_bias
+    if args.moe.routing.logit_bias:
+        stored["router.bias"] = router.bias
+    if args.moe.biased:
+        stored |= {f"experts.{name}_bias": getattr(theirs.experts, f"{name}_proj_bias") for name in ("gate_up", "down")}
+    if args.moe.stored == "paired columns":  # as these experts have them in memory, too
+        columns = [stored[name].mT for name in ("experts.gate_up", "experts.down")]
+        halves = [(one[:, 0::2], one[:, 1::2]) for one in (columns[0], stored["experts.gate_up_bias"])]
+        stored |= {"experts.gate_up": torch.cat(halves[0], 1), "experts.down": columns[1]}
+        stored["experts.gate_up_bias"] = torch.cat(halves[1], 1)
+    if args.moe.routing.correction:
+        owner = router if hasattr(router, "e_score_correction_bias") else theirs
+        stored["router.correction"] = owner.e_score_correction_bias
     if args.moe.shared_size:
         shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
@@ -114,31 +128,33 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     return made
 
 
-def norm_for(args: ModelArgs, build: Build) -> RMSNorm:
-    norm = RMSNorm("norm", args.norm_eps, build)
-    norm.take({"weight": torch.empty(args.hidden_size).uniform_(0.5, 1.5)}, 0)
-    return norm
+def branch_for(args: ModelArgs, build: Build) -> Branch:
+    branch = Branch("mlp", args.layers[-1], args.norm, build)
+    assert branch.before is not None
+    branch.before.take({"weight": torch.empty(args.hidden_size).uniform_(0.5, 1.5)}, 0)
+    return branch
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_block_of_every_family(family: str) -> None:
     args, theirs = block(family)
     build = build_for(args)
-    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    layer, branch = filled(args, theirs, build), branch_for(args, build)
     hidden = torch.randn(21, args.hidden_size)
-    expected = hidden + theirs(norm(hidden)[None])[0]
-    torch.testing.assert_close(layer(hidden.clone(), norm, CTX), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer(hidden[:1].clone(), norm, CTX), expected[:1], rtol=1e-5, atol=1e-5)
-    assert layer(hidden[:0].clone(), norm, CTX).shape == (0, args.hidden_size)
+    found = theirs(branch.read(hidden)[None])
+    expected = hidden + (found[0] if isinstance(found, tuple) else found).view(hidden.shape)
+    torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(hidden[:1].clone(), branch, CTX), expected[:1], rtol=1e-5, atol=1e-5)
+    assert layer(hidden[:0].clone(), branch, CTX).shape == (0, args.hidden_size)
 
 
 def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
     args, theirs = block("qwen3_moe")
     hidden = torch.randn(13, args.hidden_size)
-    norm = norm_for(args, build_for(args))
-    expected = theirs(norm(hidden)[None])[0]
+    branch = branch_for(args, build_for(args))
+    expected = theirs(branch.read(hidden)[None])[0]
     parts = [
-        filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm, CTX) - hidden
+        filled(args, theirs, build_for(args, experts=own))(hidden.clone(), branch, CTX) - hidden
         for own in ((0, 1, 5), (7, 2), (3, 6, 4))
     ]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
@@ -148,21 +164,21 @@ def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
 def test_what_is_routed_can_be_seen_and_replaced() -> None:
     args, theirs = block("deepseek_v3")
     build = build_for(args)
-    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    layer, branch = filled(args, theirs, build), branch_for(args, build)
     hidden, seen = torch.randn(9, args.hidden_size), []
-    plain = layer(hidden.clone(), norm, CTX)
+    plain = layer(hidden.clone(), branch, CTX)
     layer.on_routing = lambda weights, ids: seen.append((weights, ids))
-    assert torch.equal(layer(hidden.clone(), norm, CTX), plain)
-    _, weights, ids = theirs.gate(norm(hidden))
+    assert torch.equal(layer(hidden.clone(), branch, CTX), plain)
+    _, weights, ids = theirs.gate(branch.read(hidden))
     for ours, wanted in zip(seen.pop(), (weights.sort(1).values, ids.sort(1).values), strict=True):
         torch.testing.assert_close(ours.sort(1).values, wanted.to(ours.dtype), rtol=1e-6, atol=1e-6)
     assert args.moe is not None
     layer.choose = partial(uniform, build.kernels.routing, args.moe.routing)
-    changed = layer(hidden.clone(), norm, CTX)
+    changed = layer(hidden.clone(), branch, CTX)
     weights, ids = seen.pop()
     assert not torch.equal(changed, plain)
     layer.choose, layer.on_routing = lambda x, live: (weights, ids), None
-    assert torch.equal(layer(hidden.clone(), norm, CTX), changed)
+    assert torch.equal(layer(hidden.clone(), branch, CTX), changed)
 
 
 def logged(layer: MoE, log: list[str]) -> None:
@@ -198,14 +214,16 @@ def test_shared_experts_run_beside_the_routed_ones(
     """They wait for the norm alone, and only the last kernel of the others waits for them."""
     args, theirs = block(family)
     build = build_for(args)
-    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    layer, branch = filled(args, theirs, build), branch_for(args, build)
     hidden = torch.randn(tokens, args.hidden_size)
-    expected = layer(hidden.clone(), norm, CTX)
+    expected = layer(hidden.clone(), branch, CTX)
     side, log = fake_streams(monkeypatch)
     monkeypatch.setattr(moe, "side_stream", lambda device: side)
     logged(layer, log)
     layer.forks = True
-    assert torch.equal(layer(hidden.clone(), lambda x: log.append("norm") or norm(x), CTX), expected)
+    read = branch.read
+    monkeypatch.setattr(branch, "read", lambda x: log.append("norm") or read(x))
+    assert torch.equal(layer(hidden.clone(), branch, CTX), expected)
     if forks:
         assert log == [
             "norm",
@@ -222,19 +240,19 @@ def test_shared_experts_run_beside_the_routed_ones(
         assert log == ["norm", "router", "shared", "products", "sum"]
     wide = torch.randn(16, 2 * args.hidden_size)[:, ::2]  # the experts' kernel would copy it before the join
     log.clear()
-    torch.testing.assert_close(layer(wide, norm, CTX), layer(wide.contiguous(), norm, CTX))
-    assert log[:4] == ["router", "shared", "products", "sum"]
+    torch.testing.assert_close(layer(wide, branch, CTX), layer(wide.contiguous(), branch, CTX))
+    assert log[:5] == ["norm", "router", "shared", "products", "sum"]
 
 
 def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     args, theirs = block("deepseek_v2")
     build = build_for(args)
-    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    layer, branch = filled(args, theirs, build), branch_for(args, build)
     side, log = fake_streams(monkeypatch)
     monkeypatch.setattr(moe, "side_stream", lambda device: side)
     layer.forks, layer.experts.kernel = True, SimpleNamespace()
     with pytest.raises(AttributeError):
-        layer(torch.randn(BESIDE[0], args.hidden_size), norm, CTX)
+        layer(torch.randn(BESIDE[0], args.hidden_size), branch, CTX)
     assert log == ["side waits for main", "in side", "out of side", "main waits for side"]
 
 
@@ -276,6 +294,31 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
     assert ids[0, 0] == (4 if exact else 3)
 
 
+@pytest.mark.parametrize("act", ACTS)
+def test_a_layer_with_biased_experts(act: str) -> None:
+    """Two ranks have a half of every expert each; the first has the bias of the down projection."""
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), act=act, biased=True)
+    assert args.moe is not None
+    num, width, hidden = args.moe.routing.num_experts, args.moe.expert_size, args.hidden_size
+    case = Case(6, num, 2, hidden, width)
+    (x, weights, ids, gate_up, down), (first, second) = make(case, torch.float32), make_biases(case, torch.float32)
+    expected = ref.run(x, weights, ids, packed_by(ref, gate_up, down, act, (first, second)))
+    build, found = build_for(args), torch.zeros_like(x)
+    whole = Experts(f"{prefix(args)}experts", args.moe, build)
+    assert whole.destination() is None
+    for number, part in enumerate(torch.arange(width).chunk(2)):
+        shapes = {"gate_up": (num * 2 * len(part), hidden), "down": (num * hidden, len(part))}
+        names = {f"{prefix(args)}experts.{name}": shape for name, shape in shapes.items()}
+        params = {name: structs.replace(build.params[name], shape=shape) for name, shape in names.items()}
+        layer = Experts(f"{prefix(args)}experts", args.moe, replace(build, params=params))
+        rows = torch.cat((part, width + part))
+        for place in range(num):
+            given = {"gate_up": gate_up[place][rows], "gate_up_bias": first[place][rows], "down": down[place][:, part]}
+            layer.take(given | ({} if number else {"down_bias": second[place]}), place)
+        found += layer(x, weights, ids, None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def pairs() -> list[tuple[str, str]]:
     """Every dispatcher and kernel that a plan would let run together on a CPU, were all kernels there."""
     hardware = Hardware(device="cpu", kernels=(("grouped", ""), ("cpu", ""), ("ref", "")))
@@ -311,6 +354,6 @@ def test_every_pair_that_fits_is_the_layer(dispatcher: str, kernel: str, counts:
         owners = owned(6, len(counts))
         packed = [packed_by(module, gate_up[own], down[own]) for own in owners]
         found = SIMULATED[dispatcher](tokens, packed, owners, module)
-        expected: Tensor = ref.run(x, weights, ids, (gate_up, down))
+        expected: Tensor = ref.run(x, weights, ids, ExpertWeights(gate_up, down))
         assert [len(y) for y in found] == list(counts)
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
-from quire.plan.kinds.blocks import operations
+from quire.plan.kinds.blocks import operations, score_features
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.plan.placement import ranks
@@ -34,11 +34,22 @@ def arguments(family: str) -> ModelArgs:
     return parse_checkpoint_config(tiny_config(Tiny(family=family, bias=True)))
 
 
+def last_layer(args: ModelArgs) -> int:
+    """The last layer, of those with experts if there are any."""
+    return max(args.expert_layers) if args.moe else args.num_layers - 1
+
+
 def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | None) -> DecoderBlock:
-    """The last layer of a rank, of those with experts if there are any, with its slices of the checkpoint."""
-    layer = max(args.expert_layers) if args.moe else args.num_layers - 1
+    """The last layer of a rank, with its slices of the checkpoint."""
+    layer = last_layer(args)
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
-    kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.mixers[0].head_dim)
+    kernels = select_kernels(
+        "cpu",
+        "float32",
+        ops=operations(args),
+        head_dim=args.mixers[0].head_dim,
+        attention_features=score_features(args),
+    )
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     own = None if whole else tuple(rank.expert_ids)
     build = Build(
@@ -67,7 +78,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
 def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
-    (mixer,) = args.mixers
+    mixer = args.layers[last_layer(args)].mixer
     rotary = Rotaries(args.rotations, CPU)
     kv: KVView | LatentView
     if isinstance(mixer, LatentArgs):

@@ -92,7 +92,7 @@ def test_layers_that_launch_the_same_are_one_kind() -> None:
     views = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in layers]
     assert first_of_each_kind(zip(layers, views, strict=True)) == [0, 2]
     layers[3].attention.scale *= 2
-    layers[4].attention_norm.weight = torch.zeros(17)[1:]
+    layers[4].attention_branch.before.weight = torch.zeros(17)[1:]
     assert first_of_each_kind(layers) == [0, 2, 3, 4]
     even, odd = (partial(torch.add, torch.zeros(18)[at:][:16]) for at in (0, 1))
     things = [even, partial(torch.add, torch.ones(16)), odd, Slot(1), Slot(1), Slot(2), Slot, object(), object()]

@@ -16,7 +16,7 @@ from quire.assemble.build import build_model
 from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
-from quire.kernels.linear.plan import RowRange
+from quire.kernels.linear_plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.context import StepContext
 from quire.layers.linear import Linear
@@ -109,7 +109,7 @@ def test_uniform_routing_takes_the_routers_place() -> None:
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
         layer.on_routing = lambda weights, ids: seen.append(ids)
-        layer(torch.zeros(64, 16), model.norm, StepContext(torch.zeros(64, dtype=torch.int64), (), []))
+        layer(torch.zeros(64, 16), model.layers[1].mlp_branch, StepContext(torch.zeros(64, dtype=torch.int64), (), []))
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
@@ -217,6 +217,95 @@ def test_stages_have_the_same_groups_and_equal_pages(pp: int) -> None:
         held = [[rank.layers[0] + layer for layer in group.layers] for group in stage.groups]
         assert held == [[layer for layer in group if layer in range(*rank.layers)] for group in whole]
         assert len({group.page_bytes for group in stage.groups}) == 1 and stage.page_bytes == 8 // pp * 2 * 512
+
+
+def unequal(pattern: str, heads: int = 1, dim: int = 8) -> ModelArgs:
+    """The model with a layer for each letter: S has a window and 2 KV heads of size 8, F has `heads` of size `dim`."""
+    full = ARGS.layers[0]
+    kinds = {
+        "S": structs.replace(full.mixer, window=16),
+        "F": structs.replace(full.mixer, num_kv_heads=heads, head_dim=dim),
+    }
+    return replace(ARGS, layers=tuple(structs.replace(full, mixer=kinds[one]) for one in pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "sizes"),
+    [
+        ("SSSSSF" * 4, (1, 8), [16] * 5 + [32]),  # Gemma 4: half as many bytes per token
+        ("FSSSSS" * 4, (1, 8), [32] + [16] * 5),
+        ("SF" * 3, (1, 4), [16, 64]),
+        ("SF" * 3, (1, 6), [16, 32]),  # 12 bytes of 32: two fit, four do not
+        ("SF" * 3, (2, 12), [16, 16]),  # 48 of 32
+        ("SF" * 3, (4, 16), [64, 16]),  # the layers with a window have less
+        ("SSSSF", (1, 8), [16] * 4 + [32]),
+        ("S" * 13 + "F" * 12, (1, 8), [16, 32]),
+        ("S" * 12 + "F" * 13, (1, 8), [16, 16]),  # a block of 13 layers and 32 tokens has no room in the page
+        ("SFFF" * 3, (2, 8), [16] * 4),  # equal layers in other groups
+    ],
+)
+def test_layers_with_fewer_bytes_get_more_tokens_per_block(
+    pattern: str, kind: tuple[int, int], sizes: list[int]
+) -> None:
+    geometry = geometry_of(unequal(pattern, *kind))
+    assert list(geometry.block_sizes) == sizes and geometry.block_size == 16 and geometry.hit_size == max(sizes)
+    chosen = [msgspec.structs.replace(group, block_size=16) for group in geometry.groups]
+    assert geometry.page_bytes == max(group.page_bytes for group in chosen), "no page grows"
+    assert geometry.request_blocks(1000, 64) <= sum(group.most_blocks(1000, 64) for group in chosen)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 64), (32, 128), (32, 16)])
+def test_block_sizes_can_be_chosen_by_group(sizes: tuple[int, int]) -> None:
+    args = windowed("SFSF")
+    (rank,) = ranks(args, ALONE)
+    geometry = rank_geometry(args, rank, dtype="bfloat16", device="cpu", block_size=None, sizes=sizes)
+    assert geometry.block_sizes == sizes and geometry.page_bytes == 2 * 2 * 2 * 2 * 8 * max(sizes)
+
+
+def test_the_default_block_is_that_of_the_group_with_the_most_bytes() -> None:
+    args = unequal("SF")
+    (rank,) = ranks(args, ALONE)
+    for device, size in (("cpu", 32), ("cuda", 128)):
+        found = rank_geometry(args, rank, dtype="bfloat16", device=device, block_size=None)
+        assert found.block_sizes == (size, 2 * size)
+
+
+@pytest.mark.parametrize(("tp", "sizes"), [(1, (16, 32)), (2, (16, 16))])
+def test_ranks_that_hold_equal_heads_have_equal_blocks(tp: int, sizes: tuple[int, int]) -> None:
+    """Two ranks share the one head of the layers with full attention: each has as many as of the others."""
+    args = unequal("SF")
+    for rank in ranks(args, Parallel(tp=tp)):
+        assert rank_geometry(args, rank, dtype="bfloat16", device="cpu", block_size=16).block_sizes == sizes
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_have_the_same_block_sizes(pp: int) -> None:
+    args = unequal("SSSSSF" * 8)
+    stages = [
+        rank_geometry(args, rank, dtype="bfloat16", device="cpu", block_size=16)
+        for rank in ranks(args, Parallel(pp=pp))
+    ]
+    assert {stage.block_sizes for stage in stages} == {(*[16] * 5, 32)}
+    for stage in stages:
+        assert len({group.page_bytes for group in stage.groups}) == 1
+
+
+def test_layers_that_differ_in_rotation_share_a_group() -> None:
+    args = windowed("SFSF")
+    assert len(args.mixers) == 2
+    first = structs.replace(args.layers[0].mixer, qk_norm=not args.layers[0].mixer.qk_norm)
+    mixed = replace(args, layers=(structs.replace(args.layers[0], mixer=first), *args.layers[1:]))
+    assert len(mixed.mixers) == 3 and layer_groups(mixed) == layer_groups(args) == [[0, 2], [1, 3]]
+
+
+def test_a_draft_model_of_two_groups_joins_a_model_of_two() -> None:
+    """Its layers take the blocks of the groups that they join; a group that joins none has its own."""
+    own = geometry_of(unequal("SSF"))
+    both = joined(own, geometry_of(unequal("SF")))
+    assert both.block_sizes == own.block_sizes and sum(group.num_drafts for group in both.groups) == 2
+    assert [(one.layers, one.num_drafts) for one in both.groups] == [((0, 3), 1), ((1,), 0), ((2, 4), 1)]
+    alone = joined(geometry_of(windowed("SS")), geometry_of(unequal("SF")))
+    assert alone.block_sizes == (16, 32) and alone.block_size == 16 and alone.hit_size == 32
 
 
 def geometry_of(args: ModelArgs) -> KVGeometry:

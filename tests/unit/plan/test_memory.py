@@ -104,7 +104,7 @@ def test_the_tables_of_a_slot_are_all_counted() -> None:
     from quire.kernels.step.state import DeviceState, Limits
 
     num_slots, length = 64, 1024
-    limits = Limits(num_slots=num_slots, max_tokens=0, max_model_len=length, block_size=32)
+    limits = Limits(num_slots=num_slots, max_tokens=0, max_model_len=length, block_sizes=(32,))
     state = DeviceState(limits, 100, torch.device("cpu"))
     parts = (state, state.tables, state.buffers, state.sampling, RunningTable(num_slots))
     held = [column for part in parts for column in vars(part).values()]

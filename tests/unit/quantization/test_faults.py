@@ -96,6 +96,9 @@ def remove(tensor: Tensor) -> None:
         ),
         ("ct-w4-order", f"{UP}weight_g_idx", remove, f"lacks {UP}weight_g_idx"),
         ("ct-w4-zeros", f"{UP}weight_zero_point", remove, f"lacks {UP}weight_zero_point"),
+        ("ct-mxfp4", f"{UP}weight_scale", put(255), f"{UP}weight_scale has a scale that is NaN"),
+        ("ct-mxfp4", f"{UP}weight_scale", lambda t: t.float(), "weight_scale is stored as F32, a mxfp4-pack-quantized"),
+        ("ct-mxfp4", f"{UP}weight_packed", lambda t: t[:, 1:].clone(), "weight_packed has shape [512, 79], config.js"),
         ("awq", f"{UP}scales", put(0.0), f"{UP}scales has a scale"),
         ("awq", f"{UP}qzeros", lambda t: t[:-1].clone(), "qzeros has shape [4, 64], config.json makes it [5, 64]"),
         ("gptq", f"{UP}qzeros", put(0), f"{UP}qzeros has a zero point that is not 8, although sym is true"),
@@ -167,7 +170,7 @@ def test_names_of_stored_tensors_decide_where_the_config_is_silent(plain: Path, 
     assert isinstance(kept.weights["layers.0.mlp.down.weight"][0], Tensor)
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "ct-w4-group", "fp8-block"])
+@pytest.mark.parametrize("form", ["gptq", "awq", "ct-w4-group", "ct-mxfp4", "fp8-block"])
 def test_a_quantized_head(plain: Path, tmp_path: Path, form: str) -> None:
     """As it is stored; GPTQ says so in its config, and compressed-tensors by leaving it off its list."""
     head = {"lm_head.weight": load_file(plain / "model.safetensors")["lm_head.weight"]}
@@ -179,7 +182,11 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, form: str) -> None:
     del tensors["lm_head.weight"]
     save_file(tensors | {f"lm_head.{suffix}": one for suffix, one in more[0].items()}, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"] |= {"gptq": {"lm_head": True}, "ct-w4-group": {"ignore": []}}.get(form, {})
+    raw["quantization_config"] |= {
+        "gptq": {"lm_head": True},
+        "ct-w4-group": {"ignore": []},
+        "ct-mxfp4": {"ignore": []},
+    }.get(form, {})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     kept = loaded(tmp_path)
     check(kept, means | {"lm_head.weight": more[1]})

@@ -14,6 +14,10 @@ from quire.quantization.rules import HEAD, head_is_quantized, rules_of
 from ...support.quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
 
 AWQ = FORMS["awq"].config
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", HEAD],
+}
 Q, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate_proj"
 
 
@@ -52,7 +56,7 @@ def test_wrong_values_are_named(config: Any, named: str) -> None:
     ("config", "said"),
     [
         ({"group_size": 64, "bits": 4}, "has no quant_method"),
-        ({"quant_method": "mxfp4"}, "asks for 'mxfp4', which is not implemented"),
+        ({"quant_method": "mxfp8"}, "asks for 'mxfp8', which is not implemented"),
         ({"quant_method": "gguf"}, "'gguf'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_algo": "NVFP4"}, "'nvfp4'"),
@@ -74,7 +78,16 @@ def test_wrong_values_are_named(config: Any, named: str) -> None:
             "activations of 8-bit int per token (dynamic",
         ),
         (compressed("float-quantized", numbers(8, "float", "channel")), "activations that are not quantized"),
-        (compressed("nvfp4-pack-quantized", numbers(4, "float", "group", group_size=16)), "4-bit float per group"),
+        (compressed("nvfp4-pack-quantized", numbers(4, "float", "group", group_size=16)), "'nvfp4-pack-quantized' is"),
+        (compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=16)), "only groups of 32, MXFP4"),
+        (
+            compressed(
+                "mxfp4-pack-quantized",
+                numbers(4, "float", "group", group_size=32),
+                numbers(4, "float", "group", group_size=32, dynamic=True),
+            ),
+            "activations of 4-bit float per group (dynamic",
+        ),
         (compressed("marlin-24", numbers(4, "int", "channel")), "format='marlin-24'"),
         (compressed("int-quantized", numbers(8, "int", "channel", symmetric=False), TOKEN8), "zero points"),
         (compressed("int-quantized", numbers(8, "int", "channel"), TOKEN8 | {"symmetric": False}), "asymmetric"),
@@ -191,6 +204,12 @@ def test_older_spellings() -> None:
         (GPTQ | {"dynamic": {"+:.*q_proj": {"bits": 8}, ".*": {"bits": 3}}}, Q, "gptq w8"),
         (GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}, GATE, ""),
         (GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"]]}, Q, "gptq"),
+        (GPT_OSS, Q, ""),
+        (GPT_OSS, "model.layers.3.mlp.router", ""),
+        (GPT_OSS, "model.layers.3.mlp.experts.gate_up_proj", "mxfp4"),
+        (GPT_OSS | {"modules_to_not_convert": ["model.layers.*.mlp"]}, "model.layers.3.mlp.experts.down_proj", ""),
+        (GPT_OSS | {"modules_to_not_convert": None}, "model.layers.3.mlp.experts.down_proj", "mxfp4"),
+        (FORMS["ct-mxfp4"].config, Q, "mxfp4-pack-quantized"),
         (FORMS["modelopt"].config | {"exclude_modules": ["model.layers.3*"]}, Q, ""),
         (FORMS["modelopt"].config | {"ignore": ["model.layers.3.self_attn"]}, Q, ""),
         (compressed("pack-quantized", numbers(4, "int", "channel")) | {"ignore": [Q]}, Q, ""),

@@ -1,5 +1,6 @@
 """The text half of a model, loaded by itself."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, ModelNotFound, UserError
 from quire.text.load import load_text
+
+from ...support.harmony_tokenizer import HarmonyTokenizer
 
 
 def test_the_bundled_model_has_all_of_it() -> None:
@@ -47,3 +50,20 @@ def test_it_brings_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_tokens_that_end_a_turn_of_messages_are_ends(tmp_path: Path, shared: Path) -> None:
+    """Some checkpoints of gpt-oss list <|return|> alone."""
+    tokenizer = HarmonyTokenizer()
+    tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_id("<|endoftext|>")}))
+    names = ("<|endoftext|>", "<|return|>", "<|call|>")
+    assert set(load_text(EngineConfig(), tmp_path).eos_ids) == {tokenizer.token_id(names[0])}
+    source = (shared / "hf" / "templates" / "gpt_oss.jinja").read_text("utf-8")
+    (tmp_path / "chat_template.jinja").write_text(source, "utf-8")
+    text = load_text(EngineConfig(), tmp_path)
+    assert set(text.eos_ids) == set(map(tokenizer.token_id, names)) and text.styles.messages is not None
+    prompt = tokenizer.encode("<|start|>user<|message|>a<|end|><|start|>assistant", False)
+    assert text.begun_message(prompt) == tuple(tokenizer.encode("<|start|>assistant", False))
+    assert text.begun_message([]) == text.begun_message([1]) == ()

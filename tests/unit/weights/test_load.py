@@ -268,7 +268,7 @@ def test_experts_in_place_are_neither_copied_nor_packed(
     monkeypatch.setattr(model, "take", lambda module, *given: taken.append(module) or take(module, *given))
     load_dummy(model) if load == "dummy" else load_weights(model, tmp_path)
     assert room is not None and "layers.1.mlp.experts" not in taken and "layers.1.mlp.router" in taken
-    gate_up, down = layer.mlp.experts.packed
+    gate_up, down, *_ = layer.mlp.experts.packed
     assert gate_up.data_ptr() == room["gate_up"].data_ptr() and down.data_ptr() == room["down"].data_ptr()
     for expert in range(6):
         at = f"model.layers.1.mlp.experts.{expert}."

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,24 @@ def test_ranks_make_the_model_again(tmp_path: Path, bytes_read: list[int], famil
 
 def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
     """The inverse of a slice with its order."""
-    target, run = stored.narrow(part.axis, part.start, part.count), len(part.order)
+    matrix = stored if part.expert < 0 else stored[part.expert]
+    target, run = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count), len(part.order)
+    half = part.count // 2
     for i in range(len(rows)):
+        if part.paired:
+            target[2 * (i % half) + i // half] = rows[i]
+            continue
         target[i - i % run + part.order[i % run] if run else i] = rows[i]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_reads_whole_tensors(family: str) -> None:
-    assert all(part.whole for param in layout(arguments(family, False)) for part in param.parts)
+    """Or, of a tensor that holds several parts of a parameter, all of its rows."""
+    for param in layout(arguments(family, False)):
+        for stored, parts in groupby(param.parts, lambda part: (part.stored, part.expert)):
+            own = list(parts)
+            assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
+            assert sum(part.count for part in own) == own[0].matrix[own[0].axis], stored
 
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:

@@ -32,7 +32,7 @@ from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_arg
 from ...support.logits_tap import LogitsTap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LIMITS = Limits(num_slots=4, max_tokens=256, max_model_len=256, block_size=BLOCK, depth=2)
+LIMITS = Limits(num_slots=4, max_tokens=256, max_model_len=256, block_sizes=(BLOCK,), depth=2)
 RANDOM = np.random.default_rng(5)
 NOTES = [RANDOM.integers(0, VOCAB, count, dtype=np.uint32).tolist() for count in (40, 33, 64)]
 SIZES = {"num_hidden_layers": 6, "max_position_embeddings": 512}
@@ -57,7 +57,7 @@ class Engine:
             vocab_size=VOCAB,
             blends=True,
         )
-        geometry = kv_geometry(model.args, "float32", BLOCK)
+        geometry = kv_geometry(model.args, "float32", (BLOCK,))
         self.core = EngineCore(
             _Executor(self.runner, facts, self.plans),
             SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, watermark=0.0),

@@ -155,7 +155,7 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
         block_tables=torch.ones(1, DRAWS + 1, 1, dtype=torch.int32),
         computed=torch.zeros(DRAWS + 1).long(),
         history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32),
-        block_size=8,
+        block_sizes=(8,),
         hosted=torch.zeros(DRAWS + 1, dtype=torch.int32),
     )
     spec = [encode_row(SamplerSpec(seed=seed * 7919, num_prompt=1, temperature=1.0), 0) for seed in range(DRAWS)]
@@ -220,7 +220,7 @@ def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> N
         block_tables=torch.ones(1, slots + 1, 1, dtype=torch.int32),
         computed=torch.zeros(slots + 1).long(),
         history=torch.zeros(slots + 1, 8, dtype=torch.int32),
-        block_size=8,
+        block_sizes=(8,),
         hosted=torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32),
     )
     counts = np.array([4, 1, 3, 4, 5], np.int32)  # the last: a chunk of a prompt, with one row

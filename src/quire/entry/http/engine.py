@@ -34,7 +34,7 @@ from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
 from quire.procs.front_ends import ALONE, FrontPlace
 from quire.text.load import TextSide, load_text
-from quire.text.tools import choose_styles
+from quire.text.output_styles import choose_styles
 
 LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"

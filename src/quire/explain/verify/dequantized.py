@@ -12,17 +12,19 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from quire.args.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
-from quire.explain.verify.parameters import unordered
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
+from quire.plan.layout import as_stored, layout
 from quire.quantization.scheme_words import scheme_words
 from quire.weights.load import load_weights
+from quire.weights.slices import write_slice
 
 Rules = Mapping[str, QuantizedMatrix]  # stored name of a weight -> its scheme and activation scale, without numbers
 
@@ -50,28 +52,23 @@ def describe(model: Decoder) -> tuple[str, bool]:
     return "; ".join(map(scheme_words, schemes)), any(scheme.inputs for scheme in schemes)
 
 
-def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, out: Path) -> Rules:
+def write_dequantized(model: Decoder, params: tuple[Param, ...], folder: Path, out: Path) -> Rules:
     """Write the model in `folder` to `out`, dequantized to float32.
 
-    layout   the model's parameters with the names of the tensors in `folder`
+    params   the model's parameters with the names of the tensors in `folder`
 
     Returns the scheme and activation scale of each quantized weight, by the weight's name in `folder`.
     """
     from safetensors.torch import save_file
 
-    kept, stored, rules = _Kept(model, layout), dict[str, Tensor](), dict[str, QuantizedMatrix]()
+    kept, stored, rules = _Kept(model, params), dict[str, Tensor](), dict[str, QuantizedMatrix]()
     load_weights(cast(Any, kept), folder)
-    for param in layout:
+    for param in _unquantized(model, params):
         weights = kept.weights.pop(param.name)
         for place, weight in weights.items():  # in the order in which they were read
             one = of_expert(param, place, len(weights))
             for part, rows in _parts(one, _numbers(weight)):
-                at = (
-                    (slice(part.start, part.start + part.count),)
-                    if part.axis == 0
-                    else (slice(None), slice(part.start, part.start + part.count))
-                )
-                stored.setdefault(part.stored, torch.zeros(part.shape))[at] = rows
+                write_slice(stored.setdefault(part.stored, torch.zeros(part.shape)), part, rows)
                 if isinstance(weight, QuantizedMatrix):
                     rules[part.stored] = replace(
                         empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale
@@ -86,6 +83,18 @@ def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, o
     return rules
 
 
+def _unquantized(model: Decoder, params: tuple[Param, ...]) -> tuple[Param, ...]:
+    """Return the parameters with the slices of an unquantized checkpoint: it may store experts in another form."""
+    stacks = {part.stored for param in params for part in param.parts if param.stored and part.expert >= 0}
+    if not stacks:
+        return params
+    plain = {param.name: param.parts for param in layout(as_stored(model.args, stacks))}
+    return tuple(
+        structs.replace(param, parts=plain[param.name]) if param.parts[0].stored in stacks else param
+        for param in params
+    )
+
+
 def _numbers(weight: Weight) -> Tensor:
     if isinstance(weight, Tensor):
         return weight.float()
@@ -94,12 +103,12 @@ def _numbers(weight: Weight) -> Tensor:
 
 
 def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the parts of a parameter with their rows, in the order of the checkpoint."""
+    """Yield the parts of a parameter with their rows."""
     first = 0
     for part in param.parts:
         own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
         first += part.rows
-        yield part, unordered(own, part.order, by_head=False)
+        yield part, own
 
 
 class QuantizedInputs(TorchFunctionMode):

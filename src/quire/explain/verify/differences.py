@@ -28,6 +28,10 @@ class Differences:
         self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
         return ours.reshape(theirs.shape)
 
+    def num_rows(self, stage: str, step: str) -> int:
+        """Return the tokens for which Quire recorded a step."""
+        return len(self.ours.result(stage, step))
+
     def has(self, stage: str, step: str) -> bool:
         """True for a step that Quire recorded."""
         return step in self.ours.pieces.get(stage, {})

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
-from quire.contracts.params import Param
+from quire.contracts.params import Param, Part
+from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
-from quire.layers.norm import HeadNorm
-from quire.plan.layout import layout
+from quire.layers.norm import HeadNorm, Norm, WideNorm
+from quire.plan.layout import as_stored, layout
 from quire.quantization.formats import raw_tensors
 from quire.weights.files import full_names, stored_in, weight_files
+from quire.weights.slices import sliced
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,11 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
     use the names in `params`. Raises ModelError for a tensor that the folder lacks.
     """
     try:
-        theirs = layout(read_checkpoint_config(folder))
+        theirs = layout(as_stored(read_checkpoint_config(folder), stored_in(folder)))
     except UnsupportedModel:
         theirs = params
-    names = {(param.name, part.name): part.stored for param in theirs for part in param.parts}
-    named = tuple(
-        replace(
-            param,
-            parts=tuple(replace(part, stored=names.get((param.name, part.name), part.stored)) for part in param.parts),
-        )
-        for param in params
-    )
+    parts = {param.name: param.parts for param in theirs}
+    named = tuple(replace(param, parts=parts.get(param.name, param.parts)) for param in params)
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
         raise ModelError(
@@ -80,19 +76,14 @@ def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) 
     """
     from safetensors import safe_open
 
-    names = {
-        part.stored: other.stored
-        for param, named in zip(model.layout, params, strict=True)
-        for part, other in zip(param.parts, named.parts, strict=True)
-    }
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
         stored = {full: partial(holders[name].get_tensor, name) for name, full in full_names(holders).items()}
         return tuple(
             found
-            for name, ours in parameters(model)
-            if (found := _compare(name, ours, stored[names[name]]().float())) is not None
+            for part, ours in _parameters(model, params)
+            if (found := _compare(part.stored, ours, sliced(stored[part.stored](), part).float())) is not None
         )
 
 
@@ -105,31 +96,19 @@ def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:
     return Changed(name, count, ours.numel(), most) if count else None
 
 
-def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, float32 tensor) for every checkpoint tensor, read back from the model's memory.
+def _parameters(model: Decoder, params: tuple[Param, ...]) -> Iterator[tuple[Part, Tensor]]:
+    """Yield (part, float32 tensor) for every slice of `params`, read back from the model's memory.
 
     Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are quantized in memory are left out.
     """
-    for param in model.layout:
+    for param in params:
         if param.scheme is not None:
             continue
-        rows, first = _packed(model.get_submodule(param.module), param.name.rpartition(".")[2]), 0
+        rows, first = _packed(model.owner(param.module), param.name.rpartition(".")[2]), 0
         for part in param.parts:
             own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
-            yield part.stored, unordered(own, part.order, param.module.endswith("head_norm"))
-
-
-def unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
-    """Return a parameter in the row order of the checkpoint; `rows` are in the order that Quire's kernels need.
-
-    order     in each run of len(order) rows, row i is the checkpoint's row order[i]; (): the order is the checkpoint's
-    by_head   `order` permutes the numbers in each row, not the rows
-    """
-    if not order:
-        return rows
-    back = torch.tensor(order).argsort()
-    return rows[:, back] if by_head else rows.unflatten(0, (-1, len(order)))[:, back].flatten(0, 1)
+            yield part, own
 
 
 def _packed(owner: Any, name: str) -> Tensor:
@@ -138,9 +117,14 @@ def _packed(owner: Any, name: str) -> Tensor:
         if (found := owner.destination()) is not None:
             return found[name]
         packed: Any = owner.packed
-        return torch.cat([_dense(one[name == "down"]) for one in packed])
-    if isinstance(owner, HeadNorm):
+        if isinstance(packed, ExpertWeights):  # of all experts
+            return _dense(getattr(packed, name)).flatten(0, 1)
+        each = packed if isinstance(packed, list) else packed[0]  # some kernels keep the memory of all beside them
+        return torch.cat([_dense(getattr(one, name)) for one in each])
+    if isinstance(owner, HeadNorm | WideNorm):
         return owner.rows(name)
+    if isinstance(owner, Norm):
+        return owner.stored
     if isinstance(owner, Expansion):
         return owner.weight.flatten(0, 1)
     packed = getattr(owner, "packed", None)

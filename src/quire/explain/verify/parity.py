@@ -94,7 +94,7 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
         token_ids = [*prompt_ids, *tokens[:-1]]
         theirs = peer.load(folder)
         stack.enter_context(QuantizedInputs(theirs, rules, layout))
-        alone = peer.run_alone(theirs, token_ids)
+        alone = peer.run_alone(theirs, token_ids, ours)
         found = peer.run_on(theirs, token_ids, ours)
     return _report(name, reference or engine.folder, tokens, alone, found, changed, quantized=describe(model))
 

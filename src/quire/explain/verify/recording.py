@@ -15,12 +15,16 @@ class Recording:
 
     stage    "embed", a half of a layer ("layer 3 attention"), "norm" or "logits"
     step     an operation of the stage, such as "q_proj"
-    A piece is the result [T, ...] in a single engine step; `result` joins the pieces. kinds: of each half of a layer
+    A piece is the result [T, ...] in a single engine step; `result` joins the pieces.
+
+    kinds   of each half of a layer
+    after   of each layer the path of the reference's module that reads the sum after attention; "": none does
     """
 
     def __init__(self) -> None:
         self.pieces: dict[str, dict[str, list[Tensor]]] = {}
         self.kinds: dict[str, Any] = {}
+        self.after: dict[int, str] = {}
 
     def keep(self, stage: str, step: str, result: Tensor) -> None:
         """Add a copy of the result of `step` in the next engine step. It is a copy, because kernels reuse memory."""
@@ -43,7 +47,7 @@ def on_result(module: Any, keep: Any, step: str) -> None:
 
 def on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
     """Record the input of a projection, and its product without the residual."""
-    add = linear.add
+    add, summed = linear.add, linear.summed
 
     def tapped(x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
         keep(given, x)
@@ -51,4 +55,10 @@ def on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
         result: Tensor = add(x, residual, ctx)
         return result
 
-    linear.add = tapped
+    def tapped_alone(x: Tensor, ctx: StepContext) -> Tensor:
+        keep(given, x)
+        result: Tensor = summed(x, ctx)
+        keep(step, result)
+        return result
+
+    linear.add, linear.summed = tapped, tapped_alone

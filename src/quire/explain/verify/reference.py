@@ -17,7 +17,6 @@ from quire.explain.verify.differences import Differences
 from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, stage_name
 
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
-NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, not of one of its halves
 
 
 def load(folder: Path) -> Any:
@@ -44,8 +43,11 @@ def load(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
-    """Run the model of transformers on the token ids. Return the result [T, width] of every stage (see `Recording`)."""
+def run_alone(model: Any, token_ids: list[int], ours: Recording) -> dict[str, Tensor]:
+    """Run the model of transformers on the token ids. Return the result [T, width] of every stage (see `Recording`).
+
+    ours   tells where the reference has the results
+    """
     body, kept, handles = model.base_model, {}, []
 
     def keep(stage: str) -> Callable[..., None]:
@@ -56,13 +58,17 @@ def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
 
     handles.append(body.get_input_embeddings().register_forward_hook(keep("embed")))
     for index, layer in enumerate(body.layers):
-        after = layer.post_attention_layernorm
-        handles.append(after.register_forward_pre_hook(keep(stage_name(index, ATTENTION))))
+        if ours.after[index]:
+            after = _at(layer, ours.after[index])
+            handles.append(after.register_forward_pre_hook(keep(stage_name(index, ATTENTION))))
+        else:  # both halves read the same, and there is no sum between
+            handles.append(layer.self_attn.register_forward_hook(keep(stage_name(index, ATTENTION))))
         handles.append(layer.register_forward_hook(keep(stage_name(index, FEED_FORWARD))))
     handles.append(body.norm.register_forward_hook(keep("norm")))
     kept["logits"] = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
     for handle in handles:
         handle.remove()
+    kept["embed"] = kept["embed"] * _embedding_factor(model)
     return kept
 
 
@@ -71,11 +77,14 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
     """Run the model of transformers with Quire's results as the inputs of its steps. Return the differences."""
     differences = Differences(ours)
     body = model.base_model
-    _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")
+    _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens", _embedding_factor(model))
     for index, layer in enumerate(body.layers):
         for half in (ATTENTION, FEED_FORWARD):
             for step, module in _modules(layer, differences, stage_name(index, half)):
                 _on_result(module, differences, stage_name(index, half), step)
+        fused = _at(layer, "self_attn.qkv_proj")
+        if fused is not None:
+            _on_fused(fused, differences, stage_name(index, ATTENTION))
         _feed_products(layer, differences, index)
     _on_result(body.norm, differences, "norm", "norm")
     _register_attention(differences)
@@ -89,8 +98,9 @@ def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple
     """Yield (step, module) for the steps of a stage that are the result of a module."""
     kind = differences.ours.kinds[stage]
     for step in differences.ours.pieces.get(stage, {}):
-        paths = (step,) if step in NORMS else kind.paths.get(step, (f"{kind.room}.{step}",))
-        module = layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths)
+        norm = _at(layer, step) if step.endswith("layernorm") else None  # of a layer, not of one of its halves
+        paths = kind.paths.get(step, (f"{kind.room}.{step}",))
+        module = norm or (layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths))
         if module is not None:
             yield step, module
 
@@ -101,7 +111,8 @@ def _feed_products(layer: Any, differences: Differences, index: int) -> None:
         for step, paths in differences.ours.kinds[stage].inputs.items():
             if (module := _first_at(layer, paths)) is not None and differences.has(stage, step):
                 _on_given(module, differences, stage, step)
-    _on_given(layer.post_attention_layernorm, differences, stage_name(index, ATTENTION), "sum")
+    if differences.ours.after[index]:
+        _on_given(_at(layer, differences.ours.after[index]), differences, stage_name(index, ATTENTION), "sum")
 
 
 def _first_at(layer: Any, paths: Iterable[str]) -> Any:
@@ -130,7 +141,14 @@ def _on_given(module: Any, differences: Differences, stage: str, step: str) -> N
     module.register_forward_pre_hook(hook)
 
 
-def _on_result(module: Any, differences: Differences, stage: str, step: str) -> None:
+def _embedding_factor(model: Any) -> float:
+    """Return the factor by which the reference multiplies embeddings outside of their module."""
+    return float(getattr(model.config, "embedding_multiplier", None) or 1.0)
+
+
+def _on_result(module: Any, differences: Differences, stage: str, step: str, factor: float = 1.0) -> None:
+    """Compare the result of a module, times `factor`, and go on with Quire's."""
+
     def hook(module: Any, given: Any, result: Any) -> Any:
         if step == "router":  # logits, weights and ids
             scores, weights, ids = result
@@ -138,8 +156,23 @@ def _on_result(module: Any, differences: Differences, stage: str, step: str) -> 
             ours = differences.replace(stage, step, dense)
             weights, ids = ours.topk(ids.shape[-1], -1)
             return scores, weights, ids
-        ours = differences.replace(stage, step, _first(result))
+        theirs = _first(result)
+        if step in ("q_norm", "k_norm") and theirs.dim() == 4 and theirs.shape[2] == differences.num_rows(stage, step):
+            return differences.replace(stage, step, theirs.transpose(1, 2)).transpose(1, 2)  # heads come before tokens
+        ours = differences.replace(stage, step, theirs * factor) / factor
         return (ours, *result[1:]) if isinstance(result, tuple) else ours
+
+    module.register_forward_hook(hook)
+
+
+def _on_fused(module: Any, differences: Differences, stage: str) -> None:
+    """Compare the result of one projection to queries, keys and values, and go on with Quire's."""
+    steps = ("q_proj", "k_proj", "v_proj")
+    widths = [differences.ours.result(stage, step).flatten(1).shape[1] for step in steps]
+
+    def hook(module: Any, given: Any, result: Tensor) -> Tensor:
+        parts = zip(steps, result.split(widths, -1), strict=True)
+        return torch.cat([differences.replace(stage, step, part) for step, part in parts], -1)
 
     module.register_forward_hook(hook)
 

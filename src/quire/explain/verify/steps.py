@@ -4,11 +4,16 @@ Wraps the modules of an assembled model in float32 on a CPU, where no kernel joi
 layers order their rows; knows nothing of the reference. A watched model serves no requests afterwards.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, on_result, stage_name
 from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
+from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
 
 
@@ -18,15 +23,38 @@ def watch(model: Decoder, recording: Recording) -> None:
     A `HiddenTap` of the worker gets that output. Afterwards the model must serve no other requests.
     """
     block: Any
+    stored = {param.name: param.parts[0].stored.split(".")[-2] for param in model.layout}  # names of modules
     for index, block in enumerate(model.layers):
         stage = stage_name(index, ATTENTION)
         keep: Any = partial(recording.keep, stage)
-        on_result(block.attention_norm, keep, "input_layernorm")
+        name = f"layers.{index}.{{}}.weight".format
+        if block.norm is not None:
+            on_result(block.norm, keep, stored[name("norm")])
+        _watch_norms(block.attention_branch, keep, stored, name("attention_{}"))
+        recording.after[index] = "" if block.norm is not None else stored.get(name("mlp_norm"), "mlp")
         recording.kinds[stage] = MIXERS[type(block.attention)]
         recording.kinds[stage].watch(block.attention, keep)
-        on_result(block.attention, keep, "sum")
+        if recording.after[index]:
+            on_result(block.attention, keep, "sum")
         stage = stage_name(index, FEED_FORWARD)
         keep = partial(recording.keep, stage)
-        on_result(block.mlp_norm, keep, "post_attention_layernorm")
+        _watch_norms(block.mlp_branch, keep, stored, name("mlp_{}"))
         recording.kinds[stage] = FEED_FORWARDS[type(block.mlp)]
         recording.kinds[stage].watch(block.mlp, keep)
+
+
+def _watch_norms(branch: Branch, keep: Any, stored: Mapping[str, str], name: str) -> None:
+    """Record the norms of a half of a layer, under the names of the reference's modules.
+
+    name   of the norms' parameters, with {} for the place
+    """
+    if branch.before is not None:
+        on_result(branch.before, keep, stored[name.format("norm")])
+    if branch.after is not None:
+        step, added = stored[name.format("after")], branch.after.added
+
+        def tapped(x: Tensor, residual: Tensor) -> Tensor:
+            keep(step, added(x, torch.zeros_like(residual)))
+            return added(x, residual)
+
+        branch.after.added = tapped  # type: ignore[method-assign]

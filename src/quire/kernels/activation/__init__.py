@@ -1,5 +1,25 @@
-"""The gated activation of the feed-forward layer (SwiGLU; Shazeer, 2020).
+"""The gated activation of the feed-forward layer (GLU variants; Shazeer, 2020).
 
-silu_mul(gate_up [T, 2I]) -> [T, I]
-    gate is the first half of a row, up the second: y = gate * sigmoid(gate) * up.
+gated(gate_up [T, 2I], act) -> [T, I]
+    gate is the first half of a row, up the second. `act` names the function of the two, a word of `ACTS`:
+    silu         gate * sigmoid(gate) * up
+    gelu_tanh    gelu(gate) * up with the tanh approximation of GELU (Hendrycks and Gimpel, 2016),
+                 gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+    swiglu_oai   (up' + 1) * gate' * sigmoid(1.702 gate'), gate' = min(gate, 7), up' = up cut to [-7, 7] (gpt-oss)
+    NaN in gate or up gives NaN. Every implementation has every activation, and so has every fused kernel of
+    `quire.kernels.linear`; those of `quire.kernels.experts` name theirs in their features.
 """
+
+ACTS = ("silu", "gelu_tanh", "swiglu_oai")
+
+
+def checked(act: str) -> str:
+    """Return `act`. Raises ValueError for a name that is not in `ACTS`."""
+    if act not in ACTS:
+        raise ValueError(f"activation {act!r} does not exist: use one of {', '.join(ACTS)}")
+    return act
+
+
+def number_of(act: str) -> int:
+    """Return the number of an activation in C code (`gated_of` in vectors.h). Raises ValueError as `checked` does."""
+    return ACTS.index(checked(act))

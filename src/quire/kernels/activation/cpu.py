@@ -1,10 +1,16 @@
-"""silu(gate) * up in two passes, the second in place."""
+"""Gated activations by PyTorch's operators."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.activation import checked, ref
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
-    half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])
+
+def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+    """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if checked(act) == "silu":
+        return F.silu(gate).mul_(up)
+    if act == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    return ref.gated(gate_up, act)

@@ -1,10 +1,21 @@
-"""silu(gate) * up, as the formula reads, in float32."""
+"""Gated activations, as their formulas read, in float32."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import checked
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
+
+def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+    """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    if checked(act) == "silu":
+        y = gate * torch.sigmoid(gate) * up
+    elif act == "gelu_tanh":
+        y = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    else:
+        gate = gate.clamp(max=7)
+        y = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    return y.to(gate_up.dtype)

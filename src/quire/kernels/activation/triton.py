@@ -1,41 +1,82 @@
-"""silu(gate) * up in one pass. Floor: 3 numbers moved for each result; 8192 x 3072 in bfloat16 35 us at 4.3 TB/s."""
+"""Gated activations in one pass. Floor: 3 numbers moved for each result; 8192 x 3072 in bfloat16 35 us at 4.3 TB/s."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.activation import checked
+from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 
 BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
+def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+    """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
+    act = checked(act)
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     if rows:
         in_pdl = pdl.in_use()
-        _silu_kernel[(rows, -(-width // BLOCK))](
-            gate_up, y, gate_up.stride(0), width, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
+        _gated_kernel[(rows, -(-width // BLOCK))](
+            gate_up, y, gate_up.stride(0), width, act, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
         )
     return y
 
 
-@jit
-def silu(gate):
-    """Return silu(gate) = gate * sigmoid(gate), in float32."""
-    return gate / (1 + tl.exp(-gate))
+def _gate(gate, ACT: tl.constexpr):
+    """Return (g, z) of an activation g * sigmoid(z) * u, in float32. ACT: word of `activation.ACTS`."""
+    z = gate
+    if ACT == "gelu_tanh":  # (1 + tanh(t)) / 2 = sigmoid(2 t), and 2 sqrt(2 / pi) = 1.5957691216
+        z = gate * (1.5957691216057308 * (1 + 0.044715 * gate * gate))
+    if ACT == "swiglu_oai":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        z = gate * 1.702
+    return gate, z
+
+
+def _up(up, ACT: tl.constexpr):
+    """Return u of an activation; see `_gate`."""
+    if ACT == "swiglu_oai":
+        below = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = 1 + tl.maximum(below, -7.0, propagate_nan=tl.PropagateNan.ALL)
+    return up
+
+
+_triton_gate, _triton_up = jit(_gate), jit(_up)
+_gluon_gate, _gluon_up = gluon_jit(_gate), gluon_jit(_up)
 
 
 @jit
-def _silu_kernel(gate_up, y, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu(gate) * up for BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)).
+def gated_of(gate, up, ACT: tl.constexpr):
+    """Return the activation of gate and up, in float32. ACT: word of `activation.ACTS`."""
+    gate, z = _triton_gate(gate, ACT)
+    return gate / (1 + tl.exp(-z)) * _triton_up(up, ACT)
+
+
+@gluon_jit
+def gated_in_gluon(gate, up, ACT: gl.constexpr):
+    """Return `gated_of` in a Gluon kernel, with the hardware's reciprocal.
+
+    It is exact to a unit in the last place, and takes a third of the instructions of a division.
+    """
+    gate, z = _gluon_gate(gate, ACT)
+    below = 1 + gl.exp2(-1.4426950408889634 * z)
+    reciprocal = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gate * reciprocal * _gluon_up(up, ACT)
+
+
+@jit
+def _gated_kernel(gate_up, y, stride, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The activation of BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)).
 
     gate_up   [rows, 2 WIDTH], gate first;  stride  elements from row to row
     y         [rows, WIDTH] contiguous
+    ACT       see `gated_of`
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,4 +86,4 @@ def _silu_kernel(gate_up, y, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, P
     inside = col < WIDTH
     gate = tl.load(gate_up + row * stride + col, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + col, (silu(gate) * up).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * WIDTH + col, gated_of(gate, up, ACT).to(y.dtype.element_ty), mask=inside)

@@ -45,7 +45,7 @@ def activation_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
     def pair(rows: int) -> Pair:
         x = setup.randn(rows, 2 * size)
-        return Pair(lambda: setup.kernels.activation.silu_mul(x), lambda: F.silu(x[:, :size]) * x[:, size:])
+        return Pair(lambda: setup.kernels.activation.gated(x), lambda: F.silu(x[:, :size]) * x[:, size:])
 
     for rows in setup.rows:
         yield KernelCase(
@@ -215,7 +215,7 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
         computed=some(seqs + 1),
         history=some(seqs + 1, context + 1).int(),
         hosted=some(seqs + 1).int(),
-        block_size=size,
+        block_sizes=(size,),
     )
     buffers = StepBuffers(
         token_ids=some(tokens),

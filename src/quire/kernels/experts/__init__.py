@@ -1,17 +1,22 @@
-"""The routed experts of a mixture-of-experts layer: y = sum over a token's k experts of weight * down(silu(gate) * up).
+"""The routed experts of a mixture-of-experts layer: y = sum over a token's k experts of weight * expert(x), with
+expert(x) = down @ act(gate_up @ x + b1) + b2. `act` is a gated activation (`quire.kernels.activation`); most experts
+have no biases b1 [2I] and b2 [H].
 
-empty(num_experts, gate_up, down, device) -> packed
+empty(num_experts, gate_up, down, device, form) -> packed
     Allocates the weights of this rank's experts, each shaped like gate_up [2I, H] and down [H, I]. Only functions of
     the same module can read `packed`. Quantized weights are a `QuantizedMatrix` each, here and in `put`; the features
     of an implementation name the kinds that it takes, as those of `quire.kernels.linear` do.
-put(packed, place, gate_up [2I, H], down [H, I])
+    `form` (form.py) has the activation and says if the experts are biased. The default is "silu" without biases, which
+    every implementation runs; others need features: "gelu_tanh", "swiglu_oai", "bias".
+put(packed, place, gate_up [2I, H], down [H, I], biases)
     Packs the weights of an expert into its place, once after loading. The rows of gate come first, then those of up.
-    The caller must not use the two tensors afterwards.
+    `biases` of a biased form: b1 [2I], rows of gate first, and b2 [H]. Where ranks share an expert, and their results
+    are summed, one rank gets b2 and the others get zeros. The caller must not use the tensors afterwards.
 way(x, packed) -> text
     For a trace, as in `quire.kernels.linear`.
 destination(packed) -> (gate_up [E, 2I, H], down [E, H, I])
-    Feature "in place", of unquantized weights: returns the memory of all experts in `packed`. Writing an expert there
-    packs it.
+    Feature "in place", of unquantized weights without biases: returns the memory of all experts in `packed`. Writing
+    an expert there packs it.
 run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all experts] int32 or None,
     residual [T, H] or None) -> [T, H] in x's dtype, accumulated in float32
     `ids` are numbers of all experts. `expert_map` gives the place of each in `packed`; without a map ids are places.

@@ -7,44 +7,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation.cpu import silu_mul
+from quire.kernels.activation.cpu import gated
 from quire.kernels.experts import stacked
-from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
+from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
 from quire.kernels.native import memory
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
 
 # Each expert's weights, and the memory of all; no memory of all with quantized weights.
-Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed] | list[Pair]
+Packed = tuple[list[ExpertWeights[Tensor]], stacked.Packed] | Pairs
 
 
 def empty(
-    num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix, device: torch.device
+    num_experts: int,
+    gate_up: Tensor | QuantizedMatrix,
+    down: Tensor | QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
 ) -> Packed:
     """Allocate the packed weights of `num_experts` experts. See `quire.kernels.experts`.
 
     All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
     """
     if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix):
-        return empty_pairs(num_experts, gate_up, down, device)
+        return empty_pairs(num_experts, gate_up, down, device, form)
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "both are quantized, or none"
     first, second = (memory.empty((num_experts, *one.shape), one.dtype) for one in (gate_up, down))
-    return list(zip(first, second, strict=True)), (first, second)
+    biases = empty_biases(num_experts, gate_up, down, device, form)
+    every = each_expert(list(zip(first, second, strict=True)), biases, form.act)
+    return every, ExpertWeights(first, second, form.act, *biases)
 
 
-def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
+def put(
+    packed: Packed,
+    place: int,
+    gate_up: Tensor | QuantizedMatrix,
+    down: Tensor | QuantizedMatrix,
+    biases: Biases | None = None,
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
-        put_pair(packed[place], gate_up, down)
+        put_pair(packed[place], gate_up, down, biases)
     else:
-        stacked.put(packed[1], place, gate_up, down)
+        stacked.put(packed[1], place, gate_up, down, biases)
 
 
-def destination(packed: Packed) -> stacked.Packed:
+def destination(packed: Packed) -> tuple[Tensor, Tensor]:
     """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
-    return packed[1]
+    return stacked.destination(packed[1])
 
 
 def run(
@@ -65,7 +80,7 @@ def run_each(
     x: Tensor | QuantizedRows,
     weights: Tensor,
     ids: Tensor,
-    packed: Sequence[Any],
+    packed: Sequence[ExpertWeights[Any]],
     expert_map: Tensor | None,
     residual: Tensor | None,
     expert: Callable[..., Tensor],
@@ -73,7 +88,7 @@ def run_each(
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank
-    expert   function (rows [n, H] of x, *weights of the expert) -> [n, H] in x's dtype, without routing weights
+    expert   function (rows [n, H] of x, weights of the expert) -> [n, H] in x's dtype, without routing weights
     """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
@@ -83,14 +98,15 @@ def run_each(
     for own, count in zip(packed, counts[1:], strict=True):
         if count:
             start, end = end, end + count
-            parts[order[start:end]] = expert(rows[start:end], *own)
+            parts[order[start:end]] = expert(rows[start:end], own)
     y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
     return (y if residual is None else y.add_(residual)).to(x.dtype)
 
 
-def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(silu_mul(F.linear(x, gate_up)), down)
+def _expert(x: Tensor, own: ExpertWeights[Tensor]) -> Tensor:
+    inner = gated(F.linear(x, own.gate_up, own.gate_up_bias), own.act)
+    return F.linear(inner, own.down, own.down_bias)
 
 
-def _quantized(x: Tensor | QuantizedRows, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
-    return run_pair(x, gate_up, down).to(x.dtype)
+def _quantized(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix]) -> Tensor:
+    return run_pair(x, own).to(x.dtype)

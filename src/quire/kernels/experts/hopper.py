@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.experts import triton
@@ -47,7 +48,7 @@ def run(
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
-    experts, hidden, inner = packed[1].shape
+    experts, hidden, inner = packed.down.shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
     return triton.run(
@@ -69,22 +70,33 @@ def products(
 
     Arguments as in `triton.products`; `_cut` is not used.
     """
-    experts, pairs = len(packed[0]), len(order)
+    first, second, act, first_bias, second_bias = packed
+    experts, pairs = len(first), len(order)
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)
     _tiles_kernel[(-(-most // 32),)](starts, tiles, most, experts, bucket(experts), ROWS, 32, WORDS, num_warps=4)
-    _product(x, packed[0], order, tiles, None, h, weights.shape[1], most)
-    _product(describe(h, [ROWS, DEEP]), packed[1], order, tiles, weights, parts, 0, most)
+    _product(x, first, first_bias, order, tiles, None, h, weights.shape[1], act, most)
+    _product(describe(h, [ROWS, DEEP]), second, second_bias, order, tiles, weights, parts, 0, "", most)
 
 
 def _product(
-    x: object, weight: Tensor, order: Tensor, tiles: Tensor, scales: Tensor | None, y: Tensor, k: int, most: int
+    x: object,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    tiles: Tensor,
+    scales: Tensor | None,
+    y: Tensor,
+    k: int,
+    act: str,
+    most: int,
 ) -> None:
     gated, (width, depth) = scales is None, (y.shape[1], weight.shape[2])
     cols, weight = -(-width // (WIDTH << (not gated))), weight.view(-1, depth)
     _grouped_kernel[(min(multiprocessors(), most * cols),)](
         x,
         describe(weight, [WIDTH, DEEP]),
+        bias,
         order,
         tiles,
         scales,
@@ -93,7 +105,7 @@ def _product(
         TOP_K=k,
         N=width,
         K=depth,
-        GATED=gated,
+        ACT=act,
         COLS=cols,
         BAND=BAND,
         ROWS=ROWS,
@@ -158,8 +170,7 @@ def _read(
     order,
     tiles,
     rings,
-    ready,
-    free,
+    bars,
     stride,
     TOP_K: gl.constexpr,
     N: gl.constexpr,
@@ -172,10 +183,11 @@ def _read(
 ):
     """The reading warps. Arguments as in `_grouped_kernel`.
 
-    rings         buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
-    ready, free   barriers by stage: the copies have written it; both groups are done with it
+    rings   buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
+    bars    barriers by stage: the copies have written it (ready); both groups are done with it (free)
     """
     rows, left_cols, right_cols = rings
+    ready, free = bars
     ROWS: gl.constexpr = rows.shape[1]
     WIDTH: gl.constexpr = left_cols.shape[1]
     DEEP: gl.constexpr = rows.shape[2]
@@ -225,32 +237,30 @@ def _write(y, values, out, place, col, left, HALF: gl.constexpr, N: gl.constexpr
 
 
 @gluon_jit
-def _silu(x):
-    """Return x / (1 + exp(-x)) with the hardware's reciprocal.
-
-    It is exact to a unit in the last place, and takes a third of the instructions of a division.
-    """
-    below = 1 + gl.exp2(-1.4426950408889634 * x)
-    return x * gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True, pack=1
-    )
+def _added(values, bias, at, col, N: gl.constexpr):
+    """Return values [rows, cols] + the bias of their columns. at: place of the expert's bias; col: the first column."""
+    if bias is None:
+        return values
+    else:
+        cols = col + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
+        return values + gl.load(bias + at + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon_jit
 def _multiply(
+    bias,
     order,
     tiles,
     scales,
     y,
     rings,
     outs,
-    ready,
-    free,
+    bars,
     HALF: gl.constexpr,
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
@@ -260,17 +270,19 @@ def _multiply(
 
     Arguments as in `_grouped_kernel` and `_read`; outs: buffers of results, one per group.
     """
+    GATED: gl.constexpr = ACT != ""
     rows, left_cols, right_cols = rings
+    ready, free = bars
     out = outs.index(HALF)
     WIDTH: gl.constexpr = left_cols.shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
-    _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
+    expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
         upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)  # read meanwhile
-        _expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
+        next_expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
         if left > HALF * 64:
             lane = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
             if GATED:
@@ -294,9 +306,14 @@ def _multiply(
                 count += 1
             one, two = warpgroup_mma_wait(0, deps=(one, two))
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
+            at = expert.to(gl.int64) * (N << GATED)
             if GATED:
-                _write(y, _silu(one) * two, out, place, col * WIDTH, left, HALF, N, STORE)
+                one = _added(one, bias, at, col * WIDTH, N)
+                two = _added(two, bias, at + N, col * WIDTH, N)
+                _write(y, gated_in_gluon(one, two, ACT), out, place, col * WIDTH, left, HALF, N, STORE)
             else:
+                one = _added(one, bias, at, col * (2 * WIDTH), N)
+                two = _added(two, bias, at, col * (2 * WIDTH) + WIDTH, N)
                 _write(y, one * scale, out, place, col * (2 * WIDTH), left, HALF, N, STORE)
                 _write(y, two * scale, out, place, col * (2 * WIDTH) + WIDTH, left, HALF, N, STORE)
         else:
@@ -304,13 +321,14 @@ def _multiply(
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(free.index(count % STAGES))
                 count += 1
-        first, left, col = next_first, next_left, next_col
+        expert, first, left, col = next_expert, next_first, next_left, next_col
 
 
 @gluon_jit
 def _grouped_kernel(
     x,
     weight,
+    bias,
     order,
     tiles,
     scales,
@@ -319,7 +337,7 @@ def _grouped_kernel(
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
     ROWS: gl.constexpr,
@@ -333,12 +351,15 @@ def _grouped_kernel(
     x                  if TOP_K: [T, K] by token, with TOP_K pairs each; stride  elements from row to row
                        if TOP_K is 0: descriptor of rows [pairs, K] in sorted order, in tiles [ROWS, DEEP]
     weight             descriptor of all experts' weights as rows [R, K], in tiles [WIDTH, DEEP]
+    bias               [experts, 2 N] if GATED, else [experts, N]; or None
     order, tiles       [pairs] int32, see `triton._sort`; [most, WORDS] int32, see `_tiles_kernel`
     scales             [T, k] float32 routing weights, None if GATED
-    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: the activation in sorted order if GATED, else weighted results by pair
     N, K               outputs and inputs of an expert;  COLS, BAND  tiles of columns; tiles of pairs side by side
     ROWS, WIDTH, DEEP, STAGES   pairs of a tile; outputs of a block; inputs of an iteration; iterations in the ring
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: gl.constexpr = ACT != ""
     ring: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEEP], y.dtype.element_ty)
     rows = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, ROWS, DEEP], ring)
     left_cols = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, WIDTH, DEEP], weight.layout)
@@ -350,20 +371,20 @@ def _grouped_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # every thread that gathers, and the copy engine
         mbarrier.init(free.index(i), count=2)  # both groups
-    rings = (rows, left_cols, right_cols)
+    rings, bars = (rows, left_cols, right_cols), (ready, free)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (order, tiles, scales, y, rings, outs, ready, free, 0, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+                (bias, order, tiles, scales, y, rings, outs, bars, 0, TOP_K, N, K, ACT, COLS, BAND, STAGES, WORDS),
             ),
             (
                 _multiply,
-                (order, tiles, scales, y, rings, outs, ready, free, 1, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+                (bias, order, tiles, scales, y, rings, outs, bars, 1, TOP_K, N, K, ACT, COLS, BAND, STAGES, WORDS),
             ),
             (
                 _read,
-                (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+                (x, weight, order, tiles, rings, bars, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
             ),
         ],
         [4, 4],

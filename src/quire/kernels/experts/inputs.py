@@ -1,5 +1,6 @@
 """Inputs for tests and measurements of the expert kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.quantized_ref import Pair
 from quire.kernels.linear.inputs import random_matrix
 
@@ -72,12 +74,31 @@ def make_quantized(
     return x, weights, ids, pairs
 
 
-def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:
+def make_biases(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return random biases [E, 2I] and [E, H], as large as the products that they are added to."""
+    generator = torch.Generator(device).manual_seed(case.tokens + 1)
+    widths = 2 * case.inner, case.hidden
+    first, second = (torch.randn(case.experts, one, generator=generator, device=device).to(dtype) for one in widths)
+    return first, second
+
+
+def packed_by(
+    kernel: ModuleType,
+    gate_up: Sequence[Any] | Tensor,
+    down: Sequence[Any] | Tensor,
+    act: str = "silu",
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Any:
     """Pack gate_up [E, 2I, H] and down [E, H, I] with `kernel`, an implementation; return the packed weights.
 
-    Experts are packed one by one, the last first.
+    Experts are packed one by one, the last first. Matrices may be quantized, and stand in sequences then.
+
+    biases   [E, 2I] and [E, H]; None: unbiased experts
     """
-    packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up.device)
+    form = ExpertForm(act, biases is not None)
+    packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up[0].device, form)
     for place in reversed(range(len(gate_up))):
-        kernel.put(packed, place, gate_up[place].clone(), down[place].clone())
+        matrices = (one[place].clone() if isinstance(one, Tensor) else one[place] for one in (gate_up, down))
+        own = biases and tuple(one[place].clone() for one in biases)
+        kernel.put(packed, place, *matrices, own)
     return packed

@@ -4,23 +4,28 @@ import torch
 from torch import Tensor
 
 from quire.kernels.experts.cpu import run_each
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
 from quire.kernels.linear import native
 
-Packed = list[tuple[native.Packed, native.Packed]]
+Packed = list[ExpertWeights[native.Packed]]
 
 
-def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device, form: ExpertForm = PLAIN) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
-    return list(zip(native.empty(num_experts, gate_up, True), native.empty(num_experts, down, False), strict=True))
+    pairs = zip(native.empty(num_experts, gate_up, True), native.empty(num_experts, down, False), strict=True)
+    return each_expert(list(pairs), empty_biases(num_experts, gate_up, down, device, form), form.act)
 
 
-def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor, biases: Biases | None = None) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for room, weight in zip(packed[place], (gate_up, down), strict=True):
-        native.pack_into(room, weight)
+    own = packed[place]
+    native.pack_into(own.gate_up, gate_up)
+    native.pack_into(own.down, down)
+    own.put_biases(biases)
 
 
 def run(
@@ -35,5 +40,5 @@ def run(
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 
-def _expert(x: Tensor, gate_up: native.Packed, down: native.Packed) -> Tensor:
-    return native.run(native.run_gated(x, gate_up, None), down, None)
+def _expert(x: Tensor, own: ExpertWeights[native.Packed]) -> Tensor:
+    return native.run(native.run_gated(x, own.gate_up, own.gate_up_bias, own.act), own.down, own.down_bias)

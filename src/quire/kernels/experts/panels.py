@@ -4,26 +4,30 @@ import torch
 from torch import Tensor
 
 from quire.kernels.experts.cpu import run_each
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
 from quire.kernels.linear import panels
 from quire.kernels.pack.matrix import Weight
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
 
-Packed = list[tuple[panels.Packed, panels.Packed]]
+Packed = list[ExpertWeights[panels.Packed]]
 
 
-def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device) -> Packed:
+def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device, form: ExpertForm = PLAIN) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
-    return list(zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True))
+    pairs = zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True)
+    return each_expert(list(pairs), empty_biases(num_experts, gate_up, down, device, form), form.act)
 
 
-def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
+def put(packed: Packed, place: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    first, second = packed[place]
-    packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
+    own = packed[place]
+    own.put_biases(biases)
+    packed[place] = own._replace(gate_up=panels.pack_into(own.gate_up, gate_up), down=panels.pack_into(own.down, down))
 
 
 def run(
@@ -43,5 +47,6 @@ def way(x: Tensor, packed: Packed) -> str:
     return panels.way(x, packed[0][0]) if packed else ""
 
 
-def _expert(x: Tensor | QuantizedRows, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
-    return panels.run(panels.run_gated(x, gate_up, None), down, None)
+def _expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+    first, second = (None if one is None else one.to(x.dtype) for one in (own.gate_up_bias, own.down_bias))
+    return panels.run(panels.run_gated(x, own.gate_up, first, own.act), own.down, second)

@@ -3,35 +3,51 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.activation.ref import silu_mul
+from quire.kernels.activation.ref import gated
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
 from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, empty
 from quire.kernels.quantize.rows import QuantizedRows
 
 Pair = tuple[QuantizedMatrix, QuantizedMatrix]
+Pairs = list[ExpertWeights[QuantizedMatrix]]
 
 
-def empty_pairs(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> list[Pair]:
-    """Return uninitialized matrices (gate_up, down) of each expert, shaped and quantized like `gate_up` and `down`."""
-    return [
+def empty_pairs(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Pairs:
+    """Return uninitialized weights of each expert, with matrices shaped and quantized like `gate_up` and `down`."""
+    matrices = [
         (empty(gate_up.scheme, gate_up.shape, device), empty(down.scheme, down.shape, device))
         for _ in range(num_experts)
     ]
+    return each_expert(matrices, empty_biases(num_experts, gate_up, down, device, form), form.act)
 
 
-def put_pair(room: Pair, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """Copy the matrices of an expert into `room`, an element of the list that `empty_pairs` returned."""
-    for target, source in zip(room, (gate_up, down), strict=True):
+def put_pair(
+    room: ExpertWeights[QuantizedMatrix],
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    biases: Biases | None = None,
+) -> None:
+    """Copy the weights of an expert into `room`, an element of the list that `empty_pairs` returned."""
+    for target, source in ((room.gate_up, gate_up), (room.down, down)):
         for name, tensor in target.tensors.items():
             tensor.copy_(source.tensors[name], non_blocking=True)
+    room.put_biases(biases)
 
 
 def way(x: Tensor, pairs: object) -> str:
-    """Return where the products dequantize weights and quantize x; "" for experts that are no `Pair`."""
+    """Return where the products dequantize weights and quantize x; "" for experts that are not quantized."""
     return quantized_ref.way(x, pairs[0][0]) if isinstance(pairs, list) and pairs else ""
 
 
-def run_pair(x: Tensor | QuantizedRows, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
+def run_pair(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix]) -> Tensor:
     """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme."""
-    inner = silu_mul(quantized_ref.run_float(x, gate_up, None))
-    return quantized_ref.run_float(inner, down, None)
+    inner = gated(quantized_ref.run_float(x, own.gate_up, own.gate_up_bias), own.act)
+    return quantized_ref.run_float(inner, own.down, own.down_bias)

@@ -5,36 +5,49 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.kernels.activation.ref import silu_mul
+from quire.kernels.activation.ref import gated
 from quire.kernels.experts import stacked
-from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
+from quire.kernels.experts.weights import Biases
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
 
-Packed = stacked.Packed | list[Pair]
+Packed = stacked.Packed | Pairs
 
 
 def empty(
-    num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix, device: torch.device
+    num_experts: int,
+    gate_up: Tensor | QuantizedMatrix,
+    down: Tensor | QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
 ) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
     if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix):
-        return empty_pairs(num_experts, gate_up, down, device)
-    return stacked.empty(num_experts, gate_up, down, device)
+        return empty_pairs(num_experts, gate_up, down, device, form)
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "both are quantized, or none"
+    return stacked.empty(num_experts, gate_up, down, device, form)
 
 
-def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
+def put(
+    packed: Packed,
+    place: int,
+    gate_up: Tensor | QuantizedMatrix,
+    down: Tensor | QuantizedMatrix,
+    biases: Biases | None = None,
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
-        put_pair(packed[place], gate_up, down)
+        put_pair(packed[place], gate_up, down, biases)
     else:
-        stacked.put(packed, place, gate_up, down)
+        stacked.put(packed, place, gate_up, down, biases)
 
 
 def run(
@@ -56,10 +69,14 @@ def run(
 def _results(x: Tensor | QuantizedRows, packed: Packed) -> Iterator[Tensor]:
     """Yield the result of each expert for all rows, [T, H] float32."""
     if isinstance(packed, list):
-        yield from (run_pair(x, *pair) for pair in packed)
-    else:
-        for gate_up, down in zip(*packed, strict=True):
-            yield silu_mul(x.float() @ gate_up.float().t()) @ down.float().t()
+        yield from (run_pair(x, own) for own in packed)
+        return
+    gate_up, down, act, first, second = packed
+    for place in range(len(gate_up)):
+        inner = x.float() @ gate_up[place].float().t()
+        inner = gated(inner if first is None else inner + first[place].float(), act)
+        y = inner @ down[place].float().t()
+        yield y if second is None else y + second[place].float()
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:

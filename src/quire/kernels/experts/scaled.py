@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import pdl, triton_runtime
-from quire.kernels.activation.triton import silu
+from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
+from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
 from quire.kernels.pack.matrix import QuantizedMatrix
@@ -60,12 +62,20 @@ class Tiles:
     stages: int
 
 
-def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
+def empty(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
-    return _empty(num_experts, gate_up, device, 2), _empty(num_experts, down, device, 1)
+    first, second = _empty(num_experts, gate_up, device, 2), _empty(num_experts, down, device, 1)
+    padded = first.values.shape[1], second.values.shape[1]
+    return ExpertWeights(first, second, form.act, *empty_biases(num_experts, gate_up, down, device, form, padded))
 
 
 def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: int) -> Stack:
@@ -91,9 +101,12 @@ def whole_groups(size: int) -> int:
     return -(-size // GROUP) * GROUP
 
 
-def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+def put(
+    packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, biases: Biases | None = None
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for stack, one, parts in zip(packed, (gate_up, down), (2, 1), strict=True):
+    packed.put_biases(biases, place)
+    for stack, one, parts in ((packed.gate_up, gate_up, 2), (packed.down, down, 1)):
         scale = one.scale if stack.block else one.scale.squeeze(1)
         for room, given in ((stack.values[place], one.values), (stack.scales[place], scale)):
             given = given.unflatten(0, (parts, -1))
@@ -174,7 +187,8 @@ def few(
     join: Callable[[], bool] | None = None,
 ) -> None:
     """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
-    (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
+    first, second, act, first_bias, second_bias = packed
+    (tokens, k), in_pdl = ids.shape, pdl.in_use()
     (_, hidden, inner), across = second.values.shape, bucket(k)
     h = x.new_empty(tokens * k, inner)
     (cols, warps, programs), deep = UP, bucket(hidden)
@@ -185,6 +199,7 @@ def few(
         _words(first.values),
         first.scales,
         first.fixed,
+        first_bias,
         ids,
         expert_map,
         h,
@@ -199,6 +214,7 @@ def few(
         first.rule,
         first.powers,
         first.most,
+        act,
         not INTERPRETED,
         in_pdl,
         num_warps=warps,
@@ -213,6 +229,7 @@ def few(
         _words(second.values),
         second.scales,
         second.fixed,
+        second_bias,
         ids,
         expert_map,
         weights,
@@ -256,7 +273,7 @@ def many(
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
     """
-    (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
+    first, second, (tokens, k), pairs = packed.gate_up, packed.down, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
@@ -274,8 +291,12 @@ def many(
 
 
 def in_gluon(packed: Packed) -> bool:
-    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper."""
-    return all(stack.block == stack.rule == GROUP for stack in packed) and not triton_runtime.missing_hopper()
+    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper.
+
+    They have no registers for biases.
+    """
+    blocks = all(one.block == one.rule == GROUP for one in (packed.gate_up, packed.down))
+    return blocks and not packed.form.biased and not triton_runtime.missing_hopper()
 
 
 def products(
@@ -294,13 +315,14 @@ def products(
 
     Other arguments as in `scaled_hopper.products`.
     """
-    (first, second), (pairs, inner, k) = packed, (len(order), packed[1].values.shape[2], weights.shape[1])
+    first, second, act, first_bias, second_bias = packed
+    pairs, inner, k = len(order), second.values.shape[2], weights.shape[1]
     fused = second.rule == GROUP
     h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else parts.dtype, device=parts.device)
     h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=parts.device) if fused else None
-    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
+    _product(given, first, first_bias, order, starts, k, None, h, h_scales, second.powers, act, cut[0])
     rows = (h, h_scales) if fused else _rows(h, second)
-    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
+    _product(rows, second, second_bias, order, starts, k, weights, parts, None, False, "", cut[1])
 
 
 def _rows(x: Tensor | QuantizedRows, stack: Stack) -> tuple[Tensor, Tensor | None]:
@@ -316,6 +338,7 @@ def _rows(x: Tensor | QuantizedRows, stack: Stack) -> tuple[Tensor, Tensor | Non
 def _product(
     given: tuple[Tensor, Tensor | None],
     stack: Stack,
+    bias: Tensor | None,
     order: Tensor,
     starts: Tensor,
     k: int,
@@ -323,9 +346,10 @@ def _product(
     y: Tensor,
     y_scales: Tensor | None,
     powers: bool,
+    act: str,
     cut: Tiles,
 ) -> None:
-    gated, in_pdl, pairs = weights is None, pdl.in_use(), len(order)
+    in_pdl, pairs = pdl.in_use(), len(order)
     (experts, _, depth), width = stack.values.shape, y.shape[1]
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
     x, scales = given
@@ -335,6 +359,7 @@ def _product(
         stack.fixed,
         stack.values,
         stack.scales,
+        bias,
         order,
         starts,
         weights,
@@ -353,7 +378,7 @@ def _product(
         stack.block,
         stack.most,
         powers,
-        gated,
+        act,
         BAND,
         cut.stages,
         in_pdl,
@@ -400,6 +425,7 @@ def _few_up_kernel(
     gate_up,
     scales,
     fixed,
+    bias,
     ids,
     expert_map,
     h,
@@ -414,18 +440,20 @@ def _few_up_kernel(
     RULE: tl.constexpr,
     POWERS: tl.constexpr,
     MOST: tl.constexpr,
+    ACT: tl.constexpr,
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """silu(gate) * up of STEPS times BLOCK_N outputs of a pair. Grid (pairs, ceil(N / (STEPS BLOCK_N))).
+    """The activation of STEPS times BLOCK_N outputs of a pair. Grid (pairs, ceil(N / (STEPS BLOCK_N))).
 
     x                  [T, K] bf16 or f16;  stride  elements from token to token
     gate_up            [experts, 2 N, K] e4m3 or int8 (if WORDS [.., K / 4] int32), contiguous, gate first
-    scales, fixed      see `Stack`, of 2 N rows
+    scales, fixed      see `Stack`, of 2 N rows;  bias  [experts, 2 N] or None
     ids, expert_map    as in `experts.triton._few_up_kernel`
     h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
     N, K, BLOCK_K      outputs I and inputs H of an expert; H, padded to a power of two
     RULE, POWERS, MOST   see `quantize.triton._quantize_kernel`;  WORDS  four weights are an int32
+    ACT                see `gated_of`
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -463,7 +491,11 @@ def _few_up_kernel(
         up_tile = tl.load(at + N * WIDE + row, mask=more, other=0.0, eviction_policy="evict_first")
         gate = _scaled_sum(gate_now, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         up = _scaled_sum(up_now, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        value = silu(gate) * up
+        if bias is not None:
+            mine = bias + place.to(tl.int64) * (2 * N) + col[None, :]
+            gate += tl.load(mine, mask=(col < N)[None, :], other=0.0).to(tl.float32)
+            up += tl.load(mine + N, mask=(col < N)[None, :], other=0.0).to(tl.float32)
+        value = gated_of(gate, up, ACT)
         tl.store(h + pair.to(tl.int64) * N + col[None, :], value.to(h.dtype.element_ty), mask=(col < N)[None, :])
 
 
@@ -473,6 +505,7 @@ def _few_down_kernel(
     down,
     scales,
     fixed,
+    bias,
     ids,
     expert_map,
     weights,
@@ -497,7 +530,8 @@ def _few_down_kernel(
     Grid (tokens, ceil(N / (STEPS BLOCK_N))).
 
     h                  [pairs, K] contiguous;  down  [experts, N, K], as gate_up
-    scales, fixed      see `Stack`;  ids, expert_map  as in `_few_up_kernel`;  weights  [T, TOP_K] float32
+    scales, fixed      see `Stack`;  bias  [experts, N] or None
+    ids, expert_map    as in `_few_up_kernel`;  weights  [T, TOP_K] float32
     residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
     TOP_K, J           experts of a token; padded to a power of two
     N, K, BLOCK_K      outputs H and inputs I of an expert; I, padded to a power of two
@@ -534,6 +568,10 @@ def _few_down_kernel(
         now = tile
         tile = tl.load(at + row, mask=inside & (step < STEPS - 1), other=0.0, eviction_policy="evict_first")
         sums = _scaled_sum(now, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        if bias is not None:
+            expert = tl.reshape(place, [J, 1])
+            mine = bias + expert.to(tl.int64) * N + col[None, :]
+            sums += tl.load(mine, mask=(expert >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
         out = tl.sum(sums * weight, 0)
         to = token.to(tl.int64) * N + col
         if residual is not None:
@@ -548,6 +586,7 @@ def _product_kernel(
     fixed,
     weight,
     scales,
+    bias,
     order,
     starts,
     routing,
@@ -566,7 +605,7 @@ def _product_kernel(
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     POWERS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -578,14 +617,16 @@ def _product_kernel(
     x_scales           float32 [K / 128, rows] if BLOCK, stride_s from group to group; [rows]; None with `fixed`
     fixed              [experts] float32 scales of x, which is quantized here; or None
     weight             [experts, 2 N, K] (gate first) if GATED, else [experts, N, K]; e4m3 or int8, contiguous
-    scales             see `Stack`
+    scales             see `Stack`;  bias  [experts, 2 N] if GATED, else [experts, N]; or None
     order, starts      see `experts.triton._sort`;  routing  [T, TOP_K] float32 routing weights, None if GATED
-    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: the activation in sorted order if GATED, else weighted results by pair
     y_scales           [N / 128, pairs] float32, output: scales of y in 8 bits, stride_y from group to group; or None
     EXPERTS, WIDTH     experts of this rank; padded to a power of two
     MOST, POWERS       see `quantize.triton._quantize_kernel`, of x; of y
     BAND, STAGES       tiles of pairs that share a column of weights; iterations in flight
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
@@ -641,8 +682,13 @@ def _product_kernel(
         acc *= tl.load(scale_at + tl.minimum(col, N - 1))[:, None] * own
         if GATED:
             up *= tl.load(up_scales + tl.minimum(col, N - 1))[:, None] * own
+    if bias is not None:
+        bias += expert * (N << GATED) + col
+        acc += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = silu(acc) * up
+        acc = gated_of(acc, up, ACT)
     inside = row < left
     mask = inside[None, :] & (col < N)[:, None]
     if y_scales is not None:

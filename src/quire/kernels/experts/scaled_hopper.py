@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.experts.hopper import ROWS, WORDS, _find, _silu, _tiles_kernel, _write
+from quire.kernels.experts.hopper import ROWS, WORDS, _find, _tiles_kernel, _write
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.quantize.triton import GROUP
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
 
 if TYPE_CHECKING:
-    from quire.kernels.experts.scaled_stack import Stack
+    from quire.kernels.experts.scaled_stack import Packed, Stack
 
 if hopper is not None:
     async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
@@ -52,7 +53,7 @@ DOWN = Form(computing=232, reading=40, readers=1)
 
 def products(
     x: tuple[Tensor, Tensor],
-    packed: tuple[Stack, Stack],
+    packed: Packed,
     order: Tensor,
     starts: Tensor,
     weights: Tensor,
@@ -67,15 +68,16 @@ def products(
     weights  [T, k] float32 routing weights
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
     """
-    first, second = packed
-    tiles = make_tiles(starts, len(order))
+    first, second, act = packed[:3]
+    tiles, k = _tiles(starts, len(order)), weights.shape[1]
     h = torch.empty((len(order), second.values.shape[2]), dtype=torch.float8_e4m3fn, device=parts.device)
     scales = torch.empty((h.shape[1] // GROUP, len(h)), dtype=torch.float32, device=parts.device)
-    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers)
-    down((h, scales), second, order, tiles, weights, parts)
+    _product(x[0], x[1], first, order, tiles, None, h, scales, k, second.powers, act, UP)
+    rows = describe(h, [ROWS, GROUP])
+    _product(rows, scales, second, order, tiles, weights, parts, None, 0, False, "", DOWN)
 
 
-def make_tiles(starts: Tensor, pairs: int) -> Tensor:
+def _tiles(starts: Tensor, pairs: int) -> Tensor:
     """Return the work list of both products, int32 [most tiles * WORDS]: a record for each tile of pairs.
 
     A kernel fills the list on the device. The comment at WORDS in `quire.kernels.experts.hopper` describes a record.
@@ -90,42 +92,6 @@ def make_tiles(starts: Tensor, pairs: int) -> Tensor:
     return tiles
 
 
-def up(
-    x: tuple[Tensor, Tensor],
-    stack: Stack,
-    order: Tensor,
-    tiles: Tensor,
-    h: Tensor,
-    scales: Tensor,
-    k: int,
-    powers: bool,
-) -> None:
-    """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
-
-    h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
-    k           number of experts of a token
-    powers      True: `scales` are powers of two
-
-    Other arguments as in `products` and `make_tiles`.
-    """
-    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, UP)
-
-
-def down(
-    h: tuple[Tensor, Tensor],
-    stack: Stack,
-    order: Tensor,
-    tiles: Tensor,
-    weights: Tensor,
-    parts: Tensor,
-) -> None:
-    """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
-
-    h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
-    """
-    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, DOWN)
-
-
 def _product(
     x: object,
     x_scales: Tensor,
@@ -137,6 +103,7 @@ def _product(
     y_scales: Tensor | None,
     k: int,
     powers: bool,
+    act: str,
     form: Form,
 ) -> None:
     (_, _, depth), width, gated = stack.values.shape, y.shape[1], routing is None
@@ -157,7 +124,7 @@ def _product(
         TOP_K=k,
         N=width,
         K=depth,
-        GATED=gated,
+        ACT=act,
         POWERS=powers,
         COLS=cols,
         BAND=form.band,
@@ -379,7 +346,7 @@ def _multiply(
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     POWERS: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
@@ -390,6 +357,7 @@ def _multiply(
 
     Arguments as in `_scaled_kernel` and `_read`; outs: buffers of results, one per group.
     """
+    GATED: gl.constexpr = ACT != ""
     rows, _left_cols, _right_cols = rings
     out = outs.index(HALF)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -410,7 +378,7 @@ def _multiply(
             one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, SUMS)
             count += K // 128
             if GATED:
-                values = _rounded(_silu(one) * two)
+                values = _rounded(gated_in_gluon(one, two, ACT))
                 scale = _scale_of(values, POWERS)
                 gl.store(y_scales + col * stride_y + first + lane, scale, mask=lane < left)
                 _write(y, _narrow(values, scale), out, place, col * 128, left, HALF, N, STORE)
@@ -442,7 +410,7 @@ def _scaled_kernel(
     TOP_K: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     POWERS: gl.constexpr,
     COLS: gl.constexpr,
     BAND: gl.constexpr,
@@ -462,12 +430,14 @@ def _scaled_kernel(
     w_scales           float32 [experts, 2 N / 128 if GATED else N / 128, K / 128]
     order, tiles       [pairs] int32, see `triton._sort`; [most, WORDS] int32, see `hopper._tiles_kernel`
     routing            [T, k] float32 routing weights, None if GATED
-    y                  [pairs, N], output: e4m3 silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: e4m3 activation in sorted order if GATED, else weighted results by pair
     y_scales           float32 [N / 128, pairs], output: scales of y if GATED; stride_y  elements from group to group
     POWERS             scales of y are powers of two
     N, K               outputs and inputs of an expert;  COLS, BAND  tiles of columns; tiles of pairs side by side
     ROWS, STAGES .. READERS   pairs of a tile; see `Form`
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: gl.constexpr = ACT != ""
     TYPE: gl.constexpr = weight.dtype
     ring: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     rows = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], ring)
@@ -506,7 +476,7 @@ def _scaled_kernel(
                     TOP_K,
                     N,
                     K,
-                    GATED,
+                    ACT,
                     POWERS,
                     COLS,
                     BAND,
@@ -532,7 +502,7 @@ def _scaled_kernel(
                     TOP_K,
                     N,
                     K,
-                    GATED,
+                    ACT,
                     POWERS,
                     COLS,
                     BAND,

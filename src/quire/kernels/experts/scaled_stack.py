@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.experts.weights import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -35,4 +36,4 @@ class Stack:
         return 127 if self.values.dtype == torch.int8 else 448
 
 
-Packed = tuple[Stack, Stack]
+Packed = ExpertWeights[Stack]

@@ -5,7 +5,7 @@ A pair is a token and one of its k experts; pair p belongs to token p // k.
 Few tokens     float32 arithmetic without tensor cores, each pair by itself: one kernel for gate and up, one for down
                and the sum over k. They have enough programs to read at the speed of memory.
 Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tensor cores multiply
-               tiles of pairs of one expert (_product_kernel): first gate and up, which gives silu(gate) * up in sorted
+               tiles of pairs of one expert (_product_kernel): first gate and up, which gives their activation in sorted
                order; then down, which gives weighted rows by pair. _sum_kernel adds the k rows of a token.
 
 The order of additions depends on the shapes, never on time. Floors on an H200 in bfloat16: the weights of the hit
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
+from quire.kernels.activation.triton import gated_of
 from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
@@ -107,12 +107,13 @@ def few(
     join: Callable[[], bool] | None = None,
 ) -> None:
     """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
-    (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
+    (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed.down.shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
     h = x.new_empty(tokens * k, inner)
     _few_up_kernel[(tokens * k, inner)](
         x,
-        packed[0],
+        packed.gate_up,
+        packed.gate_up_bias,
         ids,
         expert_map,
         h,
@@ -122,6 +123,7 @@ def few(
         hidden,
         1,
         deep,
+        packed.act,
         in_pdl,
         num_warps=max(1, deep // 256),
         **pdl.options(in_pdl),
@@ -130,7 +132,8 @@ def few(
     in_pdl = not (join and join()) and in_pdl
     _few_down_kernel[(tokens, -(-hidden // 2))](
         h,
-        packed[1],
+        packed.down,
+        packed.down_bias,
         ids,
         expert_map,
         weights,
@@ -165,7 +168,7 @@ def many(
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
     multiply   function that computes the two products; None: `products`
     """
-    (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
+    (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed.down.shape, ids.numel(), pdl.in_use()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
@@ -189,13 +192,14 @@ def products(
 ) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x [T, H] -> h -> parts.
 
-    h        [pairs, I], output in the order of `order`: silu(gate) * up
+    h        [pairs, I], output in the order of `order`: the activation of gate and up
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
     order    [pairs] int32: numbers of the pairs, sorted by expert; pair p belongs to token p // k
     starts   [experts + 1] int32: first entry of each expert in `order`
     """
-    _product(x, packed[0], h, order, starts, weights.shape[1], None, cut[0])
-    _product(h, packed[1], parts, order, starts, weights.shape[1], weights, cut[1])
+    first, second, act, first_bias, second_bias = packed
+    _product(x, first, first_bias, h, order, starts, weights.shape[1], None, act, cut[0])
+    _product(h, second, second_bias, parts, order, starts, weights.shape[1], weights, "", cut[1])
 
 
 def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
@@ -235,7 +239,16 @@ def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor,
 
 
 def _product(
-    x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None, cut: Tiles
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    k: int,
+    scales: Tensor | None,
+    act: str,
+    cut: Tiles,
 ) -> None:
     gated, in_pdl, pairs, experts, width = scales is None, pdl.in_use(), len(order), weight.shape[0], y.shape[1]
     room = shared_memory() // (x.element_size() * cut.deep * (cut.rows + (cut.cols << gated)))
@@ -243,6 +256,7 @@ def _product(
     _product_kernel[(most * -(-width // cut.cols),)](
         x,
         weight,
+        bias,
         order,
         starts,
         scales,
@@ -257,7 +271,7 @@ def _product(
         cut.cols,
         cut.deep,
         cut.tall,
-        gated,
+        act,
         BAND,
         in_pdl,
         num_warps=cut.warps,
@@ -279,6 +293,7 @@ def _place(ids, expert_map, at, mask):
 def _few_up_kernel(
     x,
     gate_up,
+    bias,
     ids,
     expert_map,
     h,
@@ -288,15 +303,16 @@ def _few_up_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """silu(gate) * up of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
+    """The activation of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
 
     x                  [T, K];  stride  elements from token to token
-    gate_up            [experts, 2 N, K] contiguous, gate first
+    gate_up, bias      [experts, 2 N, K] contiguous, gate first; [experts, 2 N] or None
     ids, expert_map    [T, TOP_K] int32; [all experts] int32 or None, see `quire.kernels.experts`
     h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
-    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration
+    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration;  ACT  see `gated_of`
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -320,7 +336,12 @@ def _few_up_kernel(
         up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         gate += tl.sum(tl.reshape(gate_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
         up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
-    value = silu(tl.sum(gate, 1)) * tl.sum(up, 1)
+    one, two = tl.sum(gate, 1), tl.sum(up, 1)
+    if bias is not None:
+        bias += place.to(tl.int64) * (2 * N) + col
+        one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
+        two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
+    value = gated_of(one, two, ACT)
     tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
 
 
@@ -328,6 +349,7 @@ def _few_up_kernel(
 def _few_down_kernel(
     h,
     down,
+    bias,
     ids,
     expert_map,
     weights,
@@ -343,7 +365,7 @@ def _few_down_kernel(
 ):
     """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
 
-    h                  [pairs, K] contiguous;  down  [experts, N, K] contiguous
+    h                  [pairs, K] contiguous;  down, bias  [experts, N, K] contiguous; [experts, N] or None
     ids, expert_map    as in `_few_up_kernel`;  weights  [T, TOP_K] float32
     residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
     TOP_K, J           experts of a token; padded to a power of two
@@ -370,6 +392,11 @@ def _few_down_kernel(
         tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         acc += tl.sum(tl.reshape(now * (given * weight), [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
     out = tl.sum(tl.sum(acc, 2), 0)
+    if bias is not None:
+        own = tl.reshape(place, [J, 1])
+        at = bias + own.to(tl.int64) * N + col[None, :]
+        added = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
+        out += tl.sum(added * tl.reshape(weight, [J, 1]), 0)
     to = token.to(tl.int64) * N + col
     if residual is not None:
         out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
@@ -502,6 +529,7 @@ def _dot(weights, rows, acc, TALL: tl.constexpr):
 def _product_kernel(
     x,
     weight,
+    bias,
     order,
     starts,
     scales,
@@ -516,7 +544,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     BAND: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -524,12 +552,15 @@ def _product_kernel(
 
     x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
     weight             [experts, 2 N, K] (gate first) if GATED, else [experts, N, K]; contiguous
+    bias               [experts, 2 N] if GATED, else [experts, N]; or None
     order, starts      see `_sort`;  scales  [T, TOP_K] float32 routing weights, None if GATED
-    y                  [pairs, N]: silu(gate) * up in sorted order if GATED, else weighted results by pair; output
+    y                  [pairs, N]: the activation in sorted order if GATED, else weighted results by pair; output
     EXPERTS, WIDTH     experts of this rank; padded to a power of two
     BLOCK_K            inputs of an iteration;  TALL  the weights are the tall operand
     BAND               tiles of pairs that share a column of weights
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
@@ -559,8 +590,15 @@ def _product_kernel(
         acc = _dot(part, given, acc, TALL)
         if GATED:
             up = _dot(tl.load(at + N * K + start, mask=inside, other=0.0), given, up, TALL)
+    if bias is not None:
+        bias += expert.to(tl.int64) * (N << GATED) + col
+        own = tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
+        acc += own[:, None] if TALL else own[None, :]
+        if GATED:
+            own = tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
+            up += own[:, None] if TALL else own[None, :]
     if GATED:
-        acc = silu(acc) * up
+        acc = gated_of(acc, up, ACT)
     if TALL:
         acc = tl.trans(acc)
     to = first + row

@@ -1,7 +1,7 @@
-"""Experts with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
+"""Experts with weights of 4 and 8 bits and 16-bit activations on NVIDIA GPUs.
 
 Pairs (token, chosen expert) are sorted by expert, as in `quire.kernels.experts.triton`. Weights stay packed, in the
-tiles of `quire.kernels.linear.weight_only_products`, and become bf16 or f16 in registers before tensor cores multiply
+tiles of `quire.kernels.weight_only.tiles`, and become bf16 or f16 in registers before tensor cores multiply
 them. Floor on an H200: the packed bytes of the hit experts over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
 """
 
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
+from quire.kernels.activation.triton import gated_of
 from quire.kernels.attention.triton_plan import shared_memory
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.triton import _find_tile, _sort, _sum_kernel
+from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.linear.weight_only_products import ROWS, _sums, repack
-from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
+from quire.kernels.weight_only.tiles import ROWS, _sums, load_scale, repack
 from quire.kernels.words import product_words
 
 DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups
@@ -35,8 +37,8 @@ class Stack:
 
     K is a multiple of the inputs of an iteration, and N of gate and of up is the K of down: added numbers are zero.
 
-    tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only_products.repack`
-    scales    float32 [E, groups, (2) * N]
+    tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only.tiles.repack`
+    scales    float32 [E, groups, (2) * N]; of MXFP4 uint8 (E8M0)
     zeros     uint8 zero points, as scales; None: all are 8 (4 bits) or 128 (8 bits)
     columns   int32 [E, K]: the column of x that each column of the weight multiplies; None: columns in their order
     parts     2 where gate and up are stacked, else 1
@@ -65,14 +67,15 @@ class Stack:
         return self.scales.shape[2] // self.parts
 
 
-Packed = tuple[Stack, Stack]
+Packed = ExpertWeights[Stack]
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The tiling of a product: pairs of a tile, warps, iterations in flight (num_stages of Triton).
 
-    first   True: weights are scaled before the product, in x's dtype. False: the sum of each iteration is scaled
+    first   True: weights are scaled before the product, in x's dtype. False: the sum of each iteration is scaled.
+            Not for MXFP4, see `weight_only.tiles.Tiles`
     """
 
     rows: int
@@ -81,13 +84,21 @@ class Tiles:
     first: bool
 
 
-def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
+def empty(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
     """
     second = _empty(num_experts, down, device, 1, down.shape[0])
-    return _empty(num_experts, gate_up, device, 2, second.inputs), second
+    first = _empty(num_experts, gate_up, device, 2, second.inputs)
+    padded = 2 * first.outputs, second.outputs
+    return ExpertWeights(first, second, form.act, *empty_biases(num_experts, gate_up, down, device, form, padded))
 
 
 def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: int, outputs: int) -> Stack:
@@ -101,7 +112,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
 
     return Stack(
         zeros(num_experts, parts * -(-outputs // ROWS), columns // deep, ROWS, deep * scheme.bits // 8),
-        zeros(*scales, dtype=torch.float32),
+        zeros(*scales, dtype=scale_dtype(scheme)),
         zeros(*scales) if scheme.zeros else None,
         zeros(num_experts, columns, dtype=torch.int32) if scheme.order else None,
         parts,
@@ -109,9 +120,12 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
     )
 
 
-def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+def put(
+    packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, biases: Biases | None = None
+) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for stack, one in zip(packed, (gate_up, down), strict=True):
+    packed.put_biases(biases, place)
+    for stack, one in ((packed.gate_up, gate_up), (packed.down, down)):
         (rows, columns), bits = one.shape, stack.scheme.bits
         more = (stack.inputs - columns) * bits // 8
         tiles = [
@@ -159,15 +173,16 @@ def run(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     if not len(x):
         return y
-    (first, second), (tokens, k), pairs, hidden = packed, ids.shape, ids.numel(), x.shape[1]
+    first, second, act, first_bias, second_bias = packed
+    (tokens, k), pairs, hidden = ids.shape, ids.numel(), x.shape[1]
     experts = len(first.tiles)
     order, starts = _sort(ids, expert_map, experts)
     if first.inputs > hidden or x.stride(1) != 1:
         x = F.pad(x, (0, first.inputs - hidden)).contiguous()
     h, parts = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (second.inputs, hidden))
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map))
-    _product(x, first, order, starts, k, None, h, cut)
-    _product(h, second, order, starts, k, weights, parts, cut)
+    _product(x, first, first_bias, order, starts, k, None, h, act, cut)
+    _product(h, second, second_bias, order, starts, k, weights, parts, "", cut)
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
@@ -187,7 +202,16 @@ def run(
 
 
 def _product(
-    x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, weights: Tensor | None, y: Tensor, cut: Tiles
+    x: Tensor,
+    stack: Stack,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    k: int,
+    weights: Tensor | None,
+    y: Tensor,
+    act: str,
+    cut: Tiles,
 ) -> None:
     gated, in_pdl, pairs, experts, bits = weights is None, pdl.in_use(), len(order), len(stack.tiles), stack.scheme.bits
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
@@ -199,6 +223,7 @@ def _product(
         stack.scales,
         stack.zeros,
         stack.columns,
+        bias,
         order,
         starts,
         weights,
@@ -214,8 +239,8 @@ def _product(
         ROWS,
         stack.deep,
         bits,
-        gated,
-        cut.first,
+        act,
+        x.dtype == torch.bfloat16 if stack.scheme.kind == "mxfp4" else cut.first,
         BAND,
         stages,
         not INTERPRETED,
@@ -233,6 +258,7 @@ def _packed_kernel(
     scales,
     zeros,
     columns,
+    bias,
     order,
     starts,
     routing,
@@ -248,7 +274,7 @@ def _packed_kernel(
     ROWS: tl.constexpr,
     DEEP: tl.constexpr,
     BITS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     FIRST: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
@@ -258,13 +284,15 @@ def _packed_kernel(
     """A tile of M pairs of an expert by ROWS outputs, on tensor cores. Grid (tiles of pairs * tiles of outputs,).
 
     x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
-    tiles .. columns   see `Stack`
+    tiles .. columns   see `Stack`;  bias  [experts, 2 N] if GATED, else [experts, N]; or None
     order, starts      see `experts.triton._sort`;  routing  [T, TOP_K] float32 routing weights, None if GATED
-    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y                  [pairs, N], output: the activation in sorted order if GATED, else weighted results by pair
     EXPERTS, WIDTH     experts of this rank; padded to a power of two;  GROUP  inputs that share a scale
     DEEP, BITS         inputs of an iteration; bits of a weight, 4 or 8;  FIRST  see `Tiles`
     BAND, STAGES       tiles of pairs that share outputs; iterations in flight;  ASM  see `_numbers`
+    ACT                see `gated_of`, of the products that are GATED; "": of down
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
@@ -277,6 +305,7 @@ def _packed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if left <= 0:
         return
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = DEEP * BITS // 8
     STEPS: tl.constexpr = K // DEEP
     TOTAL: tl.constexpr = N << GATED
@@ -298,21 +327,26 @@ def _packed_kernel(
             if BITS == 4:
                 high = tl.load(columns + expert * K + high)
         scale_at = turn * DEEP // GROUP * TOTAL + one
-        scale = tl.load(scales + scale_at)
+        scale = load_scale(scales, scale_at)
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + scale_at).to(tl.float32)
-        acc = _sums(at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, zero, acc, BITS, FIRST, ASM)
+        acc = _sums(at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, zero, acc, BITS, E2M1, FIRST, ASM)
         if GATED:
-            scale = tl.load(scales + scale_at + N)
+            scale = load_scale(scales, scale_at + N)
             if zeros is not None:
                 zero = tl.load(zeros + scale_at + N).to(tl.float32)
             up_at = at + (COLS * STEPS + turn) * (ROWS * BYTES)
-            up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, FIRST, ASM)
+            up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, E2M1, FIRST, ASM)
     row, pair = row[None, :], pair[None, :]
     to = first + row
+    if bias is not None:
+        bias += expert * TOTAL + col
+        acc += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
     if GATED:
-        acc = silu(acc) * up
+        acc = gated_of(acc, up, ACT)
     else:
         to = pair
         acc *= tl.load(routing + pair, mask=row < left, other=0.0)

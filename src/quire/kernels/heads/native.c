@@ -8,14 +8,14 @@ typedef struct HeadsJob {
     const int64_t *slots;
     long rows, num_heads, num_kv_heads, dim, row_stride, block_size, block_stride, head_stride;
     float eps;
-    int half;
+    int half, half_norm;
 } HeadsJob;
 
 enum { HEADS_ROWS = 4 }; /* tokens of a task */
 
 /* Normalize a head [dim] (norm NULL: no norm), rotate it, and write it to `to`. */
-INLINE void rotate(const HeadsJob *job, const void *x, const void *norm,
-                                                         const void *cos, const void *sin, void *to, int half) {
+INLINE void rotate(const HeadsJob *job, const void *x, const void *norm, const void *cos, const void *sin, void *to,
+                   int half, int half_norm) {
     const long dim = job->dim, pairs = dim / 2;
     Vec scale = fill(1.0f);
     if (norm) {
@@ -32,8 +32,8 @@ INLINE void rotate(const HeadsJob *job, const void *x, const void *norm,
         Vec first = load(x, i, lanes, half) * scale;
         Vec second = load(x, j, lanes, half) * scale;
         if (norm) {
-            first = first * load(norm, i, lanes, half);
-            second = second * load(norm, j, lanes, half);
+            first = first * load(norm, i, lanes, half_norm);
+            second = second * load(norm, j, lanes, half_norm);
         }
         const Vec low = second * load(sin, i, lanes, half);
         const Vec high = first * load(sin, j, lanes, half);
@@ -42,7 +42,7 @@ INLINE void rotate(const HeadsJob *job, const void *x, const void *norm,
     }
 }
 
-INLINE void heads_row(const HeadsJob *job, long row, int half) {
+INLINE void heads_row(const HeadsJob *job, long row, int half, int half_norm) {
     const long dim = job->dim, size = half ? 2 : 4;
     const void *x = element(job->qkv, row * job->row_stride, half);
     const void *cos = element(job->cos, row * dim, half), *sin = element(job->sin, row * dim, half);
@@ -52,8 +52,8 @@ INLINE void heads_row(const HeadsJob *job, long row, int half) {
         const long kv_head = head - job->num_heads;
         void *to = kv_head < 0 ? (void *)element(job->q, (row * job->num_heads + head) * dim, half)
                                : (void *)element(job->k, at + kv_head * job->head_stride, half);
-        const void *norm = job->norm ? element(job->norm, head * dim, half) : NULL;
-        rotate(job, element(x, head * dim, half), norm, cos, sin, to, half);
+        const void *norm = job->norm ? element(job->norm, head * dim, half_norm) : NULL;
+        rotate(job, element(x, head * dim, half), norm, cos, sin, to, half, half_norm);
     }
     x = element(x, (job->num_heads + job->num_kv_heads) * dim, half);
     for (long head = 0; head < job->num_kv_heads; head++)
@@ -66,8 +66,9 @@ static void heads_tasks(void *argument) {
     while ((task = claim(&job->tasks)) >= 0) {
         const long end = (task + 1) * HEADS_ROWS, stop = end < job->rows ? end : job->rows;
         for (long row = task * HEADS_ROWS; row < stop; row++) {
-            if (job->half) heads_row(job, row, 1);
-            else heads_row(job, row, 0);
+            if (!job->half) heads_row(job, row, 0, 0);
+            else if (job->half_norm) heads_row(job, row, 1, 1);
+            else heads_row(job, row, 1, 0);
         }
     }
 }
@@ -75,13 +76,15 @@ static void heads_tasks(void *argument) {
 /* qkv [rows, num_heads + 2 num_kv_heads, dim] with a stride between rows; norm [num_heads + num_kv_heads, dim] or NULL;
    cos, sin [rows, dim], sin signed (kernels/rope). Writes q [rows, num_heads, dim] and, at slots [rows], the caches k
    and v: element (block, head, token) starts at block * block_stride + head * head_stride + token * dim. half:
-   everything is bfloat16, else float32. dim is even. */
+   everything is bfloat16, else float32; half_norm: likewise, of the norm. dim is even. */
 void quire_heads(const void *qkv, const void *norm, const void *cos, const void *sin, void *q, void *k, void *v,
                  const int64_t *slots, long rows, long num_heads, long num_kv_heads, long dim, long row_stride,
-                 long block_size, long block_stride, long head_stride, float eps, int half, int threads) {
+                 long block_size, long block_stride, long head_stride, float eps, int half, int half_norm,
+                 int threads) {
     HeadsJob job = {.tasks.count = (rows + HEADS_ROWS - 1) / HEADS_ROWS, .qkv = qkv, .norm = norm, .cos = cos,
                     .sin = sin, .q = q, .k = k, .v = v, .slots = slots, .rows = rows, .num_heads = num_heads,
                     .num_kv_heads = num_kv_heads, .dim = dim, .row_stride = row_stride, .block_size = block_size,
-                    .block_stride = block_stride, .head_stride = head_stride, .eps = eps, .half = half};
+                    .block_stride = block_stride, .head_stride = head_stride, .eps = eps, .half = half,
+                    .half_norm = half_norm};
     RUN(heads_tasks, &job, row_stride * rows < SMALL ? 1 : threads);
 }

@@ -36,6 +36,7 @@ def prepare(
         k.stride(1),
         eps,
         qkv.dtype == torch.bfloat16,
+        norm is None or norm.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return q
@@ -69,9 +70,10 @@ def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVVie
             f"the shapes of qkv, K, V, cos and sin are {tuple(qkv.shape)}, {tuple(shape)}, "
             f"{tuple(v.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
-    if norm is not None and (norm.shape != (heads - shape[1], dim) or norm.dtype != dtype or not norm.is_contiguous()):
+    fits = norm is None or (norm.shape == (heads - shape[1], dim) and norm.dtype in (dtype, torch.float32))
+    if norm is not None and not (fits and norm.is_contiguous()):
         raise ValueError(
-            f"native heads: the weight of the norm must be contiguous {dtype} {(heads - shape[1], dim)}, "
+            f"native heads: the weight of the norm must be contiguous {dtype} or float32 {(heads - shape[1], dim)}, "
             f"a row for each head of q and k; it is {norm.dtype} {tuple(norm.shape)} with strides "
             f"{norm.stride()}"
         )

@@ -14,8 +14,9 @@ Features that an implementation may declare:
 add      run_add(x, packed, bias, residual [T, N]) -> [T, N]: the product plus the residual. The result may overwrite
          the residual's memory
 exact    run_float keeps float32 from the product to the result, without rounding to x's dtype between
-gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: silu(gate) * up of the
-         product (`quire.kernels.activation`). The rows of gate come first in the weight, then those of up
+gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None, act="silu") -> [T, I]: the
+         activation `act` of the product, any of `quire.kernels.activation.ACTS`. The rows of gate come first in the
+         weight, then those of up
 norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of the RMS-normalized x
          (`quire.kernels.norm`); run_norm_gated: `run_gated` of it, if the implementation has "gated", too
 out      run_float(x, packed, bias, out [T, N] float32) -> out

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation.triton import silu_mul
+from quire.kernels.activation import checked
+from quire.kernels.activation.triton import gated
 from quire.kernels.linear import gemv, some_hopper
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.triton_runtime import missing, missing_hopper
@@ -88,13 +89,13 @@ def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) ->
     return residual.addmm_(x, packed.t())
 
 
-def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
-        return gemv.product(x, packed, bias, gated=True)
+        return gemv.product(x, packed, bias, act=checked(act))
     if some(rows := x.shape[0], packed):
-        return some_hopper.product(x, packed, bias, x.new_empty(rows, packed.shape[0] >> 1), gated=True)
-    return silu_mul(F.linear(x, packed, bias))
+        return some_hopper.product(x, packed, bias, x.new_empty(rows, packed.shape[0] >> 1), act=checked(act))
+    return gated(F.linear(x, packed, bias), act)
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,11 +105,13 @@ def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor
     return run(rms_norm(x, weight, eps), packed, bias)
 
 
-def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
+def run_norm_gated(
+    x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None, act: str = "silu"
+) -> Tensor:
     """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
-        return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
-    return run_gated(rms_norm(x, weight, eps), packed, bias)
+        return gemv.product(x, packed, bias, norm=weight, eps=eps, act=checked(act))
+    return run_gated(rms_norm(x, weight, eps), packed, bias, act)
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:

@@ -6,23 +6,29 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.kernels.activation.triton import silu
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.activation.triton import gated_in_gluon, gated_of
+from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 
 
 class Epilogue(NamedTuple):
     """Operations on the sums of a product, in the order of the fields, and the tensor for the result.
 
     y          [T, N] contiguous, of any dtype: the result is written to it
-    bias       [N], or [2 N] if gated; None: no bias
-    gated      True: the weight has 2 N rows, those of gate, then those of up; the sums become silu(gate) * up
+    bias       [N], or [2 N] with an activation; None: no bias
+    act        activation (`quire.kernels.activation`) of a weight with 2 N rows, those of gate, then those of up, which
+               the sums become; "": the weight has no gate
     residual   [T, N], is added; may be `y`; None: nothing is added
     """
 
     y: Tensor
     bias: Tensor | None = None
-    gated: bool = False
+    act: str = ""
     residual: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        """True for a weight with gate and up."""
+        return self.act != ""
 
 
 @jit
@@ -58,20 +64,37 @@ def sum_parts(first, SPLIT: tl.constexpr, GATED: tl.constexpr):
 
 
 @jit
-def finish(out, other, bias, residual, y, row, col, n, inside, GATED: tl.constexpr):
-    """Apply bias, gate and residual, and store the result.
+def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr):
+    """Apply bias, activation and residual, and store the result.
 
-    out, other            products, float32: of gate and up if GATED, else `other` is not used
+    out, other            products, float32: of gate and up with ACT, else `other` is not used
     bias, residual, y     as in `gemv._few_kernel`
     row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
+    ACT                   see `Epilogue`
     """
     at = row * n + col
     if bias is not None:
         out += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
-    if GATED:
+    if ACT != "":
         if bias is not None:
             other += tl.load(bias + n + col, mask=col < n, other=0.0).to(tl.float32)
-        out = silu(out) * other
+        out = gated_of(out, other, ACT)
     if residual is not None:
         out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@gluon_jit
+def finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT: gl.constexpr):
+    """`finish` of a Gluon kernel: out, other [outputs, rows], with the indices `col` and `row` of these."""
+    inside = (col < n)[:, None] & (row < rows)[None, :]
+    if bias is not None:
+        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
+    if ACT != "":
+        if bias is not None:
+            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
+        out = gated_in_gluon(out, other, ACT)
+    at = row[None, :] * n + col[:, None]
+    if residual is not None:
+        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)

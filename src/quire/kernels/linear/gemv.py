@@ -76,7 +76,7 @@ def product(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    gated: bool = False,
+    act: str = "",
     out: Tensor | None = None,
     walk: Tiles | None = None,
 ) -> Tensor:
@@ -84,10 +84,12 @@ def product(
 
     residual   [T, N], added to the product; may be `out`
     norm       [K] weight of an RMS norm with `eps` that is applied to x before the product; None: no norm
-    gated      True: weight and bias have the rows of gate, then those of up; returns silu(gate) * up [T, N / 2]
+    act        activation (`quire.kernels.activation`) of a weight and bias with the rows of gate, then those of up;
+               returns it [T, N / 2]. "": no activation
     out        [T, N] of any dtype, which the result is written to; None: a new tensor
     walk       tiling to use; None: `tiles` chooses it
     """
+    gated = act != ""
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -98,13 +100,13 @@ def product(
     shared = (x, weight, bias, residual, norm, y, rows, n, x.stride(0), eps, k, size, walk.block_n, walk.block_k)
     grid = (-(-n // walk.block_n),)
     if size <= MOST_FEW:
-        _few_kernel[grid](*shared, gated, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
+        _few_kernel[grid](*shared, act, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
     else:
         _some_kernel[grid](
             *shared,
             walk.split,
             walk.stages,
-            gated,
+            act,
             in_pdl,
             num_warps=walk.warps,
             num_stages=walk.stages,
@@ -147,7 +149,7 @@ def _few_kernel(
     M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of up to M <= MOST_FEW rows, without tensor cores. Grid (ceil(n / BLOCK_N),).
@@ -159,7 +161,9 @@ def _few_kernel(
     norm, eps           [K] weight of an RMS norm of x, or None; added to the mean square
     M                   rows, padded to a power of two
     BLOCK_N, BLOCK_K    outputs of a program; inputs of an iteration
+    ACT                 see `Epilogue`; a weight with an activation is GATED
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -200,7 +204,7 @@ def _few_kernel(
         other *= inverse
     row = tl.arange(0, M)[:, None]
     col = col[None, :]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)
 
 
 @jit(do_not_specialize=["rows"])
@@ -221,7 +225,7 @@ def _some_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of up to M <= MOST_ROWS rows on tensor cores. Grid (ceil(n / BLOCK_N),).
@@ -230,6 +234,7 @@ def _some_kernel(
     SPLIT               parts of K that are multiplied side by side: an iteration takes SPLIT * BLOCK_K inputs
     STAGES              iterations in flight; as many are prefetched before `gdc_wait`
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     STEP: tl.constexpr = SPLIT * BLOCK_K
@@ -281,7 +286,7 @@ def _some_kernel(
         out *= inverse
         other *= inverse
     row, col = row[None, :], col[:, None]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)
 
 
 @jit

@@ -19,7 +19,7 @@ typedef struct LinearJob {
     const bf16 *x, *weight, *bias, *residual;
     void *y;
     long rows, cols, steps, x_stride, block_rows, num_groups; /* steps: inputs / STEP */
-    int out;
+    int out, act;
 } LinearJob;
 
 /* sums [32][32] += up to 32 rows of x times a group of columns, over `steps`. `both`: there are rows in the lower half.
@@ -98,7 +98,7 @@ static void finish(const LinearJob *job, const float *sums, long row, long rows,
             _mm512_mask_storeu_ps((float *)job->y + to, low, a);
             _mm512_mask_storeu_ps((float *)job->y + to + 16, high, b);
         } else if (job->out == OUT_GATED) {
-            store(job->y, to, low, silu_mul_of(a, b), 1);
+            store(job->y, to, low, gated_by(a, b, job->act), 1);
         } else {
             store(job->y, to, low, a, 1);
             store(job->y, to + 16, high, b, 1);
@@ -162,16 +162,18 @@ static void many_rows_tasks(void *argument) {
 /* x [rows, inner] with a stride between rows, weight packed, bias [cols] or NULL -> y.
 
    out       0: y [rows, cols] bfloat16;  1: y [rows, cols] float32;
-             2: y [rows, cols] bfloat16 = silu(gate) * up, where the packed weight has groups of 16 gate and 16 up
-                columns (quire_pack_bf16 with gated) and bias is [2 * cols], gate's first
+             2: y [rows, cols] bfloat16 = gated_of(gate, up), where the packed weight has groups of 16 gate and 16
+                up columns (quire_pack_bf16 with gated) and bias is [2 * cols], gate's first
+   act       activation of gate and up, 0 if out is not 2
    residual  [rows, cols] to be added to y, with out 0 or 1, or NULL
    inner is a multiple of 32. */
 void quire_linear_bf16(const bf16 *x, const bf16 *weight, const bf16 *bias, const bf16 *residual, void *y, long rows,
-                       long cols, long inner, long x_stride, int out, int threads) {
+                       long cols, long inner, long x_stride, int out, int act, int threads) {
     const long width = out == OUT_GATED ? GROUP / 2 : GROUP;
     if (rows == 0) return; /* no tile can be configured to have no rows */
     LinearJob job = {.x = x, .weight = weight, .bias = bias, .residual = residual, .y = y, .rows = rows, .cols = cols,
-                     .steps = inner / STEP, .x_stride = x_stride, .num_groups = (cols + width - 1) / width, .out = out};
+                     .steps = inner / STEP, .x_stride = x_stride, .num_groups = (cols + width - 1) / width, .out = out,
+                     .act = act};
     job.block_rows = BLOCK_BYTES / (inner * (long)sizeof(bf16)) / PANEL * PANEL;
     if (job.block_rows < PANEL) job.block_rows = PANEL;
     if (job.block_rows > MAX_BLOCK) job.block_rows = MAX_BLOCK;

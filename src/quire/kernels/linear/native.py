@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.activation import number_of
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 
@@ -56,11 +57,11 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16, residual.contiguous())
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if not packed.gated:
         raise ValueError("native linear: the weight was packed by `pack`: call run, or pack it with `pack_gated`")
-    return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
+    return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED, act=number_of(act))
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
@@ -120,7 +121,15 @@ def _pack(weight: Tensor, gated: bool) -> Packed:
     return packed
 
 
-def _run(x: Tensor, packed: Packed, bias: Tensor | None, y: Tensor, out: int, residual: Tensor | None = None) -> Tensor:
+def _run(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    y: Tensor,
+    out: int,
+    residual: Tensor | None = None,
+    act: int = 0,
+) -> Tensor:
     num_rows, inner = x.shape
     if x.dtype != torch.bfloat16 or inner != packed.inner or not x.is_cpu:
         raise ValueError(
@@ -154,6 +163,7 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, y: Tensor, out: int, re
         x.shape[1],
         x.stride(0),
         out,
+        act,
         torch.get_num_threads(),
     )
     return y

@@ -6,6 +6,7 @@
      BFLOAT16   [4][W] words: column i of the lower vector in the lower half, of the upper vector in the upper half
      SIGNED8    [4][2 W] int8;  E4M3   [4][2 W] bytes; inputs in the order 1, 0, 3, 2
      SIGNED4    [W] words of 8 nibbles, signed: nibble 4 (k % 2) + 2 (k / 2) + h belongs to input k and column h W + i
+     E2M1       the same, nibbles are floating point of 4 bits
      QUADS      [2 W] words of 4 int8
    Unsigned integers are stored less their middle (8 or 128).
 
@@ -20,7 +21,7 @@
    product of a pair's second input, then that of its first, each rounded once, as a fused multiply-add does (but it
    takes numbers below 2^-126 for 0). So a few rows, which stay float32, take the inputs of each pair in that order, and
    the results are the same bits. More rows are stored as words, [pair of inputs][row of the block]. PAIRED is BFLOAT16
-   with pairs; PAIRED4 is SIGNED4 with pairs, where few rows are stored as words, too.
+   with pairs; PAIRED4 and PAIRED_E2M1 are SIGNED4 and E2M1 with pairs, where few rows are stored as words, too.
 
    Sums: a chain of fused multiply-adds for each row and column, over the inputs in order, each second before its first
    (BFLOAT16 and FLOAT32 without pairs: in order). With groups, a chain starts anew for each chunk of inputs, and is
@@ -31,11 +32,12 @@ enum { CHUNK_IN = 256, MOST_BLOCK = 384 };               /* inputs in the first-
 enum { SCALE_IN = 128 };                                 /* inputs of a scale of x, where there are several */
 enum { X_BYTES = 768 << 10 };                            /* of x that stay in the second-level cache */
 enum { QUADS_IN = 512 };                                 /* as CHUNK_IN, for QUADS */
-enum { FLOAT32, BFLOAT16, SIGNED8, SIGNED4, E4M3, QUADS, PAIRED, PAIRED4 }; /* kinds */
-enum { PLAIN, AS_FLOAT, GATED };                         /* out */
+enum { FLOAT32, BFLOAT16, SIGNED8, SIGNED4, E4M3, QUADS, E2M1, PAIRED, PAIRED4, PAIRED_E2M1 }; /* kinds */
+enum { PLAIN, AS_FLOAT, GATED };                                                                /* out */
+enum { FLOAT16_SCALES, FLOAT32_SCALES, POWER_SCALES }; /* type of scales; POWER_SCALES: E8M0, a byte each */
 
-/* scale, zero: [panel][group][2 W] or NULL; xsum [block][chunk][row of the block]: sums of x; wide: scales are float32,
-   else float16; chunk: inputs of a chain, a divisor of the group; group 0: the scale belongs to the column.
+/* scale, zero: [panel][group][2 W] or NULL; xsum [block][chunk][row of the block]: sums of x; type: of scales; chunk:
+   inputs of a chain, a divisor of the group; group 0: the scale belongs to the column.
    xscale: [row], or fine: [block][SCALE_IN inputs][row of the block]; offset [panel][2 W]: first sums of QUADS. */
 typedef struct PanelsJob {
     Tasks tasks;
@@ -45,17 +47,19 @@ typedef struct PanelsJob {
     const int32_t *offset;
     void *y;
     long rows, cols, inner, panels, block_rows;
-    int group, chunk, kind, out, half, wide, each, pairs, fine; /* each: panels of a task */
+    int group, chunk, kind, out, act, half, type, each, pairs, fine; /* each: panels of a task */
 } PanelsJob;
 
 _Static_assert(sizeof(PanelsJob) <= JOB_BYTES, "a recording has no room for the job");
 
+INLINE int in_words(int kind) { return kind == PAIRED4 || kind == PAIRED_E2M1; } /* few rows of x, too */
+
 INLINE long step_bytes(int kind) {
-    if (kind == SIGNED4 || kind == PAIRED4) return W * 4;
+    if (kind == SIGNED4 || kind == E2M1 || in_words(kind)) return W * 4;
     return W * (kind == FLOAT32 ? 32 : kind == BFLOAT16 || kind == PAIRED ? 16 : 8);
 }
 
-/* Nibble i of a word of SIGNED4 -> its place among the vectors of `decode`. */
+/* Nibble i of a word of SIGNED4 or E2M1 -> its place among the vectors of `decode`. */
 INLINE int of_nibble(int i) { return 2 * (i / 2 % 2 * 2 + (i < 4)) + i % 2; }
 
 #ifdef __AVX512F__
@@ -77,16 +81,22 @@ INLINE Vec e4m3(const char *w) {
     return _mm512_cvtph_ps(half);
 }
 
-INLINE void signed4(const char *w, Vec *v) {
-    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+INLINE void nibbles(int kind, const char *w, Vec *v) {
+    const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m512 floats = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    const __m512 table = kind == E2M1 ? floats : integers;
     const __m512i words = _mm512_loadu_si512(w);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) v[of_nibble(i)] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * i), table);
 }
 
-INLINE Vec scales(const void *from, long at, int wide) {
-    return wide ? _mm512_loadu_ps((const float *)from + at)
-                : _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at)));
+/* A power of two is the exponent of a float32. 2^-127, whose exponent would be 0, is the first bit behind it. */
+INLINE Vec scales(const void *from, long at, int type) {
+    if (type == FLOAT32_SCALES) return _mm512_loadu_ps((const float *)from + at);
+    if (type == FLOAT16_SCALES)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at)));
+    const __m512i power = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)((const uint8_t *)from + at)));
+    return as_floats(_mm512_max_epi32(_mm512_slli_epi32(power, 23), _mm512_set1_epi32(1 << 22)));
 }
 
 #else
@@ -107,24 +117,36 @@ INLINE Vec e4m3(const char *w) {
     return _mm256_cvtph_ps(half);
 }
 
-INLINE void signed4(const char *w, Vec *v) {
+INLINE void nibbles(int kind, const char *w, Vec *v) {
+    const __m256 sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
     const __m256i words = _mm256_loadu_si256((const __m256i *)w);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        v[of_nibble(i)] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 28 - 4 * i), 28));
+    for (int i = 0; i < 8; i++) {
+        const __m256i first = _mm256_slli_epi32(words, 28 - 4 * i); /* bits of the nibble */
+        if (kind == E2M1) {
+            const __m256 size = _mm256_permutevar8x32_ps(sizes, _mm256_srli_epi32(words, 4 * i)); /* reads 3 bits */
+            const __m256 sign = _mm256_castsi256_ps(_mm256_and_si256(first, _mm256_set1_epi32((int)0x80000000)));
+            v[of_nibble(i)] = _mm256_or_ps(size, sign);
+        } else {
+            v[of_nibble(i)] = _mm256_cvtepi32_ps(_mm256_srai_epi32(first, 28));
+        }
+    }
 }
 
-INLINE Vec scales(const void *from, long at, int wide) {
-    return wide ? _mm256_loadu_ps((const float *)from + at)
-                : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)from + at)));
+INLINE Vec scales(const void *from, long at, int type) {
+    if (type == FLOAT32_SCALES) return _mm256_loadu_ps((const float *)from + at);
+    if (type == FLOAT16_SCALES)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)from + at)));
+    const __m256i power = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)((const uint8_t *)from + at)));
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(power, 23), _mm256_set1_epi32(1 << 22)));
 }
 
 #endif
 
 /* A step of a panel -> v[2 k + h]: input k in the order of the chain, lower (h = 0) and upper vector of columns. */
 INLINE void decode(int kind, const char *w, Vec *v) {
-    if (kind == SIGNED4) {
-        signed4(w, v);
+    if (kind == SIGNED4 || kind == E2M1) {
+        nibbles(kind, w, v);
         return;
     }
 #pragma GCC unroll 4
@@ -153,12 +175,17 @@ INLINE void decode_words(int kind, const char *w, Vec *v) {
             v[2 * j] = as_floats(_mm512_mask_blend_epi16(0xAAAAAAAA, first, _mm512_slli_epi32(second, 16)));
             v[2 * j + 1] = as_floats(_mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_andnot_si512(lower, second)));
         }
-    } else if (kind == PAIRED4) { /* the unit looks up 5 bits, of which the fifth does not count */
-        static const uint16_t numbers[32] = {
+    } else if (in_words(kind)) { /* the unit looks up 5 bits, of which the fifth does not count */
+        static const uint16_t floats[32] = {
+            0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040,
+            0xC080, 0xC0C0, 0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0,
+            0xC000, 0xC040, 0xC080, 0xC0C0};
+        static const uint16_t integers[32] = {
             0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
             0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0,
             0xC080, 0xC040, 0xC000, 0xBF80};
-        const __m512i words = _mm512_loadu_si512(w), table = _mm512_loadu_si512(numbers);
+        const __m512i table = _mm512_loadu_si512(kind == PAIRED_E2M1 ? floats : integers);
+        const __m512i words = _mm512_loadu_si512(w);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) v[i] = as_floats(_mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * i), table));
     } else {
@@ -182,7 +209,7 @@ INLINE void multiply_direct(int kind, int rows, int count, const float *x, const
     Vec own[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * rows * count; i++) own[i] = sums[i];
-    const int words = kind == PAIRED4, count_in = words ? STEP_IN / 2 : STEP_IN;
+    const int words = in_words(kind), count_in = words ? STEP_IN / 2 : STEP_IN;
     for (long step = 0; step < steps; step++, x += count_in * rows, w += size) {
 #pragma GCC unroll 4
         for (int p = 0; p < count; p++) {
@@ -263,7 +290,7 @@ static void multiply_block(int rows, const float *x, const float *w, long count,
 /* Scales of the chunk at input k, for a block of `rows` rows that starts at row `first`. */
 INLINE Scaling scaling_at(const PanelsJob *job, long panel, long k, long first, long rows) {
     const long at = (panel * (job->inner / job->group) + k / job->group) * 2 * W;
-    Scaling by = {.scale = {scales(job->scale, at, job->wide), scales(job->scale, at + W, job->wide)}};
+    Scaling by = {.scale = {scales(job->scale, at, job->type), scales(job->scale, at + W, job->type)}};
     if (job->zero) {
         by.zero[0] = signed8((const char *)job->zero + at);
         by.zero[1] = signed8((const char *)job->zero + at + W);
@@ -284,8 +311,8 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
         b = b * fill(job->xscale[row]);
     }
     if (job->scale && !job->group) {
-        a = a * scales(job->scale, panel * 2 * W, job->wide);
-        b = b * scales(job->scale, panel * 2 * W + W, job->wide);
+        a = a * scales(job->scale, panel * 2 * W, job->type);
+        b = b * scales(job->scale, panel * 2 * W + W, job->type);
     }
     if (job->bias) {
         a = a + load(job->bias, at, low, half);
@@ -296,7 +323,7 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
         b = b + load(job->residual, to + W, high, half);
     }
     if (gated) {
-        store(job->y, to, low, silu_mul_of(a, b), half);
+        store(job->y, to, low, gated_by(a, b, job->act), half);
     } else if (job->out == AS_FLOAT) {
         store(job->y, to, low, a, 0);
         store(job->y, to + W, high, b, 0);
@@ -329,7 +356,7 @@ INLINE void direct_panels(const PanelsJob *job, int kind, int rows, int count, l
     } else {
         memset(sums, 0, sizeof sums);
         const long part = job->chunk / STEP_IN;
-        const int words = kind == PAIRED4 ? 2 : 1; /* inputs of a number of x */
+        const int words = in_words(kind) ? 2 : 1; /* inputs of a number of x */
         for (long k = 0; k < steps; k += part) {
 #pragma GCC unroll 8
             for (int i = 0; i < 2 * rows * count; i++) chains[i] = zeros();
@@ -455,9 +482,11 @@ SHAPES(direct_panels, BFLOAT16)
 SHAPES(direct_panels, SIGNED8)
 SHAPES(direct_panels, SIGNED4)
 SHAPES(direct_panels, E4M3)
+SHAPES(direct_panels, E2M1)
 #ifdef __AVX512BF16__
 SHAPES(direct_panels, PAIRED)
 SHAPES(direct_panels, PAIRED4)
+SHAPES(direct_panels, PAIRED_E2M1)
 #endif
 #ifdef HAVE_QUADS
 SHAPES(quads_panels, QUADS)
@@ -465,9 +494,9 @@ SHAPES(quads_panels, QUADS)
 
 /* By kind: 4 panels of a row, then a panel of 1 to DIRECT rows. */
 static void (*const direct_functions[][1 + DIRECT])(const PanelsJob *, long) = {
-    TABLE(FLOAT32), TABLE(BFLOAT16), TABLE(SIGNED8), TABLE(SIGNED4), TABLE(E4M3),
+    TABLE(FLOAT32), TABLE(BFLOAT16), TABLE(SIGNED8), TABLE(SIGNED4), TABLE(E4M3), TABLE(E2M1),
 #ifdef __AVX512BF16__
-    TABLE(PAIRED), TABLE(PAIRED4),
+    TABLE(PAIRED), TABLE(PAIRED4), TABLE(PAIRED_E2M1),
 #endif
 #ifdef HAVE_QUADS
     TABLE(QUADS),
@@ -502,9 +531,9 @@ static void decode_chunk(int kind, int pairs, const char *w, long steps, float *
         }                                                                                  \
         break;
     switch (kind + 16 * pairs) {
-    CASE(FLOAT32, 0) CASE(BFLOAT16, 0) CASE(SIGNED8, 0) CASE(SIGNED4, 0) CASE(E4M3, 0)
+    CASE(FLOAT32, 0) CASE(BFLOAT16, 0) CASE(SIGNED8, 0) CASE(SIGNED4, 0) CASE(E4M3, 0) CASE(E2M1, 0)
 #ifdef __AVX512BF16__
-    CASE(PAIRED, 1) CASE(SIGNED8, 1) CASE(PAIRED4, 1) CASE(E4M3, 1)
+    CASE(PAIRED, 1) CASE(SIGNED8, 1) CASE(PAIRED4, 1) CASE(E4M3, 1) CASE(PAIRED_E2M1, 1)
 #endif
     }
 #undef CASE
@@ -562,19 +591,21 @@ int quire_quads(void) {
 
 /* The kind that runs with `pairs`. */
 static int paired(int kind, int pairs) {
-    return !pairs ? kind : kind == BFLOAT16 ? PAIRED : kind == SIGNED4 ? PAIRED4 : kind;
+    if (!pairs) return kind;
+    return kind == BFLOAT16 ? PAIRED : kind == SIGNED4 ? PAIRED4 : kind == E2M1 ? PAIRED_E2M1 : kind;
 }
 
 /* x [rows][inner], xsum and xscale as quire_linear_rows wrote them for this kind (one row of float32 without padding
    may be x itself, if the weight is not quantized), weight packed.
 
-   scale      [panel][groups][2 W] float32 (wide) or float16, with groups of `group` inputs; group 0: [panel][2 W];
+   scale      [panel][groups][2 W] of a type, with groups of `group` inputs; group 0: [panel][2 W];
               NULL: none
    zero       as scale, or NULL: zero points less the middle;  xsum  from quire_linear_rows with the same chunk
    offset     [panel][2 W] of QUADS: -128 times the sum of the column's weights
    chunk      inputs of a chain: a divisor of the group, at most CHUNK_IN, and of SCALE_IN if fine
-   out        0: y [rows, cols];  1: y [rows, cols] float32;  2: y [rows, cols] = silu(gate) * up, where a panel has W
-              columns of gate and W of up; bias is [2 * cols], gate's first
+   out        0: y [rows, cols];  1: y [rows, cols] float32;  2: y [rows, cols] = gated_of(gate, up), where a panel has
+              W columns of gate and W of up; bias is [2 * cols], gate's first
+   act        activation of gate and up, 0 if out is not 2
    bias       [cols] or NULL;  residual  [rows, cols] or NULL
    half       bias, residual and y are bfloat16, else float32
    pairs      the CPU multiplies pairs of bfloat16, and weight and x are exact in it
@@ -582,13 +613,13 @@ static int paired(int kind, int pairs) {
    inner is a multiple of 4. */
 void quire_linear_panels(const float *x, const float *xsum, const float *xscale, const void *weight, const void *scale,
                          const int8_t *zero, const int32_t *offset, const void *bias, const void *residual, void *y,
-                         long rows, long cols, long inner, int group, int chunk, int kind, int out, int half, int wide,
-                         int pairs, int fine, int threads) {
+                         long rows, long cols, long inner, int group, int chunk, int kind, int out, int act, int half,
+                         int type, int pairs, int fine, int threads) {
     const long width = out == GATED ? W : 2 * W, panels = (cols + width - 1) / width;
     PanelsJob job = {.x = x, .xsum = xsum, .xscale = xscale, .weight = weight, .scale = scale, .zero = zero,
                      .offset = offset, .bias = bias, .residual = residual, .y = y, .rows = rows, .cols = cols,
                      .inner = inner, .panels = panels, .group = group, .chunk = chunk, .kind = paired(kind, pairs),
-                     .out = out, .half = half, .wide = wide, .each = 4, .pairs = pairs, .fine = fine};
+                     .out = out, .act = act, .half = half, .type = type, .each = 4, .pairs = pairs, .fine = fine};
     if (rows == 0) return;
     if (rows <= DIRECT) {
         while (job.each > 1 && panels < 4L * threads * job.each) job.each /= 2;

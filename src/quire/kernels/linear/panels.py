@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.activation import number_of
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
@@ -28,9 +29,10 @@ from quire.kernels.words import product_words
 MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
 FEW_ROWS = 4  # DIRECT of panels.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
+QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4, "e2m1": 6}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
 QUADS = 5  # the kind of "int8" weights if the CPU multiplies int8
+SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2}  # type of scales of quire_linear_panels
 POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
@@ -42,7 +44,8 @@ ROWS_OF_A_BLOCK = {16: 12, 8: 6}  # lanes of a vector -> MR of panels.c
 class Quantized:
     """Scales, zero points and other numbers of a packed quantized weight, without its values.
 
-    scale         scales in the order of the packed values (panels.c): float16 if that is exact, else float32
+    scale         scales in the order of the packed values (panels.c): powers of two as uint8 (E8M0), else float16 if
+                  that is exact, else float32
     zero          zero points, int8, minus the middle of the values' range; None: no zero points
     offset        int32, -128 times the sum of each output's values; None: the values are not int8 for `QUADS`
     order         number of the input that each column of the weight multiplies; None: column k, input k
@@ -141,12 +144,12 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
-def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
+def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
 
     x may be quantized by the rule of the weight.
     """
-    return _run(x, packed, bias, GATED)
+    return _run(x, packed, bias, GATED, act=number_of(act))
 
 
 def way(x: Tensor, packed: Packed) -> str:
@@ -156,7 +159,7 @@ def way(x: Tensor, packed: Packed) -> str:
         return ""
     few = len(x) <= FEW_ROWS
     place = "in registers" if few else "in the cache, once for many rows,"
-    kind = "bfloat16" if packed.pairs(x.dtype) and (not few or own.scheme.values == "w4") else "float32"
+    kind = "bfloat16" if packed.pairs(x.dtype) and (not few or own.scheme.bits == 4) else "float32"
     how = "multiplied in integers" if packed.quads else f"widened {place} to {kind}"
     inputs = "by quire_linear_rows before; their scales multiply the sums"
     return product_words(own.scheme, f"stays packed, {how}", inputs)
@@ -207,7 +210,7 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
     else:
-        data, dtype = memory.empty((count, size // (2 if weight.scheme.values == "w4" else 1)), torch.uint8), None
+        data, dtype = memory.empty((count, size * weight.scheme.bits // 8), torch.uint8), None
     return [Packed(own, dtype, cols, inner, gated, padded, made.quads, bool(loaded().quire_pairs())) for own in data]
 
 
@@ -259,7 +262,8 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
     scale, zero, offset = ordered(matrix.scale), None, None
     if matrix.scheme.values == "e4m3":
         scale *= 256  # see panels.c
-    half = scale.half()
+    if scale.dtype == torch.float32 and torch.equal((half := scale.half()).float(), scale):
+        scale = half
     if matrix.zero is not None:
         zero = ordered(matrix.zero.short() - (MIDDLE[matrix.scheme.values])).to(torch.int8)
     fine = matrix.scheme.inputs == "group"
@@ -271,7 +275,7 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
         offset = ordered(matrix.values.sum(1, dtype=torch.int32)[:, None] * -128, 1)
     return Quantized(
         matrix.scheme,
-        half if torch.equal(half.float(), scale) else scale,
+        scale,
         zero,
         offset,
         matrix.order,
@@ -282,7 +286,12 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
 
 
 def _run(
-    x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None
+    x: Tensor | QuantizedRows,
+    packed: Packed,
+    bias: Tensor | None,
+    out: int,
+    residual: Tensor | None = None,
+    act: int = 0,
 ) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
@@ -332,8 +341,9 @@ def _run(
         chunk,
         packed.kind,
         out,
+        act,
         x.dtype == torch.bfloat16,
-        scale is not None and scale.dtype == torch.float32,
+        0 if scale is None else SCALES[scale.dtype],
         packed.pairs(x.dtype),
         packed.fine,
         torch.get_num_threads(),

@@ -187,7 +187,7 @@ static void rows_of_x_tasks(void *argument) {
 void quire_linear_rows(const void *x, float *to, float *xsum, float *xscale, const int32_t *order, const float *scale,
                        long rows, long inner, long padded, long stride, int chunk, int half, int inputs, int kind,
                        int pairs, int threads, float limit) {
-    const int words = pairs && (rows > DIRECT || kind == SIGNED4), swapped = pairs || kind >= SIGNED8;
+    const int words = pairs && (rows > DIRECT || kind == SIGNED4 || kind == E2M1), swapped = pairs || kind >= SIGNED8;
     const int whole = inputs == TOKEN || xsum || kind == QUADS; /* a task has whole rows */
     RowsOfX job = {.x = x, .order = order, .scale = scale, .to = to, .xsum = xsum, .xscale = xscale, .rows = rows,
                    .inner = inner, .padded = padded, .stride = stride, .chunk = chunk, .half = half, .inputs = inputs,
@@ -212,12 +212,13 @@ INLINE uint32_t stored(const PackPanels *job, int kind, long column, long k) {
     const long at = column * job->inner + k;
     if (kind == FLOAT32) return ((const uint32_t *)job->weight)[at];
     if (kind == BFLOAT16) return ((const bf16 *)job->weight)[at];
-    if (kind != SIGNED4) return ((const uint8_t *)job->weight)[at];
+    if (kind != SIGNED4 && kind != E2M1) return ((const uint8_t *)job->weight)[at];
     const uint8_t pair = ((const uint8_t *)job->weight)[column * ((job->inner + 1) / 2) + k / 2];
-    return (k % 2 ? pair >> 4 : pair & 15) ^ 8;
+    return (k % 2 ? pair >> 4 : pair & 15) ^ (kind == SIGNED4 ? 8 : 0);
 }
 
 INLINE void pack_panel(const PackPanels *job, int kind, long panel) {
+    const int nibbles = kind == SIGNED4 || kind == E2M1;
     char *to = (char *)job->packed + panel * (job->padded / STEP_IN) * step_bytes(kind);
     long columns[2 * W]; /* of the weight, by place in the panel; -1: none */
     for (long i = 0; i < 2 * W; i++) {
@@ -226,17 +227,17 @@ INLINE void pack_panel(const PackPanels *job, int kind, long panel) {
         if (columns[i] >= job->cols) columns[i] = -1;
     }
     for (long k = 0; k < job->padded; k += STEP_IN, to += step_bytes(kind))
-        for (long i = 0; i < (kind == SIGNED4 ? W : 2 * W); i++) {
+        for (long i = 0; i < (nibbles ? W : 2 * W); i++) {
             uint32_t word = 0;
             for (long j = 0; j < STEP_IN; j++) {
                 const uint32_t value = stored(job, kind, columns[i], k + j);
                 if (kind == FLOAT32) ((uint32_t *)to)[j * 2 * W + i] = value;
                 else if (kind == BFLOAT16) ((bf16 *)to)[j * 2 * W + 2 * (i % W) + i / W] = (bf16)value;
                 else if (kind == QUADS) ((uint8_t *)to)[4 * i + j] = (uint8_t)value;
-                else if (kind != SIGNED4) ((uint8_t *)to)[(j ^ 1) * 2 * W + i] = (uint8_t)value;
+                else if (!nibbles) ((uint8_t *)to)[(j ^ 1) * 2 * W + i] = (uint8_t)value;
                 else word |= (value | stored(job, kind, columns[W + i], k + j) << 4) << (16 * (j % 2) + 8 * (j / 2));
             }
-            if (kind == SIGNED4) ((uint32_t *)to)[i] = word;
+            if (nibbles) ((uint32_t *)to)[i] = word;
         }
 }
 
@@ -247,6 +248,7 @@ static void pack_panels_tasks(void *argument) {
         if (job->kind == FLOAT32) pack_panel(job, FLOAT32, panel);
         else if (job->kind == BFLOAT16) pack_panel(job, BFLOAT16, panel);
         else if (job->kind == SIGNED4) pack_panel(job, SIGNED4, panel);
+        else if (job->kind == E2M1) pack_panel(job, E2M1, panel);
         else if (job->kind == QUADS) pack_panel(job, QUADS, panel);
         else pack_panel(job, E4M3, panel);
     }

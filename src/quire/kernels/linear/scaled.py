@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import triton_runtime
-from quire.kernels.activation.triton import silu_mul
+from quire.kernels.activation import checked
+from quire.kernels.activation.triton import gated
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.scaled_weight import Scaled
@@ -103,9 +104,9 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _product(x, packed, bias, residual=residual)
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
-    return _product(x, packed, bias, gated=True)
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+    return _product(x, packed, bias, act=checked(act))
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -113,9 +114,11 @@ def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor
     return _product(x, packed, bias, norm=weight, eps=eps)
 
 
-def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
+def run_norm_gated(
+    x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None, act: str = "silu"
+) -> Tensor:
     """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
-    return _product(x, packed, bias, norm=weight, eps=eps, gated=True)
+    return _product(x, packed, bias, norm=weight, eps=eps, act=checked(act))
 
 
 def _product(
@@ -126,13 +129,13 @@ def _product(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    gated: bool = False,
+    act: str = "",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Norm, quantization, product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
+    """Norm, quantization, product, activation and residual, as far as given. Arguments as in `gemv.product`."""
     if isinstance(packed, QuantizedMatrix):
-        return _reference(x, packed, bias, residual, norm, eps, gated)
-    rows, n = x.shape[0], packed.values.shape[0] >> gated
+        return _reference(x, packed, bias, residual, norm, eps, act)
+    rows, n = x.shape[0], packed.values.shape[0] >> (act != "")
     if x.shape[1] < packed.values.shape[1]:
         if norm is not None:
             x, norm = rms_norm(x, norm, eps), None
@@ -142,7 +145,7 @@ def _product(
         y = residual = residual.contiguous()
     if not rows:
         return y
-    into = Epilogue(y, bias, gated, residual)
+    into = Epilogue(y, bias, act, residual)
     if rows <= FEW_ROWS:
         return scaled_few.product(x, packed, into, norm=norm, eps=eps)
     q, scales = quantize(
@@ -156,8 +159,8 @@ def _product(
     wide = _cublas(q, scales, packed, torch.float32 if dtype == torch.float32 else x.dtype)[:rows]
     if bias is not None:
         wide += bias
-    if gated:
-        return silu_mul(wide)
+    if act:
+        return gated(wide, act)
     return wide if residual is None else torch.add(residual, wide, out=y)
 
 
@@ -190,9 +193,9 @@ def _reference(
     residual: Tensor | None,
     norm: Tensor | None,
     eps: float,
-    gated: bool,
+    act: str,
 ) -> Tensor:
     y = quantized_ref.run(x if norm is None else rms_norm(x, norm, eps), packed, bias)
-    if gated:
-        y = silu_mul(y)
+    if act:
+        y = gated(y, act)
     return y if residual is None else residual + y

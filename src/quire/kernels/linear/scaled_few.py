@@ -46,7 +46,7 @@ def walk_of(k: int, gated: bool) -> Walk:
 
 def product(x: Tensor, packed: Scaled, into: Epilogue, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Multiply x [T, K] of at most 4 rows with the weight; return `into.y`. norm, eps: as in `gemv.product`."""
-    weight, (y, bias, gated, residual) = packed.values, into
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     size, walk = bucket(rows), walk_of(k, gated)
     if x.stride(1) != 1:
@@ -77,7 +77,7 @@ def product(x: Tensor, packed: Scaled, into: Epilogue, *, norm: Tensor | None = 
         packed.rule,
         packed.powers,
         packed.most,
-        gated,
+        act,
         not INTERPRETED,
         in_pdl,
         num_warps=walk.warps,
@@ -160,7 +160,7 @@ def _few_kernel(
     RULE: tl.constexpr,
     POWERS: tl.constexpr,
     MOST: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -180,6 +180,7 @@ def _few_kernel(
     STEPS, ROOM         times BLOCK_N outputs; STEPS, padded to a power of two
     RULE, POWERS, MOST  see `quantize.triton._quantize_kernel`;  WORDS  four weights are an int32
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
@@ -238,4 +239,4 @@ def _few_kernel(
         if GATED:
             other *= tl.load(scales + n + col, mask=inside, other=0.0)
     row = tl.arange(0, M)[:, None]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, ACT)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention.hopper import describe
-from quire.kernels.experts.hopper import _silu
-from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.epilogue import Epilogue, finish_in_gluon
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, tl
@@ -80,7 +79,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     Arguments as those of `scaled_some.product`. The copy engine reads scales of blocks of one output as [K / 128, N].
     """
-    weight, block, (y, bias, gated, residual) = packed.values, packed.block, into
+    weight, block, (y, bias, act, residual), gated = packed.values, packed.block, into, into.gated
     scales = packed.wide if block == 1 else packed.scales
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles_of(rows, n, k, gated, block)
@@ -110,7 +109,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
         DEPTH=tiles.depth,
         BLOCK=block,
         FIXED=x_scales.numel() == 1,
-        GATED=gated,
+        ACT=act,
         STAGES=tiles.stages,
         SPLIT=tiles.split,
         ROOM=bucket(share),
@@ -255,13 +254,14 @@ def _finish(
     n,
     BLOCK: gl.constexpr,
     FIXED: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """Apply scales of channels, bias, gate and residual to sums [HIGH, M], and store the result.
 
     out, other   of gate and up if GATED, else `other` is not used;  first  the first output
     """
+    GATED: gl.constexpr = ACT != ""
     HIGH: gl.constexpr = out.shape[0]
     M: gl.constexpr = out.shape[1]
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [HIGH // 8, 256 // HIGH], [1, WARPS], [0, 1])
@@ -270,22 +270,12 @@ def _finish(
         other = gl.convert_layout(other, OUT).to(gl.float32)
     col = first + gl.arange(0, HIGH, gl.SliceLayout(1, OUT))
     row = gl.arange(0, M, gl.SliceLayout(0, OUT))
-    inside = (col < n)[:, None] & (row < rows)[None, :]
     if BLOCK == 0:
         own = gl.load(x_scales + (row * 0 if FIXED else row), mask=row < rows, other=0.0)[None, :]
         out *= gl.load(scales + col, mask=col < n, other=0.0)[:, None] * own
         if GATED:
             other *= gl.load(scales + n + col, mask=col < n, other=0.0)[:, None] * own
-    if bias is not None:
-        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        if bias is not None:
-            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = _silu(out) * other
-    at = row[None, :] * n + col[:, None]
-    if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT)
 
 
 @gluon_jit(do_not_specialize=["rows"])
@@ -307,7 +297,7 @@ def _some_kernel(
     DEPTH: gl.constexpr,
     BLOCK: gl.constexpr,
     FIXED: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     ROOM: gl.constexpr,
@@ -329,7 +319,7 @@ def _some_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    HALVES: gl.constexpr = 2 if GATED else 1
+    HALVES: gl.constexpr = 1 if ACT == "" else 2
     HIGH: gl.constexpr = 16 * WARPS
     COLS: gl.constexpr = HIGH * TALL
     BLOCKS: gl.constexpr = TALL * HALVES
@@ -442,6 +432,6 @@ def _some_kernel(
             n,
             BLOCK,
             FIXED,
-            GATED,
+            ACT,
             WARPS,
         )

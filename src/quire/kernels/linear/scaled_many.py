@@ -20,7 +20,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     x_scales   scales of the rows of q: [1, R], or one number for all
     """
-    weight, (y, bias, gated, residual) = packed.values, into
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)
     in_pdl = pdl.in_use()
@@ -40,7 +40,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
         cols,
         128,
         x_scales.numel() == 1,
-        gated,
+        act,
         BAND,
         in_pdl,
         num_warps=warps,
@@ -67,7 +67,7 @@ def _many_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FIXED: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     BAND: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -78,6 +78,7 @@ def _many_kernel(
     bias, residual, y  as in `gemv._few_kernel`
     BLOCK_K            inputs of an iteration, which divide K;  BAND  tiles of rows that share a column of weights
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tall, across = (rows + M - 1) // M, (n + BLOCK_N - 1) // BLOCK_N
@@ -108,4 +109,4 @@ def _many_kernel(
     if GATED:
         other = up.to(tl.float32) * (own[:, None] * tl.load(scales + n + tl.minimum(col, n - 1))[None, :])
     row, col = row[:, None], col[None, :]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)

@@ -56,7 +56,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     Products that run at the same time need different `packed.counters`. These are zeros again afterwards.
     """
-    weight, (y, bias, gated, residual) = packed.values, into
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles_of(rows, n, k, gated)
     in_pdl = pdl.in_use()
@@ -84,7 +84,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
         DEEP,
         packed.block,
         x_scales.numel() == 1,
-        gated,
+        act,
         tiles.stages,
         tiles.split,
         in_pdl,
@@ -116,7 +116,7 @@ def _some_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     FIXED: tl.constexpr,
-    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -133,6 +133,7 @@ def _some_kernel(
     BLOCK_K            inputs of an iteration, 128
     STAGES             iterations in flight
     """
+    GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -194,4 +195,4 @@ def _some_kernel(
         if GATED:
             other *= tl.load(scales + n + tl.minimum(col, n - 1))[:, None] * own
     row, col = row[None, :], col[:, None]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
+    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)

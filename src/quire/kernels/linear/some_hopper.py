@@ -61,12 +61,13 @@ def product(
     y: Tensor,
     *,
     residual: Tensor | None = None,
-    gated: bool = False,
+    act: str = "",
 ) -> Tensor:
     """Multiply x [T, K] of at most MOST_ROWS rows with weight [N, K] into y [T, N]; returns y.
 
     K is a multiple of 8. Other arguments as in `gemv.product`.
     """
+    gated = act != ""
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     x = readable(x)
     tiles = tiles_of(rows, k, gated)
@@ -80,7 +81,7 @@ def product(
         rows,
         n,
         K=k,
-        GATED=gated,
+        ACT=act,
         STAGES=tiles.stages,
         PDL=in_pdl,
         num_warps=4,
@@ -106,7 +107,7 @@ def _some_kernel(
     rows,
     n,
     K: gl.constexpr,
-    GATED: gl.constexpr,
+    ACT: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -117,6 +118,7 @@ def _some_kernel(
     bias, residual, y  as in `gemv._few_kernel`
     STAGES             see `Tiles`
     """
+    GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -162,4 +164,4 @@ def _some_kernel(
         one, two = warpgroup_mma_wait(0, deps=(one, two))
     else:
         one = warpgroup_mma_wait(0, deps=(one,))
-    _finish(one, two, None, None, bias, residual, y, col, rows, n, 1, False, GATED, 4)
+    _finish(one, two, None, None, bias, residual, y, col, rows, n, 1, False, ACT, 4)

@@ -1,6 +1,6 @@
-"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
+"""Linear layers with weights of 4 and 8 bits and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
 
-Up to `weight_only_products.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
+Up to `weight_only.tiles.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
 the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
 """
 
@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.activation.triton import silu_mul
+from quire.kernels.activation import checked
+from quire.kernels.activation.triton import gated
 from quire.kernels.linear import quantized_ref
-from quire.kernels.linear import weight_only_products as products
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.weight_only import tiles as products
 from quire.kernels.words import product_words
 
 
 class WeightOnly(Protocol):
-    """A packed weight [N, K] of 4- or 8-bit integers; activations are not quantized.
+    """A packed weight [N, K] of 4 or 8 bits; activations are not quantized.
 
     order     [K] int64: the column of x that each column of the weight multiplies; None: columns in their order
     outputs   number of outputs N
@@ -43,7 +44,7 @@ class WeightOnly(Protocol):
         """Number of outputs N."""
 
     def product(self, x: Tensor, into: Epilogue) -> Tensor:
-        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight; return `into.y`."""
+        """Multiply x, of at most `weight_only.tiles.MOST_ROWS` rows, by the weight; return `into.y`."""
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in the floating-point type `dtype`."""
@@ -51,12 +52,12 @@ class WeightOnly(Protocol):
 
 @dataclass(frozen=True)
 class Tiled:
-    """A packed weight of 4- or 8-bit integers in tiles, an implementation of `WeightOnly`.
+    """A packed weight of 4 or 8 bits in tiles, an implementation of `WeightOnly`.
 
-    tiles      the weight, as `weight_only_products.repack` returns it
-    scales     [groups, N] float32
+    tiles      the weight, as `weight_only.tiles.repack` returns it
+    scales     [groups, N] float32; of MXFP4 uint8 (E8M0)
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
-    counters   int32 zeros, scratch memory of `weight_only_products.product`
+    counters   int32 zeros, scratch memory of `weight_only.tiles.product`
     bits       4 or 8
     """
 
@@ -88,7 +89,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
     if not deep or k % group:
         return matrix
-    bits = 4 if matrix.scheme.values == "w4" else 8
+    bits = matrix.scheme.bits
     zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
@@ -143,9 +144,9 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _product(x, packed, bias, residual=residual)
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
-    return _product(x, packed, bias, gated=True)
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None, act: str = "silu") -> Tensor:
+    """Return the activation of (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+    return _product(x, packed, bias, act=checked(act))
 
 
 def _product(
@@ -154,22 +155,22 @@ def _product(
     bias: Tensor | None,
     *,
     residual: Tensor | None = None,
-    gated: bool = False,
+    act: str = "",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
+    """Product, activation and residual, as far as given; the arguments are those of `gemv.product`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run(x, packed, bias)
-        y = silu_mul(y) if gated else y
+        y = gated(y, act) if act else y
         return y if residual is None else residual + y
     if packed.order is not None:
         x = x[:, packed.order]
     rows = x.shape[0]
     if rows <= products.MOST_ROWS:
-        y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
+        y = x.new_empty(rows, packed.outputs >> (act != ""), dtype=dtype or x.dtype)
         if residual is not None:
             y = residual = residual.contiguous()
-        return packed.product(x, Epilogue(y, bias, gated, residual)) if rows else y
+        return packed.product(x, Epilogue(y, bias, act, residual)) if rows else y
     weight = packed.unpack(x.dtype)
     if residual is not None:
         residual = residual if bias is None else residual.add_(bias)
@@ -178,4 +179,4 @@ def _product(
         y = torch.mm(x, weight.t(), out_dtype=dtype)
         return y if bias is None else y.add_(bias)
     y = F.linear(x, weight, bias)
-    return silu_mul(y) if gated else y
+    return gated(y, act) if act else y

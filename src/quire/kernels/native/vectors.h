@@ -310,5 +310,25 @@ static inline Vec tanh_of(Vec x) {
     return as_floats(as_words(y / (y + fill(2.0f))) | (as_words(x) & sign));
 }
 
-/* gate * sigmoid(gate) * up */
-static inline Vec silu_mul_of(Vec gate, Vec up) { return gate / (fill(1.0f) + exp_of(negative(gate))) * up; }
+/* Gated activations, by their place in ACTS of quire.kernels.activation. */
+enum { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2 };
+
+/* The activation of gate and up; `act` is a constant wherever this is inlined. All are gate * sigmoid(z) * up, because
+   (1 + tanh t) / 2 = sigmoid(2 t). The minima return their second operand, which is gate or up, where it is NaN. */
+INLINE Vec gated_of(Vec gate, Vec up, int act) {
+    Vec z = gate;
+    if (act == GELU_TANH) /* 2 sqrt(2 / pi) = 1.5957691 */
+        z = gate * fill(1.59576912f) * madd(gate * gate, fill(0.044715f), fill(1.0f));
+    if (act == SWIGLU_OAI) {
+        gate = smallest(fill(7.0f), gate);
+        up = largest(fill(-7.0f), smallest(fill(7.0f), up)) + fill(1.0f);
+        z = gate * fill(1.702f);
+    }
+    return gate / (fill(1.0f) + exp_of(negative(z))) * up;
+}
+
+/* gated_of, chosen at run time: for a vector after long sums, of which it is a small part. */
+static inline Vec gated_by(Vec gate, Vec up, int act) {
+    if (act == GELU_TANH) return gated_of(gate, up, GELU_TANH);
+    return act == SWIGLU_OAI ? gated_of(gate, up, SWIGLU_OAI) : gated_of(gate, up, SILU);
+}

@@ -1,6 +1,9 @@
-"""RMS normalization over the last dimension.
+"""Normalization over the last dimension, computed in float32, returned in x's dtype.
 
-rms_norm(x [..., D], weight [D] or [H, D] with x [..., H, D], eps) -> [..., D]
-    y = x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype (Zhang & Sennrich, 2019).
-A weight of two dimensions gives each head its own, so that q and k are normalized in one call.
+rms_norm(x [..., D], weight [D] or [H, D] with x [..., H, D], eps, residual [..., D] or None) -> [..., D]
+    y = residual + x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019). The result may overwrite the residual.
+    A weight of two dimensions gives each head its own, so that q and k are normalized in one call.
+layer_norm(x [..., D], weight [D], eps) -> [..., D]
+    y = (x - mean(x)) / sqrt(variance(x) + eps) * weight (Ba et al., 2016)
+A weight may be float32 beside any dtype of x.
 """

@@ -1,12 +1,21 @@
-"""RMS normalization through PyTorch's fused CPU operator."""
+"""Normalization through PyTorch's fused CPU operators."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.norm import ref
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+    if weight.dtype != x.dtype or residual is not None:
+        return ref.rms_norm(x, weight, eps, residual)
     width = x.shape[-1:]
     if weight.dim() == 1:
         return F.rms_norm(x, width, weight, eps)
     return F.rms_norm(x, width, None, eps).mul_(weight)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), None, eps).to(x.dtype)

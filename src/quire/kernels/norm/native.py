@@ -1,20 +1,32 @@
-"""RMS normalization in one pass per row; native.c has the C code."""
+"""Normalization in one pass per row; native.c has the C code."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.native.library import loaded
 
+TYPES = (torch.float32, torch.bfloat16)
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+    return _norm(x, weight, eps, residual, centered=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
+    return _norm(x, weight, eps, None, centered=True)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, centered: bool) -> Tensor:
     rows = x.flatten(0, -2)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
-    if x.dtype not in (torch.float32, torch.bfloat16) or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu):
+    fits = weight.dtype in (x.dtype, torch.float32)
+    if x.dtype not in TYPES or not fits or not (x.is_cpu and weight.is_cpu):
         raise ValueError(
-            f"native norm: x and the weight must both be float32 or both bfloat16, on the CPU; x is "
+            f"native norm: x must be float32 or bfloat16, the weight of x's dtype or float32, both on the CPU; x is "
             f"{x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}"
         )
     if not weight.is_contiguous() or weight.shape[-1] != x.shape[-1]:
@@ -22,9 +34,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"native norm: the weight must be contiguous and as wide as x {tuple(x.shape)}; it is "
             f"{tuple(weight.shape)} with strides {weight.stride()}"
         )
-    loaded().quire_rms_norm(
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_cpu:
+            raise ValueError(
+                f"native norm: the residual must be {x.dtype} {tuple(x.shape)} on the CPU; it is {residual.dtype} "
+                f"{tuple(residual.shape)} on {residual.device}"
+            )
+        residual = residual.contiguous()
+    loaded().quire_norm(
         rows.data_ptr(),
         weight.data_ptr(),
+        None if residual is None else residual.data_ptr(),
         y.data_ptr(),
         rows.shape[0],
         rows.shape[1],
@@ -32,6 +52,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight.numel() // rows.shape[1],
         eps,
         x.dtype == torch.bfloat16,
+        weight.dtype == torch.bfloat16,
+        int(centered),
         torch.get_num_threads(),
     )
     return y

@@ -1,11 +1,17 @@
-"""RMS normalization, as the formula reads."""
+"""Normalization, as the formulas read."""
 
 import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * weight.float()).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed if residual is None else residual.float() + normed).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
+    wide = x.float()
+    return rms_norm(wide - wide.mean(-1, keepdim=True), weight, eps).to(x.dtype)

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
+from quire.kernels.pack.matrix import (
+    MIDDLE,
+    MOST_POWER,
+    NO_POWER,
+    QuantizedMatrix,
+    Room,
+    Weight,
+    dequantize,
+    integers,
+    torch_room,
+)
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
@@ -78,6 +88,16 @@ def convert(
     return numbers.to(dtype)
 
 
+def scale_fault(codes: Tensor, device: str) -> tuple[str, Tensor]:
+    """Return the words for a fault in scales of E8M0, and a bool scalar, True if they have it.
+
+    On a GPU, scales above 2 are a fault, too: bf16 does not hold the factor by which the kernels multiply.
+    """
+    if device == "cpu":
+        return "has a scale that is NaN", (codes == NO_POWER).any()
+    return "has a scale that is NaN or above 2, which no kernel for GPUs takes", (codes > MOST_POWER).any()
+
+
 class _Conversion:
     """The conversion of one matrix. Names are those of `raw_tensors` without the parameter's own."""
 
@@ -133,6 +153,9 @@ class _Conversion:
     def _positive(self, name: str) -> Tensor:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
+        if scale.dtype == torch.uint8:
+            self.findings.add(self.param, name, *scale_fault(scale, self.device.type))
+            return scale
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)
         if scale.dim() == 1:
@@ -142,9 +165,9 @@ class _Conversion:
     def _by_rows(self, blocks: Tensor, part: Part) -> Tensor:
         """Return a number of each block for each row of the part, in the part's order: [rows, blocks of columns]."""
         high, first = self.stored.block[0], 0 if part.axis else part.start
-        if not self.by_rows or high == 1 and not part.order:
+        if not self.by_rows or high == 1 and not (part.order or part.paired):
             return blocks
-        rows = _ordered(torch.arange(part.rows, device=blocks.device), part)
+        rows = ordered(torch.arange(part.rows, device=blocks.device), part)
         return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
 
     def _zero(self, name: str, part: Part) -> Tensor:
@@ -186,15 +209,15 @@ class _Conversion:
                     fill_awq(out, words)
                 else:
                     fill_rows(out, words.t())
-                if part.order:
-                    out.copy_(_ordered(out, part))
+                if part.order or part.paired:
+                    out.copy_(ordered(out, part))
         elif self.param.format == PACKED.name:
             values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
             fill_rows(values, self.tensors["values"])
         elif stored.values == "w8":  # stored signed
             values = self.tensors["values"].view(torch.uint8).bitwise_xor_(MIDDLE["w8"])
-        else:
-            values = self.tensors["values"]
+        else:  # those of gpt-oss come in blocks, [rows, K / 32, 16]
+            values = self.tensors["values"].flatten(1)
         if stored.values == "e4m3":
             self._check_codes(values)
         if order is not None:
@@ -210,8 +233,10 @@ class _Conversion:
             self.findings.add(self.param, str(i), "has a value that is NaN", fault)
 
 
-def _ordered(rows: Tensor, part: Part) -> Tensor:
-    """Return the rows of a part in the part's order."""
+def ordered(rows: Tensor, part: Part) -> Tensor:
+    """Return the rows of a part, which are in the checkpoint's order, in the part's order."""
+    if part.paired:
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
     if not part.order:
         return rows
     return rows.unflatten(0, (-1, len(part.order)))[:, torch.tensor(part.order, device=rows.device)].flatten(0, 1)

@@ -13,13 +13,14 @@ from quire.quantization.kfirst import GPTQ, GPTQ_V2
 
 LARGEST = {"e4m3": 448.0, "int8": 127.0, "w4": 8.0, "w8": 128.0}  # of the values, counted from their zero
 NAN = 127  # of float8_e4m3fn, without the sign
+POWERS = (118, 125)  # first and end of E8M0 scales: 2^-9 to 2^-3, as in published checkpoints
 INPUT_SCALE = 1 / 64  # of activations of a few units
 
 
 class DummyTensors:
     """Fills the stored tensors of quantized parameters with random numbers.
 
-    spread   largest magnitude of the dequantized weights
+    spread   largest magnitude of the dequantized weights; those of MXFP4 have the scales `POWERS`
     seed     seed of the random numbers
     tile     how many random numbers are drawn; each tensor on `device` is filled with repeated copies of them
     """
@@ -28,6 +29,7 @@ class DummyTensors:
         self._random, self._spread = torch.Generator().manual_seed(seed), spread
         bits = torch.randint(0, 256, (tile,), dtype=torch.uint8, generator=self._random)
         self._bits = {True: torch.where((bits & NAN) == NAN, bits ^ 1, bits).to(device), False: bits.to(device)}
+        self._powers = torch.randint(*POWERS, (tile,), dtype=torch.uint8, generator=self._random).to(device)
         self._parts = torch.empty(tile).uniform_(0.5, 1.0, generator=self._random).to(device)
 
     def fill(self, param: Param, role: str, out: Tensor) -> None:
@@ -38,6 +40,8 @@ class DummyTensors:
             repeat(self._bits[stored.values == "e4m3"], out.view(torch.uint8).view(-1))
         elif role == "zero":
             out.view(torch.uint8).fill_(_middle(param, stored))
+        elif role == "scale" and stored.values == "e2m1":
+            repeat(self._powers, out.view(-1))
         elif role == "scale":
             repeat(self._parts, out.view(-1))
             out *= self._spread / LARGEST[stored.values]

@@ -1,6 +1,7 @@
 """`QuantizedMatrix`, the form to which every checkpoint format is converted before a kernel packs it.
 
-N: rows (outputs), K: columns (inputs).
+N: rows (outputs), K: columns (inputs). E2M1: floating point of 4 bits, with 1 bit for the sign, 2 for the exponent and
+1 for the mantissa. E8M0: a power of two, in a byte that has its exponent plus 127.
 """
 
 from collections.abc import Callable
@@ -11,17 +12,27 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 
-TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "w4": torch.uint8, "w8": torch.uint8}
+TYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "w4": torch.uint8,
+    "w8": torch.uint8,
+    "e2m1": torch.uint8,
+}
 MIDDLE = {"w4": 8, "w8": 128}  # the zero of symmetric unsigned values
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7; a code from 8 on is negative
+NO_POWER = 255  # the code of E8M0 that is NaN
+MOST_POWER = 128  # the largest code, of the scale 2, that kernels for GPUs take
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A quantized weight [N, K]. Its numbers are (values - zero) * scale (`dequantize`).
 
-    values        [N, K] float8_e4m3fn ("e4m3"), int8 ("int8") or uint8 ("w8"); [N, K / 2] uint8 ("w4"), the low nibble
-                  is the even column
-    scale         float32 [ceil(N / rows), ceil(K / columns)] for blocks of rows x columns; [N, 1] for channels
+    values        [N, K] float8_e4m3fn ("e4m3"), int8 ("int8") or uint8 ("w8"); [N, K / 2] uint8 ("w4", "e2m1"), the low
+                  nibble is the even column
+    scale         float32, or uint8 in E8M0 for "e2m1": [ceil(N / rows), ceil(K / columns)] for blocks of rows x
+                  columns; [N, 1] for channels
     zero          uint8, of the scale's shape; None: 0, or the middle of unsigned values (8 or 128)
     order         int32 [K]: column k of `values` multiplies x[:, order[k]]; None: x[:, k]
     input_scale   float32 scalar, the scale of all activations; None: not stored
@@ -37,7 +48,7 @@ class QuantizedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape (N, K) of the weight, also where two values share a byte."""
-        return self.values.shape[0], self.values.shape[1] * (2 if self.scheme.values == "w4" else 1)
+        return self.values.shape[0], self.values.shape[1] * 8 // self.scheme.bits
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -61,12 +72,17 @@ class QuantizedMatrix:
         (rows, columns), scheme = self.shape, self.scheme
         assert self.values.dtype == TYPES[scheme.values], self.values.dtype
         assert self.scale.shape == scheme.scales(rows, columns), (tuple(self.scale.shape), scheme)
-        assert self.scale.dtype == torch.float32 and scheme.block != (0, 0)
+        assert self.scale.dtype == scale_dtype(scheme) and scheme.block != (0, 0)
         assert (self.zero is not None) == scheme.zeros and (self.order is not None) == scheme.order
         assert self.zero is None or (self.zero.shape == self.scale.shape and self.zero.dtype == torch.uint8)
         assert self.order is None or (self.order.shape == (columns,) and self.order.dtype == torch.int32)
         assert (self.input_scale is not None) == (scheme.inputs == "tensor")
         return self
+
+
+def scale_dtype(scheme: Scheme) -> torch.dtype:
+    """Return the dtype of the scales of a `QuantizedMatrix`."""
+    return torch.uint8 if scheme.values == "e2m1" else torch.float32
 
 
 Room = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # allocates memory
@@ -85,11 +101,11 @@ def empty(
     On the device "meta" it has shapes and no memory.
     """
     rows, columns = shape
-    scales, width = scheme.scales(rows, columns), columns // 2 if scheme.values == "w4" else columns
+    scales, width = scheme.scales(rows, columns), columns * scheme.bits // 8
     return QuantizedMatrix(
         scheme,
         room((rows, width), TYPES[scheme.values], torch.device(device)),
-        torch.empty(scales, dtype=torch.float32, device=device),
+        torch.empty(scales, dtype=scale_dtype(scheme), device=device),
         torch.empty(scales, dtype=torch.uint8, device=device) if scheme.zeros else None,
         torch.empty(columns, dtype=torch.int32, device=device) if scheme.order else None,
         torch.empty((), dtype=torch.float32, device=device) if scheme.inputs == "tensor" else None,
@@ -113,9 +129,19 @@ def dequantize(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) 
     """
     rows, columns = matrix.shape
     end = rows if end is None else min(end, rows)
+    scale = _spread(matrix, float_scales(matrix), start, end)
+    if matrix.scheme.values == "e2m1":
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=matrix.device)
+        return table[unpacked(matrix, start, end).int()] * scale
     values = unpacked(matrix, start, end).float()
     zero = _spread(matrix, matrix.zero, start, end) if matrix.zero is not None else MIDDLE.get(matrix.scheme.values, 0)
-    return (values - zero) * _spread(matrix, matrix.scale, start, end)
+    return (values - zero) * scale
+
+
+def float_scales(matrix: QuantizedMatrix) -> Tensor:
+    """Return the scales in float32. Those of E8M0 are 2^(code - 127), of which float32 holds all; code 255 is NaN."""
+    scale = matrix.scale
+    return scale.view(torch.float8_e8m0fnu).float() if scale.dtype == torch.uint8 else scale
 
 
 def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:
@@ -124,8 +150,8 @@ def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) ->
 
 
 def integers(values: Tensor, kind: str) -> Tensor:
-    """Return stored values one by one, [rows, K]; of the kind "w4" two share a byte, the low nibble is the first."""
-    return torch.stack((values & 15, values >> 4), -1).flatten(1) if kind == "w4" else values
+    """Return stored values one by one, [rows, K]; of 4-bit values two share a byte, the low nibble is the first."""
+    return torch.stack((values & 15, values >> 4), -1).flatten(1) if kind in ("w4", "e2m1") else values
 
 
 def _spread(matrix: QuantizedMatrix, blocks: Tensor, start: int, end: int) -> Tensor:

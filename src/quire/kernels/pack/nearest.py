@@ -5,13 +5,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, dequantize, empty, torch_room
+from quire.kernels.pack.matrix import MIDDLE, NO_POWER, QuantizedMatrix, Room, dequantize, empty, torch_room
 from quire.kernels.pack.words import join_nibbles
 
 FP8_MAX, SMALLEST = 448.0, 1e-10
 # Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both
 # halves the largest error of the positive side.
 MOST = {"e4m3": FP8_MAX, "int8": 127.0, "w4": 7.5, "w8": 127.5}
+# Magnitudes halfway between those of E2M1: a number at one takes the code that is even.
+HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 NUMBERS = 1 << 20  # of the weight that are quantized at once
 
@@ -22,8 +24,9 @@ def quantized(
     """Return a weight [N, K] quantized by rounding to nearest: values, scales and zero points.
 
     Blocks at the edges may be smaller; groups must divide K.
-    The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. A zero point is the value that
-    means 0.
+    The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. The scale of MXFP4 is the smallest
+    power of two with amax < 7 * scale, so that amax is rounded to at most 6; of numbers that are not finite it is NaN.
+    A zero point is the value that means 0.
     room     function that allocates the values
     scales   dtype in which a checkpoint stores the scales; they are rounded to it before the values are computed
     """
@@ -35,9 +38,14 @@ def quantized(
         part = weight[i : i + step].float()
         padded = F.pad(part, (0, -columns % wide, 0, -len(part) % high))
         blocks = padded.view(-1, high, padded.shape[1] // wide, wide)
-        scale, zero = _scales(blocks, scheme, scales)
-        values = _values(blocks / scale, zero, scheme).view(padded.shape)[: len(part), :columns]
-        made.values[i : i + step] = join_nibbles(values) if scheme.values == "w4" else values
+        if scheme.values == "e2m1":
+            scale, zero = _powers(blocks), None
+            values = _codes(blocks / scale.view(torch.float8_e8m0fnu).float())
+        else:
+            scale, zero = _scales(blocks, scheme, scales)
+            values = _values(blocks / scale, zero, scheme)
+        values = values.view(padded.shape)[: len(part), :columns]
+        made.values[i : i + step] = join_nibbles(values) if scheme.bits == 4 else values
         at = slice(i // high, i // high + len(blocks))
         made.scale[at] = scale.squeeze(3).squeeze(1)
         if made.zero is not None and zero is not None:
@@ -65,6 +73,23 @@ def _scales(blocks: Tensor, scheme: Scheme, scales: torch.dtype) -> tuple[Tensor
     low, high = blocks.amin((1, 3), keepdim=True).clamp(max=0), blocks.amax((1, 3), keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / top).clamp(min=least).to(scales).float()
     return scale, (-low / scale).round().clamp(0, top)
+
+
+def _powers(blocks: Tensor) -> Tensor:
+    """Return the scale of each block as an exponent of E8M0, [rows, 1, columns, 1] uint8."""
+    most = blocks.abs().amax((1, 3), keepdim=True)
+    part, power = torch.frexp(most)  # part in [0.5, 1), or 0
+    exponent = power - 3 + (part >= 7 / 8) + 127  # 4 <= most / scale < 7, or 3.5 <= most / scale < 4
+    return torch.where(most.isfinite(), exponent.clamp(0, NO_POWER - 1), NO_POWER).to(torch.uint8)
+
+
+def _codes(scaled: Tensor) -> Tensor:
+    """Return the codes of E2M1 that are nearest to scaled numbers, one to a byte."""
+    size = scaled.abs()
+    code = torch.zeros_like(scaled, dtype=torch.uint8)
+    for i, middle in enumerate(HALFWAY):
+        code += size >= middle if i % 2 else size > middle
+    return code + scaled.signbit().to(torch.uint8) * 8
 
 
 def _values(scaled: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:

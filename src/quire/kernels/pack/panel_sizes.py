@@ -55,7 +55,7 @@ def panels_of(shape: tuple[int, int], scheme: Scheme | None, *, gated: bool, lan
 def kept_bytes(made: Panels, shape: tuple[int, int], scheme: Scheme, count: int = 1, scale_bytes: int = 4) -> int:
     """Return the bytes of `count` quantized weights [N, K] in panels, which are allocated together.
 
-    scale_bytes   of a packed scale: 2 where float16 holds all scales exactly, else 4
+    scale_bytes   of a packed scale: 2 where float16 holds all scales exactly; powers of two (E8M0) 1; else 4
     """
     values = in_pages(count * made.outputs * made.padded * scheme.bits // 8)
     groups = scheme.scales(*shape)[1]

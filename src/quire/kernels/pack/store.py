@@ -13,9 +13,9 @@ def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> d
     """Return the tensors that a checkpoint stores for a matrix, by role: "values", "scale", "zero", "shape".
 
     form     checkpoint format, a name of `FORMATS`. "pack-quantized" needs K % 8 == 0, "awq" needs N % 8 == 0
-    scales   dtype of the stored scales
+    scales   dtype of the stored scales, unless they are powers of two in a byte (MXFP4)
     """
-    scale = matrix.scale.to(scales)
+    scale = matrix.scale if matrix.scale.dtype == torch.uint8 else matrix.scale.to(scales)
     if form == AWQ.name:
         assert matrix.zero is not None
         return {

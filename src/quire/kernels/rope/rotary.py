@@ -69,11 +69,15 @@ def _kernel(device: torch.device) -> Rows | None:
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
     """Return radians per position of each pair of dimensions, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if args.kind == "none":
+        return torch.zeros_like(exponents), 1.0
     unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":
         return unscaled / args.factor, 1.0
     if args.kind == "llama3":
         return _llama3(unscaled, args), 1.0
+    if args.kind == "longrope":
+        return unscaled / torch.tensor(args.divisors[args.long]), args.attention_factor or 1.0
     if args.kind == "yarn":
         return _yarn(unscaled, args, head_dim), _yarn_scale(args)
     return unscaled, 1.0  # default, and dynamic up to the trained length

@@ -6,11 +6,13 @@ from torch import Tensor
 from quire.args.experts import Routing
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, correction: Tensor | None, routing: Routing, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
     scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()
-    chosen = scores if bias is None else scores + bias
+    chosen = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         groups = chosen.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(1 if routing.group_score == "max" else 2, 2).values.sum(2)

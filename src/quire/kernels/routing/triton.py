@@ -16,7 +16,9 @@ from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, correction: Tensor | None, routing: Routing, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     rows, k = logits.shape[0], routing.top_k
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
@@ -26,7 +28,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | 
         size = routing.num_experts // routing.num_groups
         _route_kernel[(rows,)](
             logits,
-            bias,
+            correction,
             live,
             weights,
             ids,
@@ -72,7 +74,7 @@ def _score(key):
 @jit
 def _route_kernel(
     logits,
-    bias,
+    correction,
     live,
     weights,
     ids,
@@ -95,7 +97,7 @@ def _route_kernel(
     """Choose the K experts of a token and their weights. Grid (tokens,).
 
     logits               [T, EXPERTS], any float type; stride  elements from token to token
-    bias                 [EXPERTS] float32, added to scores for the choice alone; or None
+    correction           [EXPERTS] float32, added to scores for the choice alone; or None
     live                 [T] bool, False: the token's ids are -1; or None
     weights, ids         [T, K] float32 and int32, contiguous, outputs
     eps, scaling         added to the sum of weights before dividing by it; factor of the weights
@@ -122,8 +124,8 @@ def _route_kernel(
     else:
         score = 1 / (1 + tl.exp(-logit))
     chosen = score
-    if bias is not None:
-        chosen += tl.load(bias + expert, mask=there, other=0.0)
+    if correction is not None:
+        chosen += tl.load(correction + expert, mask=there, other=0.0)
     last = EXPERTS - 1 - expert
     key = tl.where(there, _key(chosen, last), NEVER)
     if GROUPS > 1:
@@ -143,7 +145,7 @@ def _route_kernel(
     for j in tl.static_range(K):
         most = tl.max(tl.max(key, 1), 0)
         picked = EXPERTS - 1 - (most & 0xFFFFFFFF).to(tl.int32)
-        if bias is None:
+        if correction is None:
             value = _score(most)
         else:
             value = tl.sum(tl.sum(tl.where(key == most, score, 0.0), 1), 0)

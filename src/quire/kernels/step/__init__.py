@@ -93,7 +93,8 @@ def fixed_words(max_seqs: int, shared_words: int = 0) -> int:
 class Tables:
     """Tables by slot, on the device; the last slot is a dummy for padding.
 
-    block_tables   [groups, num_slots, max_blocks] int32, by KV group
+    block_tables   [groups, num_slots, max_blocks] int32, by KV group; a group with larger blocks uses fewer entries
+    block_sizes    tokens of a block, by KV group
     computed       [num_slots] int64: tokens whose KV is written
     history        [num_slots, max_model_len] int32: token ids by position
     hosted         [num_slots] int32: 1 if the slot's drafts come from the host, which writes them to `history`
@@ -103,7 +104,7 @@ class Tables:
     computed: Tensor
     history: Tensor
     hosted: Tensor
-    block_size: int
+    block_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class StepBuffers:
     """Inputs of a forward pass and of its sampling, at addresses that never change.
 
     token_ids, positions   [tokens] int64
-    kv_slots               [groups, tokens] int64: block * block_size + offset
+    kv_slots               [groups, tokens] int64: block * block size of the group + offset
     live                   [tokens] bool: False for padding and for drafts of -1, which need no experts
     seq_lens               [seqs] int32: context length, this step included
     sample_rows            [rows] int64: index of the token whose logits are sampled

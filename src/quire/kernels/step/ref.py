@@ -25,12 +25,12 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
         torch.add(torch.arange(tokens, device=past.device), (past - starts)[seq], out=b.positions)
         torch.add(past, counts, out=b.seq_lens)
         owner = slots[seq]
-    size = tables.block_size
     b.token_ids.copy_(tables.history[owner, b.positions])
     torch.ge(b.token_ids, 0, out=b.live)
-    inside, places = b.positions % size, b.positions // size
-    for kv_slots, block_table in zip(b.kv_slots, tables.block_tables, strict=True):
-        torch.add(inside, block_table[owner, places], alpha=size, out=kv_slots)
+    places = {size: (b.positions % size, b.positions // size) for size in dict.fromkeys(tables.block_sizes)}
+    for kv_slots, block_table, size in zip(b.kv_slots, tables.block_tables, tables.block_sizes, strict=True):
+        inside, blocks = places[size]
+        torch.add(inside, block_table[owner, blocks], alpha=size, out=kv_slots)
     verified = step.num_verified
     if verified:
         torch.arange(verified, out=b.sample_rows[:verified])

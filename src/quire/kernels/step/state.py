@@ -22,7 +22,7 @@ class Limits:
     num_drafts      most drafts that a decode verifies
     draft_lengths   numbers of drafts of a decode for which decode steps are captured, ascending
     max_model_len   most tokens of a sequence
-    block_size      tokens of a KV block
+    block_sizes     tokens of a KV block, by group
     graph_sizes     numbers of sequences for which decode steps are captured, ascending
     graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
     depth           most steps that may be launched and not collected yet
@@ -36,7 +36,7 @@ class Limits:
     num_slots: int
     max_tokens: int
     max_model_len: int
-    block_size: int
+    block_sizes: tuple[int, ...]
     graph_sizes: tuple[int, ...] = ()
     graph_tokens: tuple[int, ...] = ()
     depth: int = 1
@@ -51,6 +51,11 @@ class Limits:
     def queries(self) -> tuple[int, ...]:
         """Numbers of tokens of a decode for which decode steps are captured, ascending."""
         return 1, *(1 + length for length in self.draft_lengths)
+
+    @property
+    def shared_size(self) -> int | None:
+        """Tokens of a block in which shared prefixes are counted, see `KVGeometry.shared_size`; None: none are read."""
+        return next((size for size, window in zip(self.block_sizes, self.windows, strict=True) if window is None), None)
 
     @property
     def max_drafts(self) -> int:
@@ -82,13 +87,13 @@ class DeviceState:
 
     def __init__(self, limits: Limits, vocab_size: int, device: torch.device) -> None:
         self.windows, slots = limits.windows, limits.num_slots + 1
-        groups, self._max_blocks = len(limits.windows), -(-limits.max_model_len // limits.block_size) + 1
+        groups, self._max_blocks = len(limits.windows), -(-limits.max_model_len // min(limits.block_sizes)) + 1
         self.tables = Tables(
             block_tables=zeros(groups, slots, self._max_blocks, dtype=torch.int32, device=device),
             computed=zeros(slots, device=device),
             history=zeros(slots, limits.max_model_len, dtype=torch.int32, device=device),
             hosted=zeros(slots, dtype=torch.int32, device=device),
-            block_size=limits.block_size,
+            block_sizes=limits.block_sizes,
         )
         self.sampling = SamplingTable(slots, vocab_size, device)
         tokens, rows = limits.step_tokens, limits.max_rows

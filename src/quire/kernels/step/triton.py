@@ -68,7 +68,7 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
         seqs,
         rows,
         step.max_seqs,
-        tables.block_size,
+        tables.block_sizes,
         step.max_seqs.bit_length(),
         BLOCK,
         HEADER,
@@ -189,7 +189,7 @@ def _inputs_kernel(
     seqs,
     rows,
     MAX_SEQS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZES: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADER: tl.constexpr,
@@ -211,7 +211,7 @@ def _inputs_kernel(
     dummy                                  slot of padded rows
     tokens, seqs, rows                     lengths of the output buffers: at least the sizes in the header
     MAX_SEQS, STEPS                        sequences that the layout holds; iterations of a bisection over them
-    BLOCK_SIZE, GROUPS                     tokens of a KV block; KV groups
+    BLOCK_SIZES, GROUPS                    tokens of a KV block, by group; KV groups
     HEADER, NUM_SEQS, NUM_TOKENS, NUM_DECODES, NUM_ROWS   words of the header, and indices in it
     """
     program = tl.program_id(0)
@@ -233,8 +233,8 @@ def _inputs_kernel(
         tl.store(positions + token, position, mask=inside)
         for group in tl.static_range(GROUPS):
             blocks = block_tables + group * group_stride + slot * table_stride
-            block = tl.load(blocks + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            where = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+            block = tl.load(blocks + position // BLOCK_SIZES[group], mask=live, other=0).to(tl.int64)
+            where = tl.where(live, block * BLOCK_SIZES[group] + position % BLOCK_SIZES[group], 0)
             tl.store(kv_slots + group * kv_stride + token, where, mask=inside)
     else:
         seq = (program - token_programs) * BLOCK + lanes

@@ -7,27 +7,48 @@ from quire.args.eagle import EagleArgs
 from quire.args.layers import LayerArgs
 from quire.contracts.params import Param
 from quire.plan.kinds import feed_forward, mixer, mixers
-from quire.plan.kinds.interfaces import Call, ExchangedRows, LayerStep, ParamWriter, RankExchange, StoredRows
+from quire.plan.kinds.interfaces import (
+    LAYER_NORM,
+    RMS_NORM,
+    Call,
+    ExchangedRows,
+    LayerStep,
+    ParamWriter,
+    RankExchange,
+    StoredRows,
+)
 
 AT = "layers.{i}."
 
 
 def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
     """Yield the parameters of a decoder layer: norm, mixer, norm, feed-forward part."""
-    yield write.norm(AT + "attention_norm.weight", layer)
-    yield from mixer(args.layers[layer].mixer).params(write, layer, args.hidden_size)
-    yield write.norm(AT + "mlp_norm.weight", layer)
-    yield from feed_forward(args.layers[layer].feed_forward).params(write, layer)
+    own = args.layers[layer]
+    if own.norms == "shared":
+        yield write.norm(AT + "norm.weight", layer)
+    yield from _norms("attention", own, write, layer)
+    yield from mixer(own.mixer).params(write, layer, args.hidden_size)
+    yield from _norms("mlp", own, write, layer)
+    yield from feed_forward(own.feed_forward).params(write, layer)
+
+
+def _norms(half: str, own: LayerArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
+    """Yield the norms of a half of a layer: before it, and of its result."""
+    for place in ("norm",) * own.before + ("after",) * own.after:
+        yield write.norm(f"{AT}{half}_{place}.weight", layer)
 
 
 def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
     """Yield the kernel calls of a decoder layer, or of an MTP layer behind the last one."""
-    drafts = layer >= args.num_layers
+    own, drafts = args.layers[layer], layer >= args.num_layers
+    step = step._replace(layer=own, norm=LAYER_NORM if args.norm.centered else RMS_NORM)
     if drafts:
         yield from (Call("norm.rms_norm", ("token_norm.weight",)), Call("norm.rms_norm", ("state_norm.weight",)))
         yield Call("linear.run", ("join.weight",))
-    yield from mixer(args.layers[layer].mixer).calls(step)
-    yield from feed_forward(args.layers[layer].feed_forward).calls(step)
+    if own.norms == "shared":
+        yield Call(step.norm, ("norm.weight",))
+    yield from mixer(own.mixer).calls(step)
+    yield from feed_forward(own.feed_forward).calls(step)
     if drafts:
         yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
 
@@ -72,6 +93,11 @@ def widest(args: ModelArgs) -> int:
     """Return the most numbers that a token has inside a layer, of all ranks, without those of routed experts."""
     inside = ((mixer(one.mixer).width, feed_forward(one.feed_forward).width) for one in set(args.layers))
     return max(max(both) for both in inside)
+
+
+def score_features(args: ModelArgs) -> frozenset[str]:
+    """Return the features of attention kernels that the scores of a model need, beside windows."""
+    return frozenset().union(*(kind.scores for kind in mixers(args)))
 
 
 def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:

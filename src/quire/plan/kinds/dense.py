@@ -1,4 +1,4 @@
-"""A gated MLP: down(silu(gate(x)) * up(x))."""
+"""A gated MLP: down(act(gate(x)) * up(x))."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,6 @@ from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
     Call,
     ExchangedRows,
-    Features,
     LayerStep,
     ParamWriter,
     RankExchange,
@@ -46,7 +45,7 @@ class DenseKind:
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection with its activation, and the projection back."""
-        yield from gated(self._at, self._bias, step.linear, "mlp_norm.weight")
+        yield from gated(self._at, self._bias, step, "mlp_norm.weight")
         yield from added(f"{self._at}down", self._bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
@@ -54,13 +53,13 @@ class DenseKind:
         return rows.summed("feed-forward output")
 
 
-def gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Call]:
+def gated(at: str, bias: bool, step: LayerStep, norm: str = "") -> Iterator[Call]:
     """Yield the projection to gate and up with its activation, after a norm if there is one."""
-    names, run = weights(f"{at}gate_up", bias), "_gated" if "gated" in linear(f"{at}gate_up") else ""
-    call = Call(f"linear.run{run}", names)
+    names, run = weights(f"{at}gate_up", bias), "_gated" if "gated" in step.linear(f"{at}gate_up") else ""
+    call, norm = Call(f"linear.run{run}", names), norm * step.before
     if norm and run:
-        yield from normed(norm, names, linear, run)
+        yield from normed(norm, names, step, run)
     else:
-        yield from (Call("norm.rms_norm", (norm,)), call) if norm else (call,)
+        yield from (Call(step.norm, (norm,)), call) if norm else (call,)
     if not run:
-        yield Call("activation.silu_mul")
+        yield Call("activation.gated")

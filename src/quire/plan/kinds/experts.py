@@ -16,8 +16,11 @@ from quire.plan.kinds.interfaces import (
     ParamWriter,
     RankExchange,
     StoredRows,
+    joined,
     product,
+    weights,
 )
+from quire.plan.kinds.stored_experts import StoredExperts
 
 AT = "layers.{i}.mlp."
 SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
@@ -44,15 +47,19 @@ class ExpertsKind:
 
     def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
         """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
-        moe, hidden, num, width = self._moe, write.hidden, self._moe.routing.num_experts, self._moe.expert_size
+        moe, hidden, num = self._moe, write.hidden, self._moe.routing.num_experts
         yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
-        if moe.routing.bias:
-            yield write.param(AT + "router.bias", {"": StoredRows(num)}, dtype="float32", layer=layer)
-        own = (0, width) if write.rank.whole_experts else write.share(width)
-        halves = dict.fromkeys(("{e}.gate", "{e}.up"), StoredRows(width, *own))
-        yield write.stacked(write.param(AT + "experts.gate_up", halves, hidden, layer=layer))
-        rows = {"{e}.": StoredRows(hidden)}
-        yield write.stacked(write.param(AT + "experts.down", rows, width, columns=own, layer=layer))
+        if moe.routing.logit_bias:
+            yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
+        if moe.routing.correction:
+            yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        experts = StoredExperts(write, moe, layer)
+        yield experts.gate_up("gate_up", hidden)
+        yield experts.down("down")
+        if moe.biased:
+            yield experts.gate_up("gate_up_bias")
+        if moe.biased and (write.rank.whole_experts or write.rank.place == 0):  # once in the sum of the ranks
+            yield experts.down("down_bias", bias=True)
         if moe.shared_size:
             yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
@@ -61,22 +68,26 @@ class ExpertsKind:
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield norm, router, experts and shared experts, with the exchanges between ranks and replicas."""
         moe = self._moe
-        yield Call("norm.rms_norm", ("mlp_norm.weight",))
+        if step.before:
+            yield Call(step.norm, ("mlp_norm.weight",))
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
-            yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
-            yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
-        run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+            run = "linear.run_float" if moe.router_float else "linear.run"
+            yield Call(run, weights("mlp.router", moe.routing.logit_bias))
+            yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
+        names = ("mlp.experts.gate_up", "mlp.experts.down")
+        experts = Call("experts.run", (*names, *(f"{name}_bias" for name in names if moe.biased)))
         shared = tuple(self._shared(step))
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), run, *next(ways))
+            yield from (*shared, *summed, *next(ways), experts, *next(ways), *joined("mlp", step))
             return
-        yield from (*shared, run)
+        yield from (*shared, experts)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
+        yield from joined("mlp", step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs, or the ways of rows to the experts of other replicas and back."""
@@ -109,7 +120,7 @@ class ExpertsKind:
     def _shared(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""
         if self._moe.shared_size:
-            yield from gated("mlp.shared.", False, step.linear)
+            yield from gated("mlp.shared.", False, step)
             if self._moe.shared_gate:
                 yield Call("linear.run", ("mlp.shared_gate.weight",))
             yield product("mlp.shared.down", False, () if step.sliced else step.linear("mlp.shared.down"))

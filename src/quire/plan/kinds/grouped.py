@@ -8,6 +8,8 @@ from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
+    RMS_NORM,
+    SUM,
     Call,
     ExchangedRows,
     LayerStep,
@@ -16,11 +18,12 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     added,
     head_order,
-    normed,
+    read,
     weights,
 )
 
 AT = "layers.{i}.attention."
+SQUARE_BYTES = 4  # of a sum of squares
 
 
 class GroupedKind:
@@ -36,7 +39,7 @@ class GroupedKind:
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield the fused q, k and v, the norms of heads, and the output."""
         args, (tp, place), dim = self._args, (write.rank.tp, write.rank.place), self._args.head_dim
-        order, kv_heads = head_order(args.rotary_dim, dim), self.kv_heads(tp, place)
+        order, kv_heads = head_order(args.rotary_dim, dim, interleaved=args.interleaved), self.kv_heads(tp, place)
 
         def rows(heads: int, own: tuple[int, int], order: tuple[int, ...]) -> StoredRows:
             return StoredRows(heads * dim, own[0] * dim, (own[1] - own[0]) * dim, order)
@@ -49,14 +52,26 @@ class GroupedKind:
         yield write.param(AT + "qkv.weight", parts, width, shard="rows", layer=layer)
         if args.input_bias:
             yield write.param(AT + "qkv.bias", parts, shard="rows", layer=layer)
-        for side in ("q", "k") if args.qk_norm else ():
+        for side in ("q", "k") if args.qk_norm == "head" else ():
             yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
+        for side in ("q", "k") if args.qk_norm == "whole" else ():
+            yield write.param(AT + f"wide_norm.{side}", {"": parts[side]}, layer=layer)
+        if args.sinks:
+            first, end = share(args.num_heads, tp, place)
+            rows_of_sinks = StoredRows(args.num_heads, first, end - first)
+            yield write.param(AT + "sinks.weight", {"": rows_of_sinks}, dtype="float32", layer=layer)
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
 
     @property
     def window(self) -> int | None:
         """Tokens that a token attends to, its own included; None: all before it."""
         return self._args.window
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Features of attention kernels that its scores need, beside a window."""
+        args = self._args
+        return frozenset(["soft_cap"] * (args.soft_cap is not None) + ["sinks"] * args.sinks)
 
     @property
     def num_heads(self) -> int:
@@ -86,14 +101,20 @@ class GroupedKind:
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the preparation of heads, attention, and the output."""
         args = self._args
-        yield from normed("attention_norm.weight", weights("attention.qkv", args.input_bias), step.linear)
-        yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
-        yield Call("attention.paged_attention")
+        yield from read("attention_norm.weight", weights("attention.qkv", args.input_bias), step)
+        if args.qk_norm == "whole":
+            sides = [Call(RMS_NORM, (f"attention.wide_norm.{side}",)) for side in ("q", "k")]
+            yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
+        heads = ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm == "head" else ()
+        yield Call("heads.prepare", heads)
+        yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.sinks else ())
         yield from added("attention.output", args.output_bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
-        """Yield the sum of its outputs."""
-        return rows.summed("attention output")
+        """Yield the sum of its outputs, and of squares where a norm is over all heads."""
+        if self._args.qk_norm == "whole" and rows.parallel.tp > 1:
+            yield RankExchange("all-reduce", "squares of queries and keys", "tp", 2 * SQUARE_BYTES)
+        yield from rows.summed("attention output")
 
     def facts(self) -> dict[str, Any]:
         """Return heads and sizes."""
@@ -105,5 +126,7 @@ class GroupedKind:
             "head_dim": args.head_dim,
             "value_dim": args.head_dim,
             "qk_norm": args.qk_norm,
+            "soft_cap": args.soft_cap,
+            "sinks": args.sinks,
             "bias": args.input_bias,
         }

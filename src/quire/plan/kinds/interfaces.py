@@ -1,8 +1,10 @@
 """The interfaces of the kinds of layers, and the parts that kinds are written with: parameters, calls of kernels."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from quire.args.layers import LayerArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
@@ -10,6 +12,7 @@ from quire.contracts.scheme import Wire
 
 TOKEN = "token"  # a unit of messages
 CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
+RMS_NORM, LAYER_NORM = "norm.rms_norm", "norm.layer_norm"
 SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
 Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
 
@@ -56,18 +59,25 @@ class ParamWriter:
     ) -> Param:
         """Make a parameter from the rows of its parts.
 
+        Parts with one name in the checkpoint lie in one tensor, one after the other.
+
         width     columns of the stored matrix, 0 for a vector
         columns   start and count of the columns that are read; None: all
         """
-        made = []
+        made, before = [], dict[str, int]()  # stored tensor -> rows of its parts so far
+        names = {key: self.names[name, key].replace("{i}", str(layer)) for key in parts}
+        whole = Counter[str]()
         for key, rows in parts.items():
-            stored = self.names[name, key].replace("{i}", str(layer))
-            shape = (rows.stored, width) if width else (rows.stored,)
+            whole[names[key]] += rows.stored
+        for key, rows in parts.items():
+            stored, first = names[key], before.get(names[key], 0)
+            before[stored] = first + rows.stored
+            shape = (whole[stored], width) if width else (whole[stored],)
             count = rows.stored if rows.taken < 0 else rows.taken
             made.append(
                 Part(stored, shape, *columns, axis=1, name=key)
                 if columns
-                else Part(stored, shape, rows.start, count, order=rows.order, name=key)
+                else Part(stored, shape, first + rows.start, count, order=rows.order, name=key)
             )
         total = sum(part.rows for part in made)
         inner = columns[1] if columns else width
@@ -81,15 +91,18 @@ class ParamWriter:
         """
         parts = tuple(
             Part(
-                part.stored.replace("{e}", expert),
+                part.stored.replace("{e}", str(expert)),
                 part.shape,
                 part.start,
                 part.count,
                 part.axis,
                 part.order,
-                part.name.replace("{e}", expert),
+                part.name.replace("{e}", str(expert)),
+                part.expert if part.expert < 0 else expert,
+                part.transposed,
+                part.paired,
             )
-            for expert in map(str, self.experts)
+            for expert in self.experts
             for part in one.parts
         )
         return Param(one.name, (len(self.experts) * one.shape[0], *one.shape[1:]), parts, one.dtype, "experts")
@@ -166,12 +179,26 @@ class LayerStep(NamedTuple):
     routing   the option `routing`: "model", or "uniform" and "zipf", which draw experts and call no router
     sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
     spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does
+    layer     the layer, which says where norms are; None: one before each half
+    norm      function of the norms of hidden states
     """
 
     linear: Features
     routing: str = "model"
     sliced: bool = False
     spread: Mapping[str, str] = {}
+    layer: LayerArgs | None = None
+    norm: str = RMS_NORM
+
+    @property
+    def before(self) -> bool:
+        """True if each half has a norm before it."""
+        return self.layer is None or self.layer.before
+
+    @property
+    def plain(self) -> bool:
+        """True if the result of a half is added to the residual stream as it is."""
+        return self.layer is None or not (self.layer.after or self.layer.residual != 1)
 
 
 class Mixer(Protocol):
@@ -188,6 +215,10 @@ class Mixer(Protocol):
     @property
     def window(self) -> int | None:
         """Tokens that a token attends to, its own included; None: all before it."""
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Features of attention kernels that its scores need, beside a window."""
 
     @property
     def past(self) -> int:
@@ -249,19 +280,34 @@ def weights(name: str, bias: bool) -> tuple[str, ...]:
     return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
-def normed(norm: str, names: tuple[str, ...], linear: Features, run: str = "") -> Iterator[Call]:
+def normed(norm: str, names: tuple[str, ...], step: LayerStep, run: str = "") -> Iterator[Call]:
     """Yield a norm and the projection of its result. run: "", or "_gated"."""
-    if "norm" in linear(names[0].rpartition(".")[0]):
+    if "norm" in step.linear(names[0].rpartition(".")[0]) and step.norm == RMS_NORM:
         yield Call(f"linear.run_norm{run}", (norm, *names))
     else:
-        yield from (Call("norm.rms_norm", (norm,)), Call(f"linear.run{run}", names))
+        yield from (Call(step.norm, (norm,)), Call(f"linear.run{run}", names))
+
+
+def read(norm: str, names: tuple[str, ...], step: LayerStep, run: str = "") -> Iterator[Call]:
+    """Yield the first projection of a half of a layer, with the norm before it if there is one. run: see `normed`."""
+    if step.before:
+        yield from normed(norm, names, step, run)
+    else:
+        yield Call(f"linear.run{run}", names)
 
 
 def added(name: str, bias: bool, step: LayerStep) -> Iterator[Call]:
     """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before."""
-    yield product(name, bias, () if step.sliced else step.linear(name))
+    yield product(name, bias, () if step.sliced or not step.plain else step.linear(name))
     if step.sliced:
         yield Call(SUM)
+    yield from joined(name.partition(".")[0], step)
+
+
+def joined(half: str, step: LayerStep) -> Iterator[Call]:
+    """Yield the norm of the result of a half of a layer, "attention" or "mlp", if there is one."""
+    if step.layer is not None and step.layer.after:
+        yield Call(RMS_NORM, (f"{half}_after.weight",))
 
 
 def product(name: str, bias: bool, features: Collection[str]) -> Call:
@@ -269,15 +315,18 @@ def product(name: str, bias: bool, features: Collection[str]) -> Call:
     return Call("linear.run_add" if "add" in features else "linear.run", weights(name, bias))
 
 
-def head_order(rotated: int, dim: int) -> tuple[int, ...]:
+def head_order(rotated: int, dim: int, *, interleaved: bool = False) -> tuple[int, ...]:
     """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
 
-    rotated, dim   number of rotated rows, and of all rows. If they are equal, rows keep their order: returns ()
+    rotated, dim   number of rotated rows, which come first, and of all rows
+    interleaved    rotated pairs are (0, 1), (2, 3), ...
+    Returns () if rows keep their order.
     Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
     begins with a half of the rotated rows; the other rows get angle 0.
     """
-    if rotated == dim:
+    if rotated == dim and not interleaved:
         return ()
+    turned = [*range(0, rotated, 2), *range(1, rotated, 2)] if interleaved else list(range(rotated))
     half, rest = rotated // 2, list(range(rotated, dim))
     middle = len(rest) // 2
-    return (*range(half), *rest[:middle], *range(half, rotated), *rest[middle:])
+    return (*turned[:half], *rest[:middle], *turned[half:], *rest[middle:])

@@ -19,6 +19,7 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     added,
     normed,
+    read,
 )
 
 AT = "layers.{i}.attention."
@@ -30,6 +31,7 @@ LATENT_TOKENS = 1024  # of a captured step with prompts: they are absorbed, whic
 class LatentKind:
     """Multi-head latent attention; a `Mixer`."""
 
+    scores: frozenset[str] = frozenset()
     operations = ("latent",)
     prompts, past, window = LATENT_TOKENS, LATENT_CONTEXT, None
 
@@ -89,9 +91,9 @@ class LatentKind:
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projections, and attention to the latent itself, or to expanded keys and values."""
         sizes = self._sizes
-        yield from normed("attention_norm.weight", ("attention.down.weight",), step.linear)
+        yield from read("attention_norm.weight", ("attention.down.weight",), step)
         if sizes.q_rank:
-            yield from normed("attention.q_norm.weight", ("attention.q.weight",), step.linear)
+            yield from normed("attention.q_norm.weight", ("attention.q.weight",), step)
         yield Call("latent.prepare", ("attention.kv_norm.weight",))
         few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in ("up to", "more than"))
         if not isfinite(sizes.break_even):
@@ -115,7 +117,7 @@ class LatentKind:
             "kv_heads": None,
             "head_dim": sizes.head_dim,
             "value_dim": sizes.v_dim,
-            "qk_norm": False,
+            "qk_norm": "",
             "bias": False,
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.entry.http.anthropic.errors import anthropic_error
@@ -16,7 +17,6 @@ from quire.entry.http.errors import not_implemented
 from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
 from quire.entry.http.openai.to_chat_messages import Talk
 from quire.entry.http.request_response import Exchange
-from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 DECODER, ENCODE = (

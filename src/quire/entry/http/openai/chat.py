@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire.answers.answer_events import CallBegins, Event, Thought, Words
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
@@ -15,7 +16,6 @@ from quire.entry.http.openai.logprobs import chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.sampling import sampling_params
 from quire.entry.http.request_response import Exchange
-from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 DECODER = RequestDecoder(schema.ChatRequest)

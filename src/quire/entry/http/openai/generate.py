@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.answers.choice_parser import ChoiceParser, ParserPlan
+from quire.answers.grammar import notes
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import grammar_error, request_timeout
@@ -29,7 +30,6 @@ from quire.entry.http.request_response import Exchange, Watch
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
-from quire.text.grammar import notes
 from quire.text.tokenizer import Tokenizer
 
 MOST_NOTES, MOST_NOTE_CHARS = 20, 1_000  # limits of one warning about schema keywords that are not enforced

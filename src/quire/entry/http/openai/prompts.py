@@ -8,12 +8,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from quire.answers.choice_parser import ParserPlan
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.auth import client_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
-from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
     ChatRequest,
@@ -31,6 +31,7 @@ from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
 from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.load import TextSide
+from quire.text.output_styles import check_variables
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
@@ -118,14 +119,13 @@ async def chat_prompts(
             "another --chat-template.",
             param="tools",
         )
-    # A grammar applies from the first token on, or from the end of the reasoning; a thinking budget applies to the
-    # reasoning. So for both the prompt must decide if there is reasoning.
+    # A grammar applies after reasoning, a thinking budget within it: for both the prompt must decide if there is any.
     bounded = request.thinking_token_budget is not None
     opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
     prompt = await conversation_prompt(
         context, exchange, request, request.messages, longest, tools=use.shown, opens=opens
     )
-    plan = plan_parser(request, use, params, text, prompt.text or "")
+    plan = plan_parser(request, use, params, text, prompt)
     if bounded and not plan.thinking:
         exchange.warn("thinking_token_budget has no effect here: the prompt begins no reasoning")
     if (asked := request.max_completion_tokens) is not None:
@@ -158,6 +158,7 @@ async def conversation_prompt(
             param="messages",
         )
     variables = _variables(exchange, template, request, context.config.serve.default_chat_template_kwargs)
+    check_variables(text.styles, variables)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
     marked = MarkedParts(context.ready().blends)

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from quire.answers.answer_events import CallBegins, Event, Thought, Words
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.entry.http.errors import not_implemented
 from quire.entry.http.openai.generate import Job, Writer
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest, TextOptions
 from quire.entry.http.openai.schema import Usage
-from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
 ENCODE = msgspec.json.Encoder().encode

@@ -1,6 +1,6 @@
 """The tools of a request: those shown to the model, those it may or must call, and the grammar this gives its answer.
 
-Knows the fields of a request. `quire.text.tools` knows the syntax of a model's calls.
+Knows the fields of a request. `quire.answers` knows the syntax of a model's calls.
 """
 
 from collections.abc import Iterable
@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
+from quire.answers.answer_grammar import held_answer
+from quire.answers.choice_parser import ParserPlan
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
-from quire.contracts.structured import StructuredOutputsParams
-from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
+from quire.entry.prompts import Prompt
 from quire.text.load import TextSide
-from quire.text.tools import OutputStyles, thinking_at_end, tool_grammar
+from quire.text.output_styles import thinking_at_end
 
 NO_BUDGET = -1
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # no parameters
@@ -100,55 +101,23 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     return list(plain.values())
 
 
-def plan_parser(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> ParserPlan:
-    """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
-    Raises 400 for a structured output that cannot be combined with tool calls."""
-    styles, row, structured = text.styles, text.styles.reasoning, params.structured_outputs
+def plan_parser(
+    request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: Prompt
+) -> ParserPlan:
+    """Return the plan for parsing the answer to `prompt` (text, ids), and set its grammar in `params`. Raises 400."""
     plan = ParserPlan(
-        styles=styles,
+        styles=text.styles,
         tools=use.callable,
-        thinking=thinking_at_end(prompt, styles),
+        thinking=thinking_at_end(prompt.text or "", text.styles),
         must=use.must,
         named=use.named,
         parallel=request.parallel_tool_calls is not False and not use.named,
         thoughts=request.include_reasoning is not False,
+        opened=text.begun_message(prompt.token_ids or ()),
     )
-    schema = _schema_beside_calls(structured) if structured is not None and use.callable else None
-    if use.callable and (use.bound or styles.tools is None) and (structured is None or use.must):
-        structured = StructuredOutputsParams(
-            grammar=tool_grammar(
-                styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking
-            ),
-            inside=True,
-        )
-    elif schema is not None:
-        structured = _calls_or(schema, styles, plan)
-    if plan.thinking and row is not None:
-        budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
-        if structured is not None:
-            structured.after, structured.budget = row.end, budget
-        elif budget is not None:
-            structured = StructuredOutputsParams(after=row.end, budget=budget)
-    params.structured_outputs = structured
+    budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
+    params.structured_outputs = held_answer(
+        plan, text.tokenizer, params.structured_outputs, bound=use.bound, budget=budget
+    )
     params.shown_special_ids = text.tag_ids[bool(use.callable)] or None  # the parser needs the tags in the text
     return plan
-
-
-def _schema_beside_calls(structured: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the JSON schema of structured output beside tools. Errors: 400 for every other kind of grammar."""
-    schema = {"type": "object"} if structured.json_object else {} if structured.json is True else structured.json
-    if not isinstance(schema, dict):
-        raise InvalidParameter(
-            "where tools may be called, the answer's format can only be a JSON schema: send "
-            'tool_choice="none" with another format.',
-            param="tools",
-        )
-    return schema
-
-
-def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: ParserPlan) -> StructuredOutputsParams:
-    """Return the structured output "tool calls, or an answer that fits `schema`"."""
-    styles = msgspec.structs.replace(styles, reasoning=None)  # `after` of the structured output skips reasoning
-    calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
-    text = msgspec.json.encode(schema).decode()
-    return StructuredOutputsParams(grammar=f"start: answer | calls\nanswer: %json {text}\n{calls}")

@@ -18,7 +18,7 @@ class ExpertSteps:
     """The steps of a router, its experts and shared experts. A `FeedForwardSteps`."""
 
     room = "mlp"
-    paths: Mapping[str, tuple[str, ...]] = {"router": ("mlp.gate",), "shared down_proj": DOWN}
+    paths: Mapping[str, tuple[str, ...]] = {"router": ("mlp.gate", "mlp.router"), "shared down_proj": DOWN}
     inputs: Mapping[str, tuple[str, ...]] = {"shared gate_proj, up_proj": DOWN}
 
     def watch(self, layer: MoE, keep: Keep) -> None:

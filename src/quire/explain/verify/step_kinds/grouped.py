@@ -26,7 +26,9 @@ class GroupedSteps:
     def watch(self, layer: Attention, keep: Keep) -> None:
         """Record projections, norms of heads, and queries, keys and values as attention reads them."""
         heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        plain = torch.tensor(head_order(layer.rotary_dim, width) or range(width)).argsort()
+        plain = torch.tensor(
+            head_order(layer.rotary_dim, width, interleaved=layer.interleaved) or range(width)
+        ).argsort()
         kernel = layer.kernels.heads
 
         def projected(module: Any, given: Any, result: Tensor) -> None:

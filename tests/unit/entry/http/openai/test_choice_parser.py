@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.answers.answer_events import Words
+from quire.answers.choice_parser import ChoiceParser, ParserPlan
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.openai.chat import ChatEventWriter
-from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.generate import Job, StreamProgress, usage
 from quire.entry.http.openai.schema import ChatRequest
 from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.prompts import Prompt
-from quire.text.answer_events import Words
 from quire.text.load import TextSide
 
 PATH = "/v1/chat/completions"
@@ -185,9 +185,14 @@ def test_an_answer_is_the_same_however_it_is_cut(
     expected: dict[str, Any],
 ) -> None:
     request = msgspec.convert({"messages": USER, **fields}, ChatRequest)
-    params, prompt = SamplingParams(), "<think>\n" if THINK["chat_template_kwargs"] in fields.values() else ""
+    params = SamplingParams()
+    prompt = Prompt(text="<think>\n" if THINK["chat_template_kwargs"] in fields.values() else "")
     plan = plan_parser(
-        request, tool_use(request, hide_idle=False), params, replace(text_side, parsers=(None, "deepseek_r1")), prompt
+        request,
+        tool_use(request, hide_idle=False),
+        params,
+        replace(text_side, parsers=(None, "deepseek_r1")),
+        prompt,
     )
     job = Job(
         prompts=[Prompt(token_ids=[5])],

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from quire.answers.answer_events import CallArguments, CallBegins, Event, Thought, Words
+from quire.answers.choice_parser import ParserPlan
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.errors import HttpError
-from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.generate import usage
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest
 from quire.entry.http.openai.responses_writer import ResponseWriter
-from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 
 ANSWER: list[Event] = [
     Thought("let "),

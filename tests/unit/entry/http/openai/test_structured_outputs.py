@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.answers.grammar import GrammarCompiler
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.grammar import GrammarCompiler
 
 USER = [{"role": "user", "content": "hi"}]
 Ask = tuple[str, dict[str, Any], str, str]  # route, body, the field's name in an error, where its schema begins

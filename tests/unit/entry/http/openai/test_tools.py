@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.answers.grammar import GrammarCompiler
 from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
 from quire.text.chat import ChatTemplate
-from quire.text.grammar import GrammarCompiler
 from quire.text.load import TextSide
 
 PATH = "/v1/chat/completions"

@@ -1,0 +1,74 @@
+"""Reader of config.json of a model that has a language model inside, such as one that reads images too. No torch.
+
+Only the language model runs. Its keys lie in `text_config`, a few beside it; its tensors have names of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.args.keys import Keys
+
+
+class WrapperArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a language model in the checkpoint of the model around it.
+
+    model_type   of the model around it
+    root, head   begin of the names of the language model's tensors, and name of the head's weight
+    """
+
+    model_type: str
+    root: str
+    head: str
+
+
+class Wrapper(NamedTuple):
+    """A model around a language model.
+
+    text       model_type of the language model when text_config lacks it
+    defaults   keys that text_config may lack, with their values
+    """
+
+    architecture: str
+    text: str
+    defaults: Mapping[str, Any] = {}
+
+
+# Places of a language model in checkpoints, newer ones first: begin of its tensors' names, and its head.
+PLACES = (("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight"))
+_GEMMA3 = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rope_theta": 1e6,
+}  # fmt: skip
+WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+}
+AROUND = ("quantization_config", "compression_config", "tie_word_embeddings", "dtype", "torch_dtype")  # keys beside
+
+
+def unwrapped(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], WrapperArgs | None]:
+    """Return the keys of the language model of a config.json, and its place; of another file its own keys and None.
+
+    Raises ModelError for a `text_config` that is no object.
+    """
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None or raw.get("text_config") is None:
+        return raw, None
+    inner = Keys(raw, source).object("text_config") or {}
+    found = (
+        dict(wrapper.defaults) | {"model_type": wrapper.text} | inner | {key: raw[key] for key in AROUND if key in raw}
+    )
+    found.pop("architectures", None)  # of the model around it, if any
+    root, head = PLACES[0]
+    return found, WrapperArgs(model_type=str(raw["model_type"]), root=root, head=head)
+
+
+def placed(names: Mapping[tuple[str, str], str], wrapper: WrapperArgs | None) -> Mapping[tuple[str, str], str]:
+    """Return names of stored tensors as they are inside a wrapper; None: there is none."""
+    if wrapper is None:
+        return names
+    renamed = {"lm_head.weight": wrapper.head}
+    return {key: renamed.get(one, one.replace("model.", wrapper.root, 1)) for key, one in names.items()}
