@@ -31,6 +31,7 @@ from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
 
 from ..support.quantized_cases import (
+    ACTIVATED,
     CALLS,
     ODD,
     SCALED,
@@ -59,12 +60,14 @@ def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD)), ids=str)
+@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD, *ACTIVATED)), ids=str)
 def test_products_of_eight_bits(kind: str, call: Call) -> None:
     compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, (call for call in CALLS if not call.norm)), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "call"), thinned(WEIGHT_ONLY, (call for call in (*CALLS, *ACTIVATED) if not call.norm)), ids=str
+)
 def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 
