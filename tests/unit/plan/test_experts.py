@@ -92,7 +92,8 @@ def kernels_of(plan: EnginePlan) -> dict[int, str]:
 @pytest.mark.parametrize("family", [family for family in EXPERTS if family not in STACKED])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gpu_has_a_kernel_for_each_kind_of_experts(form: str, family: str) -> None:
-    kernel = "scaled" if FORMS[form].inputs else "ref" if form == "ct-mxfp4" else "weight_only"
+    own = {"ct-mxfp4": "weight_only_hopper"}.get(form, "weight_only")
+    kernel = "scaled" if FORMS[form].inputs else own
     for left in MIXES.values():
         kernels = kernels_of(on_gpu(family, leaving(form, left, BLOCKS.get(family, "mlp"))))
         assert {1, 2} <= set(kernels) and len(set(kernels.values())) == 2
