@@ -23,7 +23,8 @@ class Routing:
     groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
                score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
     ids      = top_k of chosen, best first; of equal scores the expert with the lower number
-    weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
+    weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`; times the
+               chosen experts' own scales when `expert_scale`
     """
 
     num_experts: int
@@ -37,6 +38,7 @@ class Routing:
     normalize: bool = False
     normalize_eps: float = 0.0
     scaling: float = 1.0
+    expert_scale: bool = False
 
 
 class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -46,6 +48,9 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
     act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
+    router_eps     epsilon of the router's own norm: it reads h / rms(h) * scale / sqrt(hidden size) of the residual stream
+                   h (Gemma 4); 0: it reads what the experts read
+    weigh_inputs   True: the weight of a token's one expert multiplies the input, not the output (Llama 4)
     stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
 
@@ -56,6 +61,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router_float: bool
     act: str = "silu"
     biased: bool = False
+    router_eps: float = 0.0
+    weigh_inputs: bool = False
     stored: str = "each"
 
 
