@@ -48,8 +48,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
     act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
-    router_eps     epsilon of the router's own norm: it reads h / rms(h) * scale / sqrt(hidden size) of the residual stream
-                   h (Gemma 4); 0: it reads what the experts read
+    router_eps     epsilon of the router's own norm: it reads h / rms(h) * scale / sqrt(hidden size), where h is the
+                   residual stream (Gemma 4); 0: it reads what the experts read
     weigh_inputs   True: the weight of a token's one expert multiplies the input, not the output (Llama 4)
     stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
