@@ -180,6 +180,22 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     )
 
 
+def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
+    """Return the arguments for an engine whose context has `length` tokens; None: as many as the model has.
+
+    LongRoPE has other divisors for contexts up to its trained length.
+    """
+
+    def fitted(one: LayerArgs) -> LayerArgs:
+        rope = one.mixer.rope
+        if rope.kind != "longrope" or length is None:
+            return one
+        rope = replace(rope, long=length > rope.original_max_position)
+        return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
+
+    return replace(args, layers=tuple(map(fitted, args.layers)))
+
+
 def _extra_layers(keys: Keys, family: Family) -> int:
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
     return keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
