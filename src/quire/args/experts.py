@@ -80,7 +80,7 @@ DEEPSEEK_KEYS = frozenset(
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
-    "qwen3_moe": QWEN_KEYS,
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
@@ -102,6 +102,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "mixtral": _read_mixtral,
         "qwen2_moe": _read_qwen,
         "qwen3_moe": _read_qwen,
+        "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
         "minimax_m2": _read_minimax,
     }
@@ -133,13 +134,14 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         or ()
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared = kind == "qwen2_moe"
+    shared, vision = kind == "qwen2_moe", kind == "qwen3_vl_moe"
     moe = MoEArgs(
-        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob")),
+        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", vision)),
         expert_size=keys.size("moe_intermediate_size"),
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
+        stored="columns" if vision else "each",  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 
@@ -163,7 +165,7 @@ def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froz
         router_float=False,
         act="swiglu_oai",
         biased=True,
-        stored="paired rows" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
+        stored="paired blocks" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(range(num_layers))
 

@@ -140,6 +140,8 @@ FAMILIES: Mapping[str, Family] = {
                     window=Window(default=4096, by_flag=True, layers="from"), words="attention_bias"),
     "qwen3_vl_text": Family(architecture="Qwen3VLTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
                             words="attention_bias mrope_section"),
+    "qwen3_vl_moe_text": Family(architecture="Qwen3VLMoeTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
+                                experts="qwen3_vl_moe", words="attention_bias mrope_section"),
     "gemma2": Family(architecture="Gemma2ForCausalLM", qkv_bias=None, output_bias=None,
                      heads=Heads(dim=256, soft_cap=50.0), form=GEMMA2,
                      window=Window(default=4096, layers="between", period=2), words=GEMMA_KEYS),
