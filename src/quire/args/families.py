@@ -138,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                     window=Window(default=4096, by_flag=True, layers="from"), words="attention_bias"),
-    "qwen3_vl_text": Family(architecture="Qwen3VLTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
+    "qwen3_vl_text": Family(architecture="Qwen3VLTextForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                             words="attention_bias mrope_section"),
     "qwen3_vl_moe_text": Family(architecture="Qwen3VLMoeTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
                                 experts="qwen3_vl_moe", words="attention_bias mrope_section"),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.convert import Findings, convert
+from quire.kernels.pack.convert import Findings, convert, scale_fault
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.microscaled import MXFP4
@@ -72,6 +72,13 @@ def test_a_matrix_of_gpt_oss(name: str) -> None:
         rows[list(part.order)] if part.order else rows for rows, part in zip(expected, param.parts, strict=True)
     ]
     assert torch.equal(dequantize(found), torch.cat(expected))
+
+
+def test_scales_that_kernels_do_not_take() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for device, most in (("cpu", 254), ("cuda", 128)):
+        assert [bool(scale_fault(code, device)[1]) for code in codes] == [int(code) > most for code in codes]
+    assert "above 2" in scale_fault(codes, "cuda")[0] and "above 2" not in scale_fault(codes, "cpu")[0]
 
 
 def test_a_cut_block_is_refused() -> None:

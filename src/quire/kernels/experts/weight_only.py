@@ -1,4 +1,4 @@
-"""Experts with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
+"""Experts with weights of 4 and 8 bits and 16-bit activations on NVIDIA GPUs.
 
 Pairs (token, chosen expert) are sorted by expert, as in `quire.kernels.experts.triton`. Weights stay packed, in the
 tiles of `quire.kernels.weight_only.tiles`, and become bf16 or f16 in registers before tensor cores multiply
@@ -22,9 +22,9 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.triton import _find_tile, _sort, _sum_kernel
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-from quire.kernels.weight_only.tiles import ROWS, _sums, repack
+from quire.kernels.weight_only.tiles import ROWS, _sums, load_scale, repack
 from quire.kernels.words import product_words
 
 DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups
@@ -38,7 +38,7 @@ class Stack:
     K is a multiple of the inputs of an iteration, and N of gate and of up is the K of down: added numbers are zero.
 
     tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only.tiles.repack`
-    scales    float32 [E, groups, (2) * N]
+    scales    float32 [E, groups, (2) * N]; of MXFP4 uint8 (E8M0)
     zeros     uint8 zero points, as scales; None: all are 8 (4 bits) or 128 (8 bits)
     columns   int32 [E, K]: the column of x that each column of the weight multiplies; None: columns in their order
     parts     2 where gate and up are stacked, else 1
@@ -74,7 +74,8 @@ Packed = ExpertWeights[Stack]
 class Tiles:
     """The tiling of a product: pairs of a tile, warps, iterations in flight (num_stages of Triton).
 
-    first   True: weights are scaled before the product, in x's dtype. False: the sum of each iteration is scaled
+    first   True: weights are scaled before the product, in x's dtype. False: the sum of each iteration is scaled.
+            Not for MXFP4, see `weight_only.tiles.Tiles`
     """
 
     rows: int
@@ -111,7 +112,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
 
     return Stack(
         zeros(num_experts, parts * -(-outputs // ROWS), columns // deep, ROWS, deep * scheme.bits // 8),
-        zeros(*scales, dtype=torch.float32),
+        zeros(*scales, dtype=scale_dtype(scheme)),
         zeros(*scales) if scheme.zeros else None,
         zeros(num_experts, columns, dtype=torch.int32) if scheme.order else None,
         parts,
@@ -239,7 +240,7 @@ def _product(
         stack.deep,
         bits,
         act,
-        cut.first,
+        x.dtype == torch.bfloat16 if stack.scheme.kind == "mxfp4" else cut.first,
         BAND,
         stages,
         not INTERPRETED,
@@ -304,6 +305,7 @@ def _packed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if left <= 0:
         return
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = DEEP * BITS // 8
     STEPS: tl.constexpr = K // DEEP
     TOTAL: tl.constexpr = N << GATED
@@ -325,17 +327,17 @@ def _packed_kernel(
             if BITS == 4:
                 high = tl.load(columns + expert * K + high)
         scale_at = turn * DEEP // GROUP * TOTAL + one
-        scale = tl.load(scales + scale_at)
+        scale = load_scale(scales, scale_at)
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + scale_at).to(tl.float32)
-        acc = _sums(at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, zero, acc, BITS, FIRST, ASM)
+        acc = _sums(at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, zero, acc, BITS, E2M1, FIRST, ASM)
         if GATED:
-            scale = tl.load(scales + scale_at + N)
+            scale = load_scale(scales, scale_at + N)
             if zeros is not None:
                 zero = tl.load(zeros + scale_at + N).to(tl.float32)
             up_at = at + (COLS * STEPS + turn) * (ROWS * BYTES)
-            up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, FIRST, ASM)
+            up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, E2M1, FIRST, ASM)
     row, pair = row[None, :], pair[None, :]
     to = first + row
     if bias is not None:

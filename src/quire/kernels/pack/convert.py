@@ -11,7 +11,17 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.matrix import MIDDLE, NO_POWER, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
+from quire.kernels.pack.matrix import (
+    MIDDLE,
+    MOST_POWER,
+    NO_POWER,
+    QuantizedMatrix,
+    Room,
+    Weight,
+    dequantize,
+    integers,
+    torch_room,
+)
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
@@ -78,6 +88,16 @@ def convert(
     return numbers.to(dtype)
 
 
+def scale_fault(codes: Tensor, device: str) -> tuple[str, Tensor]:
+    """Return the words for a fault in scales of E8M0, and a bool scalar, True if they have it.
+
+    On a GPU, scales above 2 are a fault, too: bf16 does not hold the factor by which the kernels multiply.
+    """
+    if device == "cpu":
+        return "has a scale that is NaN", (codes == NO_POWER).any()
+    return "has a scale that is NaN or above 2, which no kernel for GPUs takes", (codes > MOST_POWER).any()
+
+
 class _Conversion:
     """The conversion of one matrix. Names are those of `raw_tensors` without the parameter's own."""
 
@@ -134,7 +154,7 @@ class _Conversion:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
         if scale.dtype == torch.uint8:
-            self.findings.add(self.param, name, "has a scale that is NaN", (scale == NO_POWER).any())
+            self.findings.add(self.param, name, *scale_fault(scale, self.device.type))
             return scale
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)
