@@ -141,7 +141,8 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
-        stored="columns" if vision else "each",  # unless the names of stored tensors tell otherwise
+        # Unless the names of stored tensors tell otherwise; quantized files store each expert by itself.
+        stored="columns" if vision and not keys.object("quantization_config") else "each",
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 

@@ -378,8 +378,8 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_with_biased_experts(act: str) -> None:
     """Two ranks have a half of every expert each; the first has the bias of the down projection."""
-    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), act=act, biased=True)
-    assert args.moe is not None
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="gpt_oss"))), act=act)
+    assert args.moe is not None and args.moe.biased
     num, width, hidden = args.moe.routing.num_experts, args.moe.expert_size, args.hidden_size
     case = Case(6, num, 2, hidden, width)
     (x, weights, ids, gate_up, down), (first, second) = make(case, torch.float32), make_biases(case, torch.float32)
