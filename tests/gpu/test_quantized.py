@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
 from quire.kernels.experts.form import PLAIN, ExpertForm
@@ -10,6 +11,7 @@ from quire.kernels.linear import scaled, weight_only, weight_only_hopper
 from quire.kernels.triton_runtime import missing_hopper
 
 from ..support.quantized_cases import (
+    ACTIVATED,
     CALLS,
     ODD,
     SCALED,
@@ -35,12 +37,15 @@ WORDS = (
 )  # fmt: skip
 
 
+FORMS = [ExpertForm(act, biased) for act in ACTS for biased in (False, True)][1:]
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("call", (*CALLS, *ODD, *LARGE), ids=str)
+@pytest.mark.parametrize("call", (*CALLS, *ODD, *LARGE, *ACTIVATED), ids=str)
 @pytest.mark.parametrize("kind", SCALED)
 def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> None:
     if why := scaled.unsupported():
@@ -48,13 +53,13 @@ def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> 
     compare(scaled, SCALED[kind], call, torch.bfloat16, device, 8e-3)
 
 
-@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE) if not call.norm], ids=str)
+@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE, *ACTIVATED) if not call.norm], ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_products_of_integer_weights(kind: str, call: Call, device: torch.device) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.bfloat16, device, 8e-3)
 
 
-@pytest.mark.parametrize("call", WORDS, ids=str)
+@pytest.mark.parametrize("call", (*WORDS, *ACTIVATED), ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_products_of_integer_weights_in_words(kind: str, call: Call, device: torch.device) -> None:
     """Few rows and some, in all heights of tiles; more than 256 rows are multiplied with the unpacked weight."""
@@ -89,6 +94,18 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
         pytest.skip(why)
     for away in ((), (1, 4)):
         compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 3000])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_of_quantized_experts(form: ExpertForm, tokens: int, device: torch.device) -> None:
+    for kind in ("w4 32 order", "w8 channel symmetric"):
+        given = tokens, 8, 2, 512, 384, torch.bfloat16, device, 1e-2
+        compare_experts(WEIGHT_ONLY[kind], *given, kernel=weight_only_experts, form=form)
+    if why := scaled.unsupported():
+        pytest.skip(why)
+    for kind in ("fp8 block", "int8 token", "fp8 channel token"):
+        compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, away=(1, 4), form=form)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])

@@ -152,7 +152,7 @@ def test_rows_without_experts_have_the_residual_alone() -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 72, 40), torch.float32)
     ids[:], residual = torch.tensor([0, 1]), torch.randn_like(x)
     ids[[0, 3]] = -1
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     gate_up[2:], down[2:] = torch.nan, torch.nan
     packed = packed_by(triton, gate_up, down)
     for function in (triton.few, triton.many):

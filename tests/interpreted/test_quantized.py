@@ -33,10 +33,10 @@ from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
-from quire.kernels.weight_only import pairs as pairs_in_words
-from quire.kernels.weight_only import words
+from quire.kernels.weight_only import pairs_in_tiles, pairs_in_words, words
 
 from ..support.quantized_cases import (
+    ACTIVATED,
     CALLS,
     ODD,
     SCALED,
@@ -61,16 +61,18 @@ GUARD = 1 << 16  # bytes
 def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels ask for the number of a GPU's multiprocessors."""
     monkeypatch.setattr(scaled_few, "multiprocessors", lambda: 7)
-    monkeypatch.setattr(weight_only_experts, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(pairs_in_tiles, "shared_memory", lambda: 227 << 10)
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD)), ids=str)
+@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD, *ACTIVATED)), ids=str)
 def test_products_of_eight_bits(kind: str, call: Call) -> None:
     compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, (call for call in CALLS if not call.norm)), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "call"), thinned(WEIGHT_ONLY, (call for call in (*CALLS, *ACTIVATED) if not call.norm)), ids=str
+)
 def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 

@@ -108,8 +108,8 @@ CALLS = (
     Call(1, 128, 640, residual=True), Call(3, 128, 256, bias=True, residual=True),
     Call(9, 256, 384, norm=True, gated=True), Call(40, 192, 256, norm=True),
     Call(70, 256, 256, bias=True, residual=True), Call(66, 256, 128, gated=True),
-    *(Call(rows, 256, 256, gated=True, bias=True, act=act) for rows in (1, 9, 70) for act in ACTS[1:]),
 )  # fmt: skip
+ACTIVATED = tuple(Call(rows, 256, 256, gated=True, bias=True, act=act) for rows in (1, 9, 70) for act in ACTS[1:])
 ODD = (  # inputs that are no multiple of 128
     Call(1, 128, 200, norm=True), Call(9, 128, 200, residual=True), Call(20, 128, 328, norm=True, gated=True),
     Call(70, 128, 200, bias=True),

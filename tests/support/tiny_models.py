@@ -133,6 +133,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "cohere2": FamilyCase(options=_WINDOW | {"logit_scale": 0.25, "head_dim": None}, biases=("attention_bias",)),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
+    "qwen3_vl_text": FamilyCase(biases=("attention_bias",), peer="qwen3"),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": FamilyCase(

@@ -141,7 +141,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     context = max(max_positions, rope.extended_positions)
     rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
-    dtype, dtype_notes = _dtype(keys)
+    dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
@@ -178,6 +178,22 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         tie_word_embeddings=False,
         eagle=eagle,
     )
+
+
+def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
+    """Return the arguments for an engine whose context has `length` tokens; None: as many as the model has.
+
+    LongRoPE has other divisors for contexts up to its trained length.
+    """
+
+    def fitted(one: LayerArgs) -> LayerArgs:
+        rope = one.mixer.rope
+        if rope.kind != "longrope" or length is None:
+            return one
+        rope = replace(rope, long=length > rope.original_max_position)
+        return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
+
+    return replace(args, layers=tuple(map(fitted, args.layers)))
 
 
 def _extra_layers(keys: Keys, family: Family) -> int:
@@ -272,10 +288,10 @@ def _activation(keys: Keys, family: Family) -> str:
     return ACTS[value]
 
 
-def _dtype(keys: Keys) -> tuple[str, tuple[str, ...]]:
+def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:
     value = keys.get("dtype", keys.get("torch_dtype"))
     if value is None:
-        return "float32", ("config.json names no dtype: float32 is assumed",)
+        return family.dtype, (f"config.json names no dtype: {family.dtype} is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise keys.unsupported(f"dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")

@@ -102,6 +102,7 @@ class Family:
     heads: Heads = Heads()
     form: LayerForm = LayerForm()
     theta: float = 10_000.0  # when rope_theta is missing
+    dtype: str = "float32"  # of the stored weights when config.json names none
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     words: str = ""
 
@@ -137,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                     window=Window(default=4096, by_flag=True, layers="from"), words="attention_bias"),
-    "qwen3_vl_text": Family(architecture="Qwen3VLTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
+    "qwen3_vl_text": Family(architecture="Qwen3VLTextForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                             words="attention_bias mrope_section"),
     "gemma2": Family(architecture="Gemma2ForCausalLM", qkv_bias=None, output_bias=None,
                      heads=Heads(dim=256, soft_cap=50.0), form=GEMMA2,
@@ -177,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
                         heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
                         experts="qwen3_moe", words="attention_bias"),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
+                      dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
                       window=Window(default=128, layers="between", period=2),
                       words="attention_bias initial_context_length"),

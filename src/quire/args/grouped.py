@@ -15,11 +15,16 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
         keys.flag(key, family.biased and key == "attention_bias") if key in family.keys else False
         for key in ("attention_bias", family.output_key)
     )
+    rotated = _rotary_dim(keys, family, head_dim, rope)
+    if any(len(one) != rotated // 2 for one in rope.divisors):
+        raise keys.wrong(
+            f"short_factor and long_factor need a number for each of {rotated // 2} pairs: correct the file."
+        )
     return GroupedArgs(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(keys, family, head_dim, rope),
+        rotary_dim=rotated,
         rope=rope,
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=of_output if family.output_bias is None else family.output_bias,

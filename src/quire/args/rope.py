@@ -3,19 +3,20 @@
 Knows the implemented scaling kinds and checks their numbers. The rotary layer has the formulas.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from quire.args.keys import Keys
+from quire.args.keys import MAX_NUMBER, Keys
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
 LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
-    "mrope_section mrope_interleaved".split()
+    "mrope_section mrope_interleaved short_factor long_factor".split()
 )
 
 
@@ -23,9 +24,12 @@ _KNOWN = frozenset(
 class RopeArgs:
     """Rotary position settings.
 
-    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn | none
-    original_max_position   trained length in tokens, for llama3 and yarn
-    attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn |
+           longrope (a divisor for each pair, of two lists) | none
+    original_max_position   trained length in tokens, for llama3, yarn and longrope
+    attention_factor        multiplies cos and sin (yarn, longrope); None = from factor, mscale and mscale_all_dim
+    divisors                of each pair of dimensions: for contexts up to the trained length, and for longer ones
+    long                    the engine's context is longer than the trained length
     """
 
     theta: float = DEFAULT_THETA
@@ -40,6 +44,8 @@ class RopeArgs:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[tuple[float, ...], ...] = ()
+    long: bool = False
 
     @property
     def extended_positions(self) -> int:
@@ -107,11 +113,14 @@ def read_rope(
     if raw.get("mrope_section") is not None and not sections:
         raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
     if kind not in KINDS:
         raise keys.unsupported(f"rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
     theta, notes = raw.positive("rope_theta"), _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
+    if kind == "longrope":
+        return _longrope(raw, theta, keys, max_positions), notes
     if (factor := raw.positive("factor")) < 1:
         raise keys.wrong(f"rope factor={factor} must be at least 1.")
     temperature = raw.positive("mscale_all_dim") if raw.get("mscale_all_dim") else None
@@ -123,6 +132,28 @@ def read_rope(
     if not isinstance(original, int) or original < 1:
         raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
     return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes
+
+
+def _longrope(raw: Keys, theta: float, keys: Keys, max_positions: int) -> RopeArgs:
+    """LongRoPE (Ding et al., 2024); the factor is that of the lengths, as in Hugging Face."""
+    trained = "original_max_position_embeddings"
+    original = raw.size(trained) if raw.get(trained) is not None else keys.size(trained)
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and all(type(one) in (int, float) and 0 < one <= MAX_NUMBER for one in value)
+
+    lists = [raw.checked(key, fits, "a list of positive numbers") for key in ("short_factor", "long_factor")]
+    factor = raw.positive("factor") if raw.get("factor") is not None else max_positions / original
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeArgs(
+        theta=theta,
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=raw.positive("attention_factor", scale),
+        divisors=tuple(tuple(map(float, one)) for one in lists),
+        long=max_positions > original,
+    )
 
 
 def _llama3(raw: Keys) -> dict[str, float]:

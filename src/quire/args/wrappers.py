@@ -58,7 +58,9 @@ def unwrapped(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], W
     if wrapper is None or raw.get("text_config") is None:
         return raw, None
     inner = Keys(raw, source).object("text_config") or {}
-    found = wrapper.defaults | {"model_type": wrapper.text} | inner | {key: raw[key] for key in AROUND if key in raw}
+    found = (
+        dict(wrapper.defaults) | {"model_type": wrapper.text} | inner | {key: raw[key] for key in AROUND if key in raw}
+    )
     found.pop("architectures", None)  # of the model around it, if any
     root, head = PLACES[0]
     return found, WrapperArgs(model_type=str(raw["model_type"]), root=root, head=head)

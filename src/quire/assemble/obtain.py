@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config, with_length
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ModelNotFound, UserError, WeightsError
@@ -54,7 +54,8 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     head   method of the EAGLE head that the folder must hold; "": a model
     Names of tensors decide the spelling of a head, the place inside another model, and the form of stored experts.
     """
-    args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
+    args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
+    args = with_draft_layers(args, config.scheduler.speculative_config)
     if args.eagle is None and args.wrapper is None and args.moe is None:
         return args
     try:

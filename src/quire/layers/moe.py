@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.experts import MoEArgs, Routing
+from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
@@ -151,7 +151,7 @@ class MoE(nn.Module):
         assert build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
         self.experts = Experts(f"{at}.experts", moe, build)
-        self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
+        self.shared = GatedMLP(f"{at}.shared", build, moe.act) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in self.experts.plan.features
         self.tp = build.tp

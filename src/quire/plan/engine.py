@@ -22,7 +22,7 @@ from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
 from quire.kernels.experts.plan import MoEPlan
-from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import (
     Choice,
     KernelNeeds,

@@ -17,8 +17,10 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     attention = facts[0]
     windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
     full = windows.pop(None, 0)
-    turning = [one for one in args.rotations if one.rope.kind != "none"]
-    rotation = (turning or args.rotations)[0]
+    by_window = sorted(args.layers, key=lambda one: mixer(one.mixer).window is not None)  # full layers first
+    rotations = list(dict.fromkeys(one.mixer.rotation for one in by_window))
+    turning = [one for one in rotations if one.rope.kind != "none"]
+    rotation = (turning or rotations)[0]
     unrotated = sum(one.mixer.rope.kind == "none" for one in args.layers[: args.num_layers])
     return {
         "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},

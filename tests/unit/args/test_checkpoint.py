@@ -147,7 +147,7 @@ MIXED = ["full_attention", "sliding_attention"] * 2
         (changed(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
         (changed(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (changed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
-        (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
+        (changed(rope_scaling={"type": "spiral", "factor": 2.0}), "spiral"),
         (changed(rope_scaling={"type": "default", "mrope_section": [1, 2, 3]}), "mrope_section"),
         (changed(rope_parameters={"mid_attention": {"rope_type": "default"}}), "by layer"),
         (changed(rope_scaling={"full_attention": {}}), "rope_scaling.full_attention={}"),

@@ -31,6 +31,7 @@ FULL_CASES = {
     "deepseek-v3": ("DeepSeek-V3", Parallel(), "h200", None),
     "glm-4.5": ("GLM-4.5", Parallel(), "h100", None),
     "glm-4.5-tp8-ep": ("GLM-4.5", TOGETHER, "h200", None),
+    "gpt-oss-20b-tp2": ("gpt-oss-20b", Parallel(tp=2), "h200", None),
     "deepseek-v3-dp8-ep": ("DeepSeek-V3", Parallel(dp=8, experts=True), "h200", None),
 }
 

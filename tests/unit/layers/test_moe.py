@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import ref
-from quire.kernels.experts.inputs import Case, make, packed_by
+from quire.kernels.experts.inputs import Case, make, make_biases, packed_by
 from quire.kernels.experts.plan import DISPATCHERS
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.onednn_support import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
 from quire.layers import moe
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
-from quire.layers.moe import BESIDE, MoE
+from quire.layers.moe import BESIDE, Experts, MoE
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
@@ -291,6 +294,31 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
     assert ids[0, 0] == (4 if exact else 3)
 
 
+@pytest.mark.parametrize("act", ACTS)
+def test_a_layer_with_biased_experts(act: str) -> None:
+    """Two ranks have a half of every expert each; the first has the bias of the down projection."""
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), act=act, biased=True)
+    assert args.moe is not None
+    num, width, hidden = args.moe.routing.num_experts, args.moe.expert_size, args.hidden_size
+    case = Case(6, num, 2, hidden, width)
+    (x, weights, ids, gate_up, down), (first, second) = make(case, torch.float32), make_biases(case, torch.float32)
+    expected = ref.run(x, weights, ids, packed_by(ref, gate_up, down, act, (first, second)))
+    build, found = build_for(args), torch.zeros_like(x)
+    whole = Experts(f"{prefix(args)}experts", args.moe, build)
+    assert whole.destination() is None
+    for number, part in enumerate(torch.arange(width).chunk(2)):
+        shapes = {"gate_up": (num * 2 * len(part), hidden), "down": (num * hidden, len(part))}
+        names = {f"{prefix(args)}experts.{name}": shape for name, shape in shapes.items()}
+        params = {name: structs.replace(build.params[name], shape=shape) for name, shape in names.items()}
+        layer = Experts(f"{prefix(args)}experts", args.moe, replace(build, params=params))
+        rows = torch.cat((part, width + part))
+        for place in range(num):
+            given = {"gate_up": gate_up[place][rows], "gate_up_bias": first[place][rows], "down": down[place][:, part]}
+            layer.take(given | ({} if number else {"down_bias": second[place]}), place)
+        found += layer(x, weights, ids, None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def pairs() -> list[tuple[str, str]]:
     """Every dispatcher and kernel that a plan would let run together on a CPU, were all kernels there."""
     hardware = Hardware(device="cpu", kernels=(("grouped", ""), ("cpu", ""), ("ref", "")))
@@ -326,6 +354,6 @@ def test_every_pair_that_fits_is_the_layer(dispatcher: str, kernel: str, counts:
         owners = owned(6, len(counts))
         packed = [packed_by(module, gate_up[own], down[own]) for own in owners]
         found = SIMULATED[dispatcher](tokens, packed, owners, module)
-        expected: Tensor = ref.run(x, weights, ids, (gate_up, down))
+        expected: Tensor = ref.run(x, weights, ids, ExpertWeights(gate_up, down))
         assert [len(y) for y in found] == list(counts)
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)

@@ -7,11 +7,19 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.args.checkpoint import parse_checkpoint_config, with_length
 from quire.args.keys import Keys
 from quire.args.rope import RopeArgs, read_rope
+from quire.contracts.errors import ModelError
 from quire.kernels.rope.rotary import Rotary, rope_frequencies
 
+from ...support.tiny_models import Tiny, tiny_config
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LONG = {
+    "rope_type": "longrope", "original_max_position_embeddings": 512,
+    "short_factor": [1 + i / 8 for i in range(32)], "long_factor": [2 + i / 3 for i in range(32)],
+}  # fmt: skip
 SETTINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "dynamic", "factor": 2.5},
@@ -24,6 +32,9 @@ SETTINGS: list[dict[str, Any]] = [
     YARN | {"attention_factor": 1.7},
     YARN | {"mscale": 0.7, "mscale_all_dim": 1.4},
     YARN | {"factor": 1.0},
+    LONG,
+    LONG | {"factor": 3.0},
+    LONG | {"attention_factor": 1.19},
 ]  # fmt: skip
 
 
@@ -32,11 +43,26 @@ SETTINGS: list[dict[str, Any]] = [
 def test_as_transformers(settings: dict[str, Any], theta: float) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 2048}
     config = LlamaConfig(**sizes, rope_parameters=settings | {"rope_theta": theta})
-    expected, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
+    expected, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"), 2048)
     args, _ = read_rope(Keys({"rope_theta": theta, "rope_scaling": settings}, "config.json"), 2048)
     frequencies, scale = rope_frequencies(args, 64)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("length", [None, 512, 513])
+def test_the_length_of_the_context_chooses_divisors(length: int | None) -> None:
+    """As vLLM: by the engine's longest context, so that all keys of a cache are rotated alike."""
+    raw = tiny_config(Tiny(family="phi3"), rope_parameters=LONG, max_position_embeddings=2048, hidden_size=256)
+    args = with_length(parse_checkpoint_config(raw), length)
+    (rotation,) = args.rotations
+    divisors = LONG["short_factor" if length == 512 else "long_factor"]
+    expected = 1 / (torch.tensor(divisors) * 10_000.0 ** (torch.arange(0, 64, 2) / 64))
+    torch.testing.assert_close(rope_frequencies(rotation.rope, 64)[0], expected)
+    with pytest.raises(ModelError, match="short_factor and long_factor need a number for each of 32 pairs"):
+        parse_checkpoint_config(raw | {"rope_parameters": LONG | {"long_factor": [1.0]}})
+    with pytest.raises(ModelError, match="long_factor='x' must be a list of positive numbers"):
+        parse_checkpoint_config(raw | {"rope_parameters": LONG | {"long_factor": "x"}})
 
 
 def test_rows_are_signed_and_float32_at_far_positions() -> None:

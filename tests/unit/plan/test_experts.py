@@ -25,6 +25,7 @@ from quire.plan.experts import moe_plans
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 
+from ...support.changed_args import with_experts
 from ...support.filled_models import planned
 from ...support.partly_quantized import MIXES, leaving, write_partly
 from ...support.quantized_checkpoints import FORMS, Form
@@ -170,3 +171,25 @@ def test_logits_of_two_kernels(form: str, mix: str, tmp_path: Path, monkeypatch:
     load_weights(model, tmp_path / "quantized")
     (actual,) = run_paged(model, [PROMPT], [[7, 1, 5]])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+
+
+FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_kernels_of_experts_have_what_their_form_needs(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that lacks it is left out with the reason; biased experts are packed, not loaded in place."""
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), **form)
+    words = {*([form["act"]] if "act" in form else []), *(["bias"] if "biased" in form else [])}
+    needs = KernelNeeds(device="cuda", dtype="bfloat16")
+    plan = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(plan, MoEPlan) and plan.experts == "hopper" and words <= set(plan.features)
+    assert ("in place" in plan.features) == ("biased" not in form)
+    lacking = replace(SUPPORTS["experts"]["hopper"], features=SUPPORTS["experts"]["hopper"].features - words)
+    monkeypatch.setitem(SUPPORTS, "experts", {**SUPPORTS["experts"], "hopper": lacking})
+    plan = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(plan, MoEPlan) and plan.experts == "triton"
+    assert (plan.candidates[0][1], plan.candidates[0][2]) == ("hopper", f"has no {', '.join(sorted(words))}")
+    monkeypatch.setitem(SUPPORTS, "experts", {"hopper": lacking})
+    answer = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(answer, str) and f"hopper: has no {', '.join(sorted(words))}" in answer

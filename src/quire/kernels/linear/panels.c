@@ -301,7 +301,7 @@ INLINE Scaling scaling_at(const PanelsJob *job, long panel, long k, long first, 
 }
 
 /* Sums [2 W] of a row and a panel -> y. */
-INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int act, int half) {
+INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int half) {
     const int gated = job->out == GATED;
     const long at = panel * (gated ? W : 2 * W), left = job->cols - at, to = row * job->cols + at;
     const Lanes low = lanes_of(left), high = gated ? low : lanes_of(left - W);
@@ -323,7 +323,7 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
         b = b + load(job->residual, to + W, high, half);
     }
     if (gated) {
-        store(job->y, to, low, gated_of(a, b, act), half);
+        store(job->y, to, low, gated_by(a, b, job->act), half);
     } else if (job->out == AS_FLOAT) {
         store(job->y, to, low, a, 0);
         store(job->y, to + W, high, b, 0);
@@ -335,14 +335,10 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
 
 static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows,
                                                    long panel) {
-#define CASE(act, half)                                                                                                \
-    case 2 * act + half:                                                                                               \
-        for (long i = 0; i < rows; i++, sums += 2 * W) finish_row(job, sums, first + i, panel, act, half);             \
-        break;
-    switch (2 * job->act + job->half) {
-        CASE(SILU, 0) CASE(SILU, 1) CASE(GELU_TANH, 0) CASE(GELU_TANH, 1) CASE(SWIGLU_OAI, 0) CASE(SWIGLU_OAI, 1)
+    for (long i = 0; i < rows; i++, sums += 2 * W) {
+        if (job->half) finish_row(job, sums, first + i, panel, 1);
+        else finish_row(job, sums, first + i, panel, 0);
     }
-#undef CASE
 }
 
 /* At most DIRECT rows; a task is `count` panels. */

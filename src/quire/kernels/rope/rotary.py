@@ -76,6 +76,8 @@ def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
         return unscaled / args.factor, 1.0
     if args.kind == "llama3":
         return _llama3(unscaled, args), 1.0
+    if args.kind == "longrope":
+        return unscaled / torch.tensor(args.divisors[args.long]), args.attention_factor or 1.0
     if args.kind == "yarn":
         return _yarn(unscaled, args, head_dim), _yarn_scale(args)
     return unscaled, 1.0  # default, and dynamic up to the trained length

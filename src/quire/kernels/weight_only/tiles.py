@@ -86,8 +86,7 @@ def product(
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
     """
-    y, bias, act, residual = into
-    gated = act != ""
+    (y, bias, act, residual), gated = into, into.gated
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)
     k = steps * deep
     walk = tiles_of(rows, n, k, deep, gated)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
-from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.epilogue import Epilogue, finish_in_gluon
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
 from quire.kernels.weight_only.bits import PLACES, _numbers, _twice, _zero
@@ -159,8 +158,7 @@ def product(
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
                different counters
     """
-    y, bias, act, residual = into
-    gated = act != ""
+    (y, bias, act, residual), gated = into, into.gated
     rows, n, k = x.shape[0], y.shape[1], x.shape[1]
     walk = walk_of(rows, n, k, group, bits, gated)
     in_pdl = pdl.in_use()
@@ -274,26 +272,16 @@ def _finish(acc, bias, residual, y, first, first_row, rows, n, ACT: gl.constexpr
 
     first, first_row   the first output (of gate, if GATED) and row;  OUT  layout of the results
     """
-    GATED: gl.constexpr = ACT != ""
     HEIGHT: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
-    if GATED:
+    other = acc
+    if ACT != "":
         acc, other = gl.split(acc.reshape([HEIGHT // 16, 2, 8, M]).permute([0, 2, 3, 1]).reshape([HEIGHT // 2, M, 2]))
         other = gl.convert_layout(other, OUT)
     out = gl.convert_layout(acc, OUT)
     col = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, OUT))
     row = first_row + gl.arange(0, M, gl.SliceLayout(0, OUT))
-    inside = (col < n)[:, None] & (row < rows)[None, :]
-    if bias is not None:
-        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        if bias is not None:
-            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = gated_in_gluon(out, other, ACT)
-    at = row.to(gl.int64)[None, :] * n + col[:, None]
-    if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    finish_in_gluon(out, other, bias, residual, y, row.to(gl.int64), col, rows, n, ACT)
 
 
 @gluon_jit
