@@ -16,7 +16,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import UNQUANTIZED, Scheme
 from quire.entry.cli.main import main
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.select import KernelNeeds, probe_of
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
@@ -173,10 +173,10 @@ def test_logits_of_two_kernels(form: str, mix: str, tmp_path: Path, monkeypatch:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
-FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
+EXPERT_FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)
 def test_kernels_of_experts_have_what_their_form_needs(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that lacks it is left out with the reason; biased experts are packed, not loaded in place."""
     args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), **form)
