@@ -297,20 +297,21 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_with_biased_experts(act: str) -> None:
     """Two ranks have a half of every expert each; the first has the bias of the down projection."""
-    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), act=act, biased=True)
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe")))
     assert args.moe is not None
+    moe = structs.replace(args.moe, act=act, biased=True)
     num, width, hidden = args.moe.routing.num_experts, args.moe.expert_size, args.hidden_size
     case = Case(6, num, 2, hidden, width)
     (x, weights, ids, gate_up, down), (first, second) = make(case, torch.float32), make_biases(case, torch.float32)
     expected = ref.run(x, weights, ids, packed_by(ref, gate_up, down, act, (first, second)))
     build, found = build_for(args), torch.zeros_like(x)
-    whole = Experts(f"{prefix(args)}experts", args.moe, build)
+    whole = Experts(f"{prefix(args)}experts", moe, build)
     assert whole.destination() is None
     for number, part in enumerate(torch.arange(width).chunk(2)):
         shapes = {"gate_up": (num * 2 * len(part), hidden), "down": (num * hidden, len(part))}
         names = {f"{prefix(args)}experts.{name}": shape for name, shape in shapes.items()}
         params = {name: structs.replace(build.params[name], shape=shape) for name, shape in names.items()}
-        layer = Experts(f"{prefix(args)}experts", args.moe, replace(build, params=params))
+        layer = Experts(f"{prefix(args)}experts", moe, replace(build, params=params))
         rows = torch.cat((part, width + part))
         for place in range(num):
             given = {"gate_up": gate_up[place][rows], "gate_up_bias": first[place][rows], "down": down[place][:, part]}
