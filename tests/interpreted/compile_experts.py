@@ -16,6 +16,7 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
+from quire.kernels.weight_only import pairs_in_tiles
 
 from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
@@ -70,7 +71,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def absent_gpu() -> AbsentGpu:
     """A Hopper GPU, whose sizes the modules know."""
     gpu = AbsentGpu(check)
-    gpu.describe_to(triton, hopper, scaled_hopper, weight_only)
+    gpu.describe_to(triton, hopper, scaled_hopper, pairs_in_tiles)
     return gpu
 
 

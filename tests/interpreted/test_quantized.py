@@ -33,8 +33,7 @@ from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
-from quire.kernels.weight_only import pairs as pairs_in_words
-from quire.kernels.weight_only import words
+from quire.kernels.weight_only import pairs_in_tiles, pairs_in_words, words
 
 from ..support.quantized_cases import (
     ACTIVATED,
@@ -62,7 +61,7 @@ GUARD = 1 << 16  # bytes
 def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels ask for the number of a GPU's multiprocessors."""
     monkeypatch.setattr(scaled_few, "multiprocessors", lambda: 7)
-    monkeypatch.setattr(weight_only_experts, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(pairs_in_tiles, "shared_memory", lambda: 227 << 10)
     torch.manual_seed(0)
 
 

@@ -173,10 +173,10 @@ def test_logits_of_two_kernels(form: str, mix: str, tmp_path: Path, monkeypatch:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
-ACTIVATIONS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
+EXPERT_FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
 
 
-@pytest.mark.parametrize("form", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)
 def test_kernels_of_experts_have_what_their_form_needs(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that lacks it is left out with the reason; biased experts are packed, not loaded in place."""
     args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), **form)

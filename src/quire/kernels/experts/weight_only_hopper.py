@@ -1,7 +1,7 @@
 """Experts with MXFP4 weights and bfloat16 activations on Hopper (compute capability 9.0).
 
 Weights stay packed, in the words of `quire.kernels.weight_only.words`, and become bf16 in registers before tensor cores
-multiply them. See `quire.kernels.weight_only.pairs`, also for the floor.
+multiply them. See `quire.kernels.weight_only.pairs_in_words`, also for the floor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.kernels.experts.triton import _sort, _sum_kernel
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.kernels.weight_only import pairs as products
+from quire.kernels.weight_only import pairs_in_words as products
 from quire.kernels.weight_only import words
 from quire.kernels.words import product_words
 
