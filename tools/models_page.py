@@ -112,7 +112,7 @@ def page(results: Mapping[str, Any]) -> str:
         if name not in FAMILIES and name not in WRAPPERS:
             lacking.setdefault(needs, []).append(f"`{name}`")
     missing = [("model_type", "needs"), *((", ".join(names), needs) for needs, names in lacking.items())]
-    return "\n".join([
+    parts = [
         INTRODUCTION,
         table(list(rows(results))),
         "\n## Language models inside models that read images\n",
@@ -121,7 +121,8 @@ def page(results: Mapping[str, Any]) -> str:
         "\n## Known, and not implemented yet\n",
         table(missing),
         "",
-    ])  # fmt: skip
+    ]
+    return "\n".join(parts)
 
 
 def table(cells: list[tuple[str, ...]]) -> str:

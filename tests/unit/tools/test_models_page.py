@@ -3,7 +3,6 @@
 import json
 
 from models_page import PAGE, RESULTS, page
-
 from quire.args.families import FAMILIES
 
 
