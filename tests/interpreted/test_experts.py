@@ -318,7 +318,10 @@ MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
         ("decodes", FEW | SORTED | {"_route_kernel"}),
         ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
         ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
-        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel"}),
+        (
+            "integers",
+            SORTED | MANY | {"_packed_kernel", "_unpack_kernel", "_bring_kernel", "hopper._pairs_kernel"},
+        ),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:
