@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.engine.eplb import ExpertMap, balanced_map, balancedness, expert_map, initial_map, moves
-from quire.kernels.experts.slots import ExpertSlots
+from quire.kernels.expert_copies.slots import ExpertSlots
 
 EXPERTS, GROUPS, KEPT, TOP_K, HIDDEN = 256, 8, 4, 8, 7168
 SIMULATED, INTERVALS, WINDOW, NEW = 12, 4, 4096, 0.3  # layers; intervals; tokens of a load; new part of popularities

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from quire.args.experts import Routing
 from quire.kernels import pdl, triton_runtime
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import grouped, ref
-from quire.kernels.experts.inputs import Case, make, packed_by
+from quire.kernels.experts.form import ExpertForm
+from quire.kernels.experts.inputs import Case, make, make_biases, packed_by
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import uniform
@@ -62,7 +65,7 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     experts, k, hidden, inner = shape
     x, weights, ids, gate_up, down = make(Case(tokens, experts, k, hidden, inner), torch.bfloat16, "cuda")
     residual = torch.randn_like(x)
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     packed = packed_by(triton, gate_up, down)
     given = residual.clone()
     found = triton.run(x, weights, ids, packed, None, given)
@@ -71,12 +74,12 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     own = torch.arange(experts, device=device)[1::2]
     places = torch.full((experts,), -1, dtype=torch.int32, device=device)
     places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
-    part = (gate_up[own], down[own])
+    part = ExpertWeights(gate_up[own], down[own])
     expected = ref.run(x, weights, ids, part, places)
-    close(triton.run(x, weights, ids, packed_by(triton, *part), places), expected)
-    close(triton.run(x, weights, places[ids], packed_by(triton, *part)), expected)
+    close(triton.run(x, weights, ids, packed_by(triton, *part[:2]), places), expected)
+    close(triton.run(x, weights, places[ids], packed_by(triton, *part[:2])), expected)
     if inner % 8 == 0 and hidden % 8 == 0:
-        close(grouped.run(x, weights, ids, packed_by(grouped, *part), places), expected)
+        close(grouped.run(x, weights, ids, packed_by(grouped, *part[:2]), places), expected)
 
 
 @pytest.mark.parametrize("spread", ["even", "one", "few", "none"])
@@ -121,15 +124,45 @@ def test_products_of_hopper(
     case = Case(tokens, experts, 1 if spread == "one" else k, hidden, inner, spread)
     x, weights, ids, gate_up, down = make(case, dtype, "cuda")
     wide = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, :hidden]
-    found = triton.run(wide, weights, ids, (gate_up, down), None, None, None, hopper.products)
-    close(found, ref.run(x, weights, ids, (gate_up, down)))
-    assert torch.equal(found, triton.run(x, weights, ids, (gate_up, down), None, None, None, hopper.products))
+    found = triton.run(wide, weights, ids, ExpertWeights(gate_up, down), None, None, None, hopper.products)
+    close(found, ref.run(x, weights, ids, ExpertWeights(gate_up, down)))
+    assert torch.equal(
+        found, triton.run(x, weights, ids, ExpertWeights(gate_up, down), None, None, None, hopper.products)
+    )
     own = torch.arange(experts, device=device)[1::2]
     places = torch.full((experts,), -1, dtype=torch.int32, device=device)
     places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
-    part = (gate_up[own], down[own])
+    part = ExpertWeights(gate_up[own], down[own])
     found = triton.run(x, weights, ids, part, places, None, None, hopper.products)
     close(found, ref.run(x, weights, ids, part, places))
+
+
+FORMS = [ExpertForm(act, biased) for act in ACTS for biased in (False, True)][1:]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130, 3000])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(32, 4, 2880, 2880), *SHAPES[2:]], ids=str)
+def test_every_form_of_experts(
+    device: torch.device, shape: tuple[int, int, int, int], form: ExpertForm, tokens: int
+) -> None:
+    """All experts of gpt-oss-20b, and others; then those of one rank of two."""
+    experts, k, hidden, inner = shape
+    case = Case(tokens, experts, k, hidden, inner)
+    x, weights, ids, gate_up, down = make(case, torch.bfloat16, "cuda")
+    biases = make_biases(case, torch.bfloat16, "cuda") if form.biased else None
+    residual = torch.randn_like(x)
+    expected = ref.run(x, weights, ids, packed_by(ref, gate_up, down, form.act, biases), None, residual)
+    packed = packed_by(triton, gate_up, down, form.act, biases)
+    close(triton.run(x, weights, ids, packed, None, residual.clone()), expected)
+    if not triton_runtime.missing_hopper():
+        close(hopper.run(x, weights, ids, packed, None, residual.clone()), expected)
+    if not triton_runtime.missing_hopper() and hidden % 64 == 0:
+        found = triton.run(x, weights, ids, packed, None, residual.clone(), None, hopper.products)
+        close(found, expected)
+    if inner % 8 == 0 and hidden % 8 == 0:
+        packed = packed_by(grouped, gate_up, down, form.act, biases)
+        close(grouped.run(x, weights, ids, packed, None, residual.clone()), expected)
 
 
 @pytest.mark.parametrize("spread", ["one", "few"])
@@ -138,7 +171,7 @@ def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
     """Every token to one expert, or to three: the others have none."""
     case = Case(tokens, 32, 1 if spread == "one" else 2, 512, 256, spread)
     x, weights, ids, gate_up, down = make(case, torch.bfloat16, "cuda")
-    expected = ref.run(x, weights, ids, (gate_up, down))
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down))
     close(triton.run(x, weights, ids, packed_by(triton, gate_up, down)), expected)
     close(grouped.run(x, weights, ids, packed_by(grouped, gate_up, down)), expected)
 
@@ -148,7 +181,7 @@ def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
 def test_other_types(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     x, weights, ids, gate_up, down = make(Case(tokens, 16, 4, 264, 136), dtype, "cuda")
     bound = 1e-5 if dtype == torch.float32 else 2e-3
-    packed, expected = packed_by(triton, gate_up, down), ref.run(x, weights, ids, (gate_up, down))
+    packed, expected = packed_by(triton, gate_up, down), ref.run(x, weights, ids, ExpertWeights(gate_up, down))
     close(triton.run(x, weights, ids, packed), expected, bound)
 
 
@@ -161,7 +194,10 @@ def test_weights_beyond_the_reach_of_32_bits(device: torch.device, tokens: int) 
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     ids = torch.tensor([[79, 78]], dtype=torch.int32, device=device).expand(tokens, 2).contiguous()
     weights = torch.rand(tokens, 2, device=device)
-    close(triton.run(x, weights, ids, (gate_up, down)), ref.run(x, weights, ids - 78, (gate_up[78:], down[78:])))
+    close(
+        triton.run(x, weights, ids, ExpertWeights(gate_up, down)),
+        ref.run(x, weights, ids - 78, ExpertWeights(gate_up[78:], down[78:])),
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 300, 1000])
@@ -172,7 +208,7 @@ def test_the_same_every_time_and_in_graphs(device: torch.device, tokens: int) ->
 
     def work() -> Tensor:
         weights, ids = routing.route(logits, None, QWEN3)
-        return triton.run(x, weights, ids, (gate_up, down), None, None)
+        return triton.run(x, weights, ids, ExpertWeights(gate_up, down), None, None)
 
     work()
     graph = torch.cuda.CUDAGraph()

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import ACTS
 from quire.kernels.linear import cuda, some_hopper
 from quire.kernels.triton_runtime import missing_hopper
+
+from ..support.quantized_cases import activated
 
 pytestmark = pytest.mark.skipif(bool(missing_hopper()), reason=missing_hopper() or "has Hopper's kernels")
 SHAPES = [(6144, 4096), (1024, 1000), (1000, 520), (2048, 8), (4160, 12288)]
@@ -45,9 +48,9 @@ def test_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     columns = x.t().contiguous().t()  # stored by column
     near(some_hopper.product(columns, weight, None, torch.empty_like(residual)), exact)
     if n % 2 == 0:
-        gate, up = (exact + bias.double()).chunk(2, 1)
-        y = torch.full((rows, n // 2), float("nan"), dtype=dtype, device="cuda")
-        near(some_hopper.product(x, weight, bias, y, gated=True), torch.nn.functional.silu(gate) * up)
+        for act in ACTS:
+            y = torch.full((rows, n // 2), float("nan"), dtype=dtype, device="cuda")
+            near(some_hopper.product(x, weight, bias, y, act=act), activated(exact + bias.double(), act))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])

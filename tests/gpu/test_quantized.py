@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from quire.kernels.activation import ACTS
 from quire.kernels.experts import weight_only as weight_only_experts
+from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
+from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import scaled, weight_only, weight_only_hopper
 from quire.kernels.triton_runtime import missing_hopper
 
 from ..support.quantized_cases import (
+    ACTIVATED,
     CALLS,
     ODD,
     SCALED,
@@ -33,12 +37,15 @@ WORDS = (
 )  # fmt: skip
 
 
+FORMS = [ExpertForm(act, biased) for act in ACTS for biased in (False, True)][1:]
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("call", (*CALLS, *ODD, *LARGE), ids=str)
+@pytest.mark.parametrize("call", (*CALLS, *ODD, *LARGE, *ACTIVATED), ids=str)
 @pytest.mark.parametrize("kind", SCALED)
 def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> None:
     if why := scaled.unsupported():
@@ -46,13 +53,13 @@ def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> 
     compare(scaled, SCALED[kind], call, torch.bfloat16, device, 8e-3)
 
 
-@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE) if not call.norm], ids=str)
+@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE, *ACTIVATED) if not call.norm], ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_products_of_integer_weights(kind: str, call: Call, device: torch.device) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.bfloat16, device, 8e-3)
 
 
-@pytest.mark.parametrize("call", WORDS, ids=str)
+@pytest.mark.parametrize("call", (*WORDS, *ACTIVATED), ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_products_of_integer_weights_in_words(kind: str, call: Call, device: torch.device) -> None:
     """Few rows and some, in all heights of tiles; more than 256 rows are multiplied with the unpacked weight."""
@@ -89,6 +96,18 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
         compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 40, 3000])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_of_quantized_experts(form: ExpertForm, tokens: int, device: torch.device) -> None:
+    for kind in ("w4 32 order", "w8 channel symmetric"):
+        given = tokens, 8, 2, 512, 384, torch.bfloat16, device, 1e-2
+        compare_experts(WEIGHT_ONLY[kind], *given, kernel=weight_only_experts, form=form)
+    if why := scaled.unsupported():
+        pytest.skip(why)
+    for kind in ("fp8 block", "int8 token", "fp8 channel token"):
+        compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, away=(1, 4), form=form)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_experts_of_integer_weights(kind: str, tokens: int, device: torch.device) -> None:
@@ -107,6 +126,58 @@ def test_experts_of_integer_weights(kind: str, tokens: int, device: torch.device
             away=away,
             kernel=weight_only_experts,
         )
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 70, 300, 1200])
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 384), (1184, 1056), (160, 96)])
+def test_experts_of_mxfp4_in_words(hidden: int, inner: int, tokens: int, device: torch.device) -> None:
+    """Every tiling; sizes are whole and odd blocks of 64 outputs, and inputs that are no multiple of 128."""
+    if why := missing_hopper():
+        pytest.skip(why)
+    forms = PLAIN, ExpertForm("swiglu_oai", biased=True), ExpertForm("gelu_tanh")
+    for (away, count), form in zip((((), 8), ((1, 4), 8), ((), 64)), forms, strict=True):
+        compare_experts(
+            WEIGHT_ONLY["mxfp4"],
+            tokens,
+            count,
+            2,
+            hidden,
+            inner,
+            torch.bfloat16,
+            device,
+            1e-2,
+            residual=True,
+            away=away,
+            kernel=weight_only_hopper_experts,
+            form=form,
+        )
+
+
+def test_experts_of_mxfp4_in_words_are_the_same_in_a_graph(device: torch.device) -> None:
+    """New rows and new experts are read at replay; a second replay has the same bits."""
+    if why := missing_hopper():
+        pytest.skip(why)
+    kernel, count = weight_only_hopper_experts, 32
+    pairs = [
+        (make_matrix(WEIGHT_ONLY["mxfp4"], 768, 512, device), make_matrix(WEIGHT_ONLY["mxfp4"], 512, 384, device))
+        for _ in range(count)
+    ]
+    packed = kernel.empty(count, *pairs[0], device)
+    for place, pair in enumerate(pairs):
+        kernel.put(packed, place, *pair)
+    x, weights = torch.randn(64, 512, device=device).bfloat16(), torch.rand(64, 4, device=device)
+    ids = torch.stack([torch.randperm(count)[:4] for _ in range(64)]).int().to(device)
+    kernel.run(x, weights, ids, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernel.run(x, weights, ids, packed)
+    for _ in range(2):
+        x.normal_()
+        ids.copy_(ids.flip(0))
+        graph.replay()
+        first = y.clone()
+        graph.replay()
+        assert torch.equal(y, first) and torch.equal(y, kernel.run(x, weights, ids, packed))
 
 
 def test_the_reference_can_be_captured(device: torch.device) -> None:

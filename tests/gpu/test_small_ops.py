@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.args.rope import RopeArgs
 from quire.kernels import pdl, triton_runtime
+from quire.kernels.activation import ACTS
 from quire.kernels.activation import ref as activation_ref
 from quire.kernels.attention import KVView
 from quire.kernels.heads import ref as heads_ref
@@ -56,7 +57,8 @@ def test_norm_and_activation(device: torch.device, tokens: int, width: int) -> N
     x, weight = draw(tokens, 2 * width, device=device), draw(width, device=device)
     part = x[:, width:]
     close(norm.rms_norm(part, weight, EPS), norm_ref.rms_norm(part.double().float(), weight.float(), EPS))
-    close(activation.gated(x), activation_ref.gated(x.float()))
+    for act in ACTS:
+        close(activation.gated(x, act), activation_ref.gated(x.float(), act))
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, 8192])
@@ -118,6 +120,8 @@ def test_products(device: torch.device, rows: int, n: int, k: int) -> None:
     close(cuda.run_norm(x, scale, EPS, packed, bias), after)
     gate, up = after.chunk(2, -1)
     close(cuda.run_norm_gated(x, scale, EPS, packed, bias), gate * torch.sigmoid(gate) * up, 2e-2)
+    for act in ACTS[1:]:
+        close(cuda.run_norm_gated(x, scale, EPS, packed, bias, act), activation_ref.gated(after, act), 2e-2)
     residual = draw(rows, n, device=device)
     expected = residual.double() + exact + bias.double()
     close(cuda.run_add(x, packed, bias, residual), expected)

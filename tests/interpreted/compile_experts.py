@@ -11,11 +11,12 @@ from quire.args.experts import Routing
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation import ACTS
-from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only
+from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only, weight_only_hopper
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
+from quire.kernels.weight_only import pairs_in_tiles
 
 from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
@@ -34,6 +35,7 @@ DEEPSEEK = Routing(
 )
 INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
 GPT_OSS = ExpertForm("swiglu_oai", biased=True)
+MXFP4 = Scheme(values="e2m1", block=(1, 32))
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
@@ -52,6 +54,8 @@ def check(made: Made) -> None:
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
         assert "wgmma" in ptx and copies == ({"0x10"} if given["ACT"] else set()), (copies, made)
+    if made.name == "hopper._pairs_kernel":
+        assert "wgmma" in made.ptx and "cp.async.bulk.tensor" in made.ptx, made
     if made.name == "hopper._scaled_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
@@ -67,7 +71,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def absent_gpu() -> AbsentGpu:
     """A Hopper GPU, whose sizes the modules know."""
     gpu = AbsentGpu(check)
-    gpu.describe_to(triton, hopper, scaled_hopper, weight_only)
+    gpu.describe_to(triton, hopper, scaled_hopper, pairs_in_tiles)
     return gpu
 
 
@@ -160,6 +164,12 @@ def integers() -> None:
     launch_quantized(weight_only, 64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
     launch_quantized(weight_only, 64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
     launch_quantized(weight_only, 64, 32, 4, 2880, 2880, Scheme(values="w4", block=(1, 32)), GPT_OSS)
+    launch_quantized(weight_only, 64, 32, 4, 2880, 2880, MXFP4, GPT_OSS)
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for tokens in (64, 8192) if dependent else (1, *full_rows((16, 256, 512, 1024))):
+            form = GPT_OSS if dependent else PLAIN
+            launch_quantized(weight_only_hopper, tokens, 32 if dependent else 128, 4, 2880, 2880, MXFP4, form)
     gpu.capability, gpu.room = 80, 163 << 10
     setattr(pdl, "in_use", lambda: False)  # noqa: B010
     for tokens in (8192, *full_rows((1,))):

@@ -23,9 +23,10 @@ def check(made: Made) -> None:
         assert "mma.sync" in made.ptx and re.search(r"ld\.global\.L1::evict_first\S*\.v4", made.ptx), made
     if made.name == "hopper._some_kernel":
         loop = made.file("ttgir").read_text().split("scf.for", 1)[1].split("scf.yield", 1)[0]
-        scales = len(re.findall(r"tt\.load .*tensor<[0-9x]+x!tt\.ptr<f32>", loop))
+        powers = made.signature["scales"] == "*i32"
+        scales = len(re.findall(rf"tt\.load .*tensor<[0-9x]+x!tt\.ptr<{'i32' if powers else 'f32'}>", loop))
         deep = next(deep for deep in (128, 64, 32) if given["GROUP"] % deep == 0)
-        assert "wgmma" in made.ptx and scales == 128 // deep * (1 + given["FIRST"]), (scales, made)
+        assert "wgmma" in made.ptx and scales == (2 if powers else 128 // deep * (1 + given["FIRST"])), (scales, made)
 
 
 def main() -> None:
@@ -49,10 +50,13 @@ def main() -> None:
         zeros: bool = True,
         residual: bool = False,
         act: str = "silu",
+        powers: bool = False,
     ) -> None:
         units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
         packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
         scales = empty(units, k // group, 16, dtype=torch.float32)
+        if powers:
+            scales = empty(units, steps, 16, dtype=torch.int32)
         y, none = empty(rows, n), empty(units, k // group, 16, dtype=torch.uint8) if zeros else None
         if rows > words.MOST_ROWS:
             shape = (n << gated, k)
@@ -77,7 +81,11 @@ def main() -> None:
     launch(8, 3072, 1024, 64, gated=True, act="swiglu_oai")
     launch(128, 8192, 3584, 32, bits=8)
     launch(300, 8192, 3584, 32, bits=8)
+    for rows in (8, 64, 128, 300):
+        launch(rows, 5760, 2880, 32, gated=rows == 8, zeros=False, powers=True)
     for rows, scheme in (
+        (64, Scheme(values="e2m1", block=(1, 32))),
+        (300, Scheme(values="e2m1", block=(1, 32))),
         (64, Scheme(values="w4", block=(1, 128), zeros=True)),
         (300, Scheme(values="w8", block=(1, 0), zeros=True)),
     ):

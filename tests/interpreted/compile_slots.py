@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from quire.kernels.experts.triton_slots import take
+from quire.kernels.expert_copies.triton_slots import take
 
 from .compiling import AbsentGpu, Made
 

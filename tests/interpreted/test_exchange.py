@@ -26,6 +26,7 @@ from quire.kernels import triton_runtime
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.exchange_ref import Replica, combined, dispatched
 from quire.kernels.experts import ref, scaled, triton
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.quantize.rows import QuantizedRows
 
 from ..support.forks import Forks
@@ -110,7 +111,7 @@ def replica(part: Part, number: int, seed: int, count: int, rows: int) -> Replic
 def packed(hidden: int, dtype: torch.dtype) -> ref.Packed:
     """The weights of all experts."""
     random_ = torch.Generator().manual_seed(hidden)
-    return (
+    return ExpertWeights(
         torch.randn(EXPERTS, 2 * INNER, hidden, generator=random_).mul(0.1).to(dtype),
         torch.randn(EXPERTS, hidden, INNER, generator=random_).mul(0.3).to(dtype),
     )
@@ -161,7 +162,7 @@ def check_quantized_experts(got: Sent, expected: Sent, mapping: Tensor, wire: Wi
     y = scaled.run(*got, local, mapping, room)
     assert y.data_ptr() == room.data_ptr()
     here = (expected[2] >= 0).any(1)
-    want = ref.run(*expected, pairs, mapping)[here]
+    want = ref.run(*expected, [ExpertWeights(*pair) for pair in pairs], mapping)[here]
     far = float((y[here] - want).norm() / want.norm().clamp(min=1e-9))
     assert far < 0.05, f"experts: {far:.1e} {wire}"  # the interpreter halves numbers that round up to a power of two
 
@@ -182,7 +183,7 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
         mapping = torch.full((EXPERTS,), -1, dtype=torch.int32)
         mine = (owner == other).nonzero()[:, 0]
         mapping[mine] = torch.arange(len(mine), dtype=torch.int32)
-        local = tuple(one[mine] for one in weights)
+        local = ExpertWeights(*(one[mine] for one in weights[:2]))
         sent = dispatched(everyone, rank=other, wire=layout.wire, **given)
         if other != rank:
             results.append(ref.run(*as_numbers(sent), local, mapping))

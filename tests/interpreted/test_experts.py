@@ -58,9 +58,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def test_routing(plan: Routing, kind: str) -> None:
     logits, bias = routing_inputs.make(plan, 5, kind)
     expected = routing_ref.route(logits, bias, plan)
-    factors = torch.rand(plan.num_experts) + 0.5
-    scaled = routing.route(logits, bias, plan, None, factors)
-    torch.testing.assert_close(scaled[0], expected[0] * factors[expected[1].long()])
+    expert_scale = torch.rand(plan.num_experts) + 0.5
+    scaled = routing.route(logits, bias, plan, None, expert_scale)
+    torch.testing.assert_close(scaled[0], expected[0] * expert_scale[expected[1].long()])
     for actual, wanted in zip(routing.route(logits, bias, plan), expected, strict=True):
         assert actual.dtype == wanted.dtype and actual.is_contiguous()
         torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
@@ -155,7 +155,7 @@ def test_rows_without_experts_have_the_residual_alone() -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 72, 40), torch.float32)
     ids[:], residual = torch.tensor([0, 1]), torch.randn_like(x)
     ids[[0, 3]] = -1
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     gate_up[2:], down[2:] = torch.nan, torch.nan
     packed = packed_by(triton, gate_up, down)
     for function in (triton.few, triton.many):
@@ -321,7 +321,7 @@ MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
         ("decodes", FEW | SORTED | {"_route_kernel"}),
         ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
         ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
-        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel"}),
+        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel", "_bring_kernel", "hopper._pairs_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:

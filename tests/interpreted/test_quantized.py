@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +25,18 @@ from quire.kernels import triton_runtime
 from quire.kernels.activation import ACTS
 from quire.kernels.experts import scaled as experts
 from quire.kernels.experts import weight_only as weight_only_experts
+from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
 from quire.kernels.experts.form import ExpertForm
+from quire.kernels.experts.triton import _sort
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
+from quire.kernels.weight_only import pairs_in_tiles, pairs_in_words, words
 
 from ..support.quantized_cases import (
+    ACTIVATED,
     CALLS,
     ODD,
     SCALED,
@@ -55,16 +61,18 @@ GUARD = 1 << 16  # bytes
 def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels ask for the number of a GPU's multiprocessors."""
     monkeypatch.setattr(scaled_few, "multiprocessors", lambda: 7)
-    monkeypatch.setattr(weight_only_experts, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(pairs_in_tiles, "shared_memory", lambda: 227 << 10)
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD)), ids=str)
+@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD, *ACTIVATED)), ids=str)
 def test_products_of_eight_bits(kind: str, call: Call) -> None:
     compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, (call for call in CALLS if not call.norm)), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "call"), thinned(WEIGHT_ONLY, (call for call in (*CALLS, *ACTIVATED) if not call.norm)), ids=str
+)
 def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 
@@ -281,6 +289,44 @@ def test_experts_of_integer_weights(kind: str, tokens: int, hidden: int, inner: 
 )
 def test_experts_of_integer_weights_of_any_size(kind: str, hidden: int, inner: int) -> None:
     compare_experts(WEIGHT_ONLY[kind], 5, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, kernel=weight_only_experts)
+
+
+def test_experts_of_mxfp4_in_words_hold_their_numbers() -> None:
+    """Sizes are whole and odd blocks of 64 outputs, of which many odd ones get another block."""
+    scheme = WEIGHT_ONLY["mxfp4"]
+    for hidden, inner in ((160, 96), (1184, 32)):
+        pairs = [(make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU)) for _ in "abc"]
+        packed = weight_only_hopper_experts.empty(3, *pairs[0], CPU)
+        for place in (2, 0, 1):
+            weight_only_hopper_experts.put(packed, place, *pairs[place])
+        assert packed[1].words.shape[1] == {160: 12, 1184: 80}[hidden]
+        for stack, place in product(packed[:2], range(3)):
+            matrix = pairs[place][stack is packed[1]]
+            given = stack.words[place], stack.scales[place], None, matrix.shape, torch.float32
+            found = words.unpack(*given, bits=4, group=32, gated=stack.gated)
+            assert torch.equal(found, dequantize(matrix))
+
+
+@pytest.mark.parametrize("power", [0, 1, 100, 128])
+def test_weights_with_the_smallest_and_largest_scales(power: int) -> None:
+    matrix = make_matrix(WEIGHT_ONLY["mxfp4"], 64, 160, CPU)
+    matrix.scale.fill_(power)
+    for kernel in (weight_only, weight_only_hopper):
+        packed = kernel.pack(matrix)
+        assert not isinstance(packed, QuantizedMatrix) and torch.equal(packed.unpack(torch.float32), dequantize(matrix))
+
+
+def test_rows_are_brought_into_the_order_of_experts() -> None:
+    """Tiles of 8 pairs of one expert each; pairs of other ranks' experts come last, and nobody reads their rows."""
+    ids = torch.tensor([[0, 3], [3, 1], *[[3, 0]] * 9], dtype=torch.int32)
+    x, expert_map = torch.randn(11, 40).half(), torch.tensor([1, -1, 2, 0], dtype=torch.int32)
+    order, starts = _sort(ids, expert_map, 3)
+    assert starts.tolist() == [0, 11, 21, 21]
+    cut = pairs_in_words.Tiles(8, 3, 1)
+    found = pairs_in_words.bring(x, order, starts, 2, cut)
+    assert torch.equal(found.x[:21], x[order[:21] // 2])
+    records = found.tiles.view(-1, 4)[:5].tolist()
+    assert records == [[0, 0, 11, 4], [0, 8, 3, 4], [1, 11, 10, 4], [1, 19, 2, 4], [0, 0, 0, 4]]
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:

@@ -9,8 +9,8 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from quire.kernels import triton_runtime
-from quire.kernels.experts import triton_slots
-from quire.kernels.experts.slots import ExpertSlots, initial_slots
+from quire.kernels.expert_copies import triton_slots
+from quire.kernels.expert_copies.slots import ExpertSlots, initial_slots
 
 from ..support.triton_interpreter import repair_interpreter
 

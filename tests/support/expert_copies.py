@@ -1,4 +1,4 @@
-"""The choice among copies of experts in numpy, with which that of `kernels/experts/slots.py` is compared."""
+"""The choice among copies of experts in numpy, with which that of `kernels/expert_copies/slots.py` is compared."""
 
 from typing import Any
 

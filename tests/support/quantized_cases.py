@@ -32,6 +32,7 @@ WEIGHT_ONLY = {
     "w4 channel": Scheme(values="w4", block=(1, 0)),
     "w8 128": Scheme(values="w8", block=(1, 128), zeros=True),
     "w8 channel symmetric": Scheme(values="w8", block=(1, 0)),
+    "mxfp4": Scheme(values="e2m1", block=(1, 32)),
 }
 
 
@@ -107,8 +108,8 @@ CALLS = (
     Call(1, 128, 640, residual=True), Call(3, 128, 256, bias=True, residual=True),
     Call(9, 256, 384, norm=True, gated=True), Call(40, 192, 256, norm=True),
     Call(70, 256, 256, bias=True, residual=True), Call(66, 256, 128, gated=True),
-    *(Call(rows, 256, 256, gated=True, bias=True, act=act) for rows in (1, 9, 70) for act in ACTS[1:]),
 )  # fmt: skip
+ACTIVATED = tuple(Call(rows, 256, 256, gated=True, bias=True, act=act) for rows in (1, 9, 70) for act in ACTS[1:])
 ODD = (  # inputs that are no multiple of 128
     Call(1, 128, 200, norm=True), Call(9, 128, 200, residual=True), Call(20, 128, 328, norm=True, gated=True),
     Call(70, 128, 200, bias=True),
@@ -122,13 +123,14 @@ def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> Quantiz
     elif scheme.values == "int8":
         values = torch.randint(-127, 128, (n, k)).to(torch.int8)
     else:
-        values = torch.randint(0, 256, (n, k // 2 if scheme.values == "w4" else k), dtype=torch.uint8)
+        values = torch.randint(0, 256, (n, k * scheme.bits // 8), dtype=torch.uint8)
     shape = scheme.scales(n, k)
-    middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74)}[scheme.values]
+    middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74), "e2m1": (0, 3)}[scheme.values]
+    scale = (torch.rand(shape) + 0.1) / (typical * k**0.5)
     made = QuantizedMatrix(
         scheme,
         values.to(TYPES[scheme.values]),
-        (torch.rand(shape) + 0.1) / (typical * k**0.5),
+        scale.log2().round().add(127).to(torch.uint8) if scheme.values == "e2m1" else scale,
         torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
         torch.randperm(k).int() if scheme.order else None,
         torch.tensor(0.05) if scheme.inputs == "tensor" else None,

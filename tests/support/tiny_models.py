@@ -159,6 +159,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "cohere2": FamilyCase(options=_WINDOW | {"logit_scale": 0.25, "head_dim": None}, biases=("attention_bias",)),
     "qwen2": FamilyCase(),
     "qwen3": FamilyCase(biases=("attention_bias",)),
+    "qwen3_vl_text": FamilyCase(biases=("attention_bias",), peer="qwen3"),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": FamilyCase(
@@ -172,6 +173,9 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "minimax_m2": FamilyCase(
         options={"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "rotary_dim": 8},
         ropes=tuple(rope for rope in ROPES if rope != "yarn"),
+    ),
+    "qwen3_vl_moe_text": FamilyCase(
+        options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]}, biases=("attention_bias",), peer="qwen3_moe"
     ),
     "deepseek_v2": FamilyCase(
         options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}

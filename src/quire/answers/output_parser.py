@@ -20,7 +20,7 @@ from quire.answers.quoted_values import quoted_object
 from quire.answers.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
 from quire.answers.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
 from quire.text.output_styles import OutputStyles
-from quire.text.tool_formats import CALL_ID, PLAIN, ToolFormat
+from quire.text.tool_formats import CALL_ID, CALL_NUMBER, PLAIN, ToolFormat
 
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
@@ -59,6 +59,7 @@ class OutputParser:
         self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: drop white space here
         self._said = self._muted = self._calling = False  # had content; drop further text; a call's arguments began
         self._parallel, self._must, self._cut = parallel, must, False
+        self._ids: set[str] = set()  # of the model's own
         self._event: Callable[[str], Event] | None = None  # makes events of the call's arguments; None: drop them
         self._blank: list[str] = []  # white space that is kept only if more text follows
         self._out: list[tuple[Callable[[str], Event], str]] = []
@@ -106,7 +107,9 @@ class OutputParser:
         if self._parallel or not self.num_calls:
             # Mistral's templates accept only ids of nine characters.
             drawn = secrets.token_hex(5)[1:] if CALL_ID in self._format.between else f"call_{secrets.token_hex(12)}"
-            own = call_id if call_id.isascii() and len(call_id) <= LONGEST_ID else ""  # the model's own id, if usable
+            usable = call_id.isascii() and len(call_id) <= LONGEST_ID and call_id not in self._ids
+            own = call_id if usable else ""  # the model's own
+            self._ids.add(own)
             begins = CallBegins(self.num_calls, own or drawn, name)
             self._out.append((lambda _: begins, name))
             self._event = partial(CallArguments, self.num_calls)
@@ -200,7 +203,9 @@ class OutputParser:
         yield from self._in.need(fmt.before)
         name = yield from self._in.need(*self._tools)
         call_id: list[str] = []
-        if (yield from self._in.need(*fmt.between)) == CALL_ID:
+        tag = yield from self._in.need(*fmt.between)
+        if tag in (CALL_ID, CALL_NUMBER):
+            call_id += [f"{fmt.before}{name}:"] if tag == CALL_NUMBER else []
             yield from self._in.until(fmt.between[:1], call_id.append)
         yield from self._arguments(name, "".join(call_id))
 

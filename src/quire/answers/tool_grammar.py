@@ -16,7 +16,7 @@ from quire.answers.text_formats import FORMATS, whole
 from quire.answers.tool_values import STRING, branches, kinds_of
 from quire.contracts.errors import InvalidParameter, shown
 from quire.text.output_styles import OutputStyles
-from quire.text.tool_formats import PLAIN, ToolFormat
+from quire.text.tool_formats import CALL_NUMBER, PLAIN, ToolFormat
 
 # White space as models write it. Without this limit some models write nothing but white space.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -92,8 +92,14 @@ def _call(fmt: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str,
     if not fmt.key and not (fmt.syntax and all(key.isidentifier() and not iskeyword(key) for key in properties)):
         if fmt.syntax:  # with names that cannot be bare: one object
             between, after = ("(**", ")") if fmt.syntax == "python" else ("", after.removeprefix(fmt.end))
+        number = ""
+        if CALL_NUMBER in fmt.between:  # any number, since calls of earlier turns count, too
+            between, number = CALL_NUMBER, f"/[0-9]{{1,3}}/ {_quoted(fmt.between[0])} "
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
-        return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", json_rule(f"{rule}_", root, shared)]
+        return before + shown + between, [
+            f"{rule}: {number}{rule}_ {_quoted(after)}",
+            json_rule(f"{rule}_", root, shared),
+        ]
     items, rules = _one_by_one(fmt, root, shared, rule)
     return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
 

@@ -43,8 +43,8 @@ class Heads:
                  ones beside others with a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
     interleaved, sinks, values, scale   as in `GroupedArgs`
-    by_kind      True: layers with full attention have heads of their own: global_head_dim, num_global_key_value_heads,
-                 attention_k_eq_v. Without rope_parameters their rotation is proportional, of the family's part `rotated`
+    by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
+                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
     """
 
     qk_norm: str | None = ""
@@ -155,8 +155,11 @@ FAMILIES: Mapping[str, Family] = {
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                     window=Window(default=4096, by_flag=True, layers="from"), words="attention_bias"),
-    "qwen3_vl_text": Family(architecture="Qwen3VLTextModel", qkv_bias=None, output_bias=None, heads=QWEN3,
+    "qwen3_vl_text": Family(architecture="Qwen3VLTextForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,
                             words="attention_bias mrope_section"),
+    "qwen3_vl_moe_text": Family(architecture="Qwen3VLMoeTextForCausalLM", qkv_bias=None, output_bias=None,
+                                heads=Heads(qk_norm="head"), experts="qwen3_vl_moe",
+                                words="attention_bias mrope_section"),
     "gemma2": Family(architecture="Gemma2ForCausalLM", qkv_bias=None, output_bias=None,
                      heads=Heads(dim=256, soft_cap=50.0), form=GEMMA2,
                      window=Window(default=4096, layers="between", period=2), words=GEMMA_KEYS),

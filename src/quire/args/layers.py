@@ -94,13 +94,11 @@ class NormArgs(msgspec.Struct, frozen=True, kw_only=True):
     eps        added to the mean of squares
     plus_one   True: it multiplies by 1 + weight; False: by weight
     centered   True: layer normalization, which subtracts the mean; False: RMS normalization
-    factor     multiplies the weight
     """
 
     eps: float
     plus_one: bool = False
     centered: bool = False
-    factor: float = 1.0
 
 
 class EndArgs(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA4),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 }
 AROUND = ("quantization_config", "compression_config", "tie_word_embeddings", "dtype", "torch_dtype")  # keys beside
 

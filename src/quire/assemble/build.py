@@ -10,7 +10,7 @@ from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
-from quire.kernels.experts.slots import REPLICA_ROWS, ExpertSlots, initial_slots
+from quire.kernels.expert_copies.slots import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder

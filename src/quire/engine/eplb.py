@@ -1,4 +1,4 @@
-"""Balancing of experts (EPLB): where the copies of each expert lie. `kernels/experts/slots.py` chooses among them.
+"""Balancing of experts (EPLB): where copies of experts lie. `kernels/expert_copies/slots.py` chooses among them.
 
 The policy is the algorithm of DeepSeek's EPLB (2025): hot experts get more slots, and slots are packed onto ranks so
 that every rank has about equally many tokens. Pure numpy: nothing here knows weights, processes or devices.

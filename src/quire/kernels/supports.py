@@ -53,7 +53,7 @@ NATIVE = replace(PLAIN, needs=("native",))
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
-_INTEGERS = frozenset({"w4", "w8", "add", "exact", "gated", "out"})  # integer weights of a linear layer
+_NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
 _FORMS = frozenset({"gelu_tanh", "swiglu_oai", "bias"})  # of experts, see their form.py
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
@@ -74,8 +74,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
                           features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
-        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_INTEGERS),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_INTEGERS),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
@@ -84,8 +84,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=128),
-        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
+        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
         "native": replace(NATIVE, features=_SCORES | {"recording", "rows"}, max_head_dim=512),
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
@@ -110,7 +110,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "triton": replace(TRITON, features=_STACKED | _FORMS | {"join"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
                           features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_FORMS | {"w4", "w8", "join"}),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"}),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_FORMS | {"w4", "w8", "mxfp4", "join"}),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED | _FORMS),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN | _FORMS, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | _FORMS | {"stored"}),

@@ -1,7 +1,6 @@
 """The feed-forward layer of a gated MLP and experts beside each other."""
 
 import torch
-from msgspec import structs
 from torch import Tensor, nn
 
 from quire.args.layers import BesideArgs, NormArgs
@@ -15,7 +14,7 @@ from quire.layers.norm import Norm
 class MLPBesideExperts(nn.Module):
     """Norms of a gated MLP and of experts, added. Both read the residual stream, each after a norm of its own.
 
-    The router reads the stream after a third norm. The norm before the MLP and the one of the sum are the branch's.
+    The router reads the stream itself. The norm before the MLP and the one of the sum are the branch's.
     """
 
     def __init__(self, args: BesideArgs, at: str, hidden_size: int, build: Build, norm: NormArgs) -> None:
@@ -25,7 +24,6 @@ class MLPBesideExperts(nn.Module):
         self.dense_after = Norm(f"{at}.dense_after", norm, build)
         self.experts_norm = Norm(f"{at}.experts_norm", norm, build)
         self.experts_after = Norm(f"{at}.experts_after", norm, build)
-        self.router_norm = Norm(f"{at}.router_norm", structs.replace(norm, factor=hidden_size**-0.5), build)
 
     def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
         """Return residual + the two parts of x by way of `branch`, [T, hidden]; it may reuse the residual's memory.
@@ -34,5 +32,5 @@ class MLPBesideExperts(nn.Module):
         """
         inner = branch.project(self.mlp.gate_up, x, ctx)
         dense = self.dense_after(self.mlp.down.summed(inner, ctx))
-        experts = self.moe.added(self.experts_norm(x), torch.zeros_like(x), ctx, self.router_norm(x))
+        experts = self.moe.added(self.experts_norm(x), x, torch.zeros_like(x), ctx)
         return branch.join(self.experts_after.added(experts, dense), x if residual is None else residual)

@@ -8,7 +8,7 @@ from quire.layers.context import Build
 
 
 class Norm(nn.Module):
-    """y = x / rms(x) * weight, or as `args` say; the weight is [width], float32 where `args` change it."""
+    """y = x / rms(x) * weight, or as `args` say; the weight is [width], float32 where 1 is added to it."""
 
     weight: Tensor
     stored: Tensor  # the weight as the checkpoint has it
@@ -38,9 +38,7 @@ class Norm(nn.Module):
 
 
 def scale_of(weight: Tensor, args: NormArgs) -> Tensor:
-    """Return the numbers by which a norm multiplies: the weight; 1 + weight, or the weight * factor, in float32."""
-    if args.factor != 1.0:
-        return weight.float() * args.factor
+    """Return the numbers by which a norm multiplies: the weight, or 1 + weight in float32."""
     return weight.float() + 1 if args.plus_one else weight
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from quire.args.checkpoint import ModelArgs
 from quire.contracts.params import Param
-from quire.kernels.linear.plan import LinearPlan, RowRange
+from quire.kernels.linear_plan import LinearPlan, RowRange
 from quire.kernels.select import Choice
 
 NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of latents

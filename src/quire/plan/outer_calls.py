@@ -21,8 +21,16 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
         return "linear.pack"
     if name.endswith(
         (
-            *("norm.weight", "_after.weight", "_norm.q", "_norm.k", "sinks.weight", ".kv_up.weight", "factor.weight"),
-            *(".correction", ".factors", "bias"),
+            "norm.weight",
+            "_after.weight",
+            "_norm.q",
+            "_norm.k",
+            "sinks.weight",
+            ".kv_up.weight",
+            ".correction",
+            "factor.weight",
+            "scale",
+            "bias",
         )
     ):
         return ""

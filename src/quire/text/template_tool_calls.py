@@ -6,6 +6,8 @@ Many drop a call silently if its format is wrong. So instead of a list of models
 renders a call in each format. The first format in which call, arguments and result reach the prompt is its style.
 Mappings are tried first, so a template that would quote text twice never gets text.
 
+Some templates have a form for results that only a field of the calling turn reaches (Gemma 4); it is preferred.
+
 Then the template is probed with arguments that `max_tokens` cut off, with call ids of several lengths, with several
 calls in a turn, and with reasoning and content beside a call. Such turns stay in a conversation, so a template that
 refuses or drops them gets a format that it accepts.
@@ -35,6 +37,7 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     short_ids           True: a call id that is not nine letters or digits becomes a hash, in calls and in tool results
     single_calls        True: a turn with several calls becomes a turn for each, with its result behind it
     joined_reasoning    True: in a turn with calls, reasoning goes before the content, as one text
+    inner_results       True: results become the field `tool_responses` of the turn that has their calls
     """
 
     arguments_as_text: bool = False
@@ -43,6 +46,7 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     short_ids: bool = False
     single_calls: bool = False
     joined_reasoning: bool = False
+    inner_results: bool = False
 
     def turns(self, chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a conversation in this style."""
@@ -51,17 +55,19 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         while at < len(chat):
             message, at = chat[at], at + 1
             calls = message.get("tool_calls")
-            if not (self.single_calls and message.get("role") == "assistant" and isinstance(calls, list) and calls[1:]):
+            if message.get("role") != "assistant" or not isinstance(calls, list) or not all(map(_is_call, calls)):
                 found.append(message)
                 continue
             results = list(takewhile(lambda one: one.get("role") == "tool", chat[at:]))
-            at += len(results)
-            bare = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
-            for number, call in enumerate(calls):
-                own = [one for one in results if isinstance(call, dict) and one.get("tool_call_id") == call.get("id")]
-                results = [one for one in results if one not in own]
-                found += [{**(bare if number else message), "tool_calls": [call]}, *own]
-            found += results
+            if self.inner_results and results:
+                at += len(results)
+                names = {call.get("id"): call["function"].get("name") for call in calls}
+                found.append({**message, "tool_responses": [_response(one, names) for one in results]})
+            elif self.single_calls and calls[1:]:
+                at += len(results)
+                found += _one_by_one(message, calls, results)
+            else:
+                found.append(message)
         return [self.apply(message) for message in found]
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +87,7 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         return turn
 
     def _call(self, call: Any) -> Any:
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        if not _is_call(call):
             return call
         function = call["function"]
         told = {**function, "arguments": self._arguments(function.get("arguments"))}
@@ -105,6 +111,34 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         return given if isinstance(given, dict) else {} if self.objects_only else arguments
 
 
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
+def _one_by_one(
+    turn: dict[str, Any], calls: list[dict[str, Any]], results: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a turn for each call of `turn`, with the call's results behind it. Calls without ids get one each."""
+    found: list[dict[str, Any]] = []
+    bare = {name: value for name, value in turn.items() if name not in ("content", *REASONING)}
+    for number, call in enumerate(calls):
+        own = [one for one in results if one.get("tool_call_id") == call.get("id")] if call.get("id") else results[:1]
+        results = [one for one in results if one not in own]
+        found += [{**(bare if number else turn), "tool_calls": [call]}, *own]
+    return found + results
+
+
+def _response(result: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    """Return a result as an entry of `tool_responses`: an object if its text is one. `names`: of functions by call."""
+    text = result.get("content")
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        value = text
+    name = names.get(result.get("tool_call_id")) or result.get("name")
+    return {"name": name, "response": value if isinstance(value, dict) else text}
+
+
 PROBE_ARGUMENTS, PROBE_ID = '{"probe_key": "v"}', "probe0001"
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -118,6 +152,7 @@ PROBE_TOOL: dict[str, Any] = {
 
 CUT_ARGUMENTS = '{"probe_key": "v'
 SECOND, SECOND_ID = ("second_name", "second_result"), "probe0002"
+RESPONSE = "tool_response"  # in the prompt of a template that has a form of its own for results
 ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 
@@ -135,6 +170,9 @@ def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], s
     for null_content, as_text in product((False, True), repeat=2):
         style = CallStyle(arguments_as_text=as_text, null_content=null_content)
         if carries(style, _probe()):
+            inner = msgspec.structs.replace(style, inner_results=True)
+            if not carries(style, _probe(), RESPONSE) and carries(inner, _probe(), RESPONSE):
+                style = inner
             style = msgspec.structs.replace(
                 style,
                 objects_only=not carries(style, _probe(arguments=CUT_ARGUMENTS)),

@@ -111,6 +111,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 CALL_ID = "[CALL_ID]"  # Mistral's tag of a call's id
+CALL_NUMBER = ":"  # before the number of a call in Kimi's ids, functions.NAME:0
 _TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
 MESSAGE_FORMATS, REASONING_FORMATS, TOOL_FORMATS = _TABLE.messages, _TABLE.reasoning, _TABLE.tools
 PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.step import I32, StepPlan
 from quire.distributed import Group
 from quire.distributed.expert_moves import ExpertMover
-from quire.kernels.experts.expert_memory import expert_memory, let_move
+from quire.kernels.expert_copies.expert_memory import expert_memory, let_move
 from quire.layers.moe import MoE
 from quire.worker.features import StepFeature
 

@@ -39,7 +39,7 @@ OURS: dict[str, dict[str, Any]] = {
     # the marker was written, so it is shown, as that of any other malformed call
     "mistral-08": {"content": "[TOOL_CALLS] not json at all", "tool_calls": []},
 }
-UNRECORDED = {"glm47", "seed_oss", "minimax_m2", "gemma4", "cohere_command3"}
+UNRECORDED = {"glm47", "seed_oss", "minimax_m2", "gemma4", "cohere_command3", "kimi_k2"}
 PARSERS = {"qwen3": "hermes", "deepseek_r1": "deepseek_v3"}  # families of reasoning: how their models call
 
 
@@ -290,6 +290,16 @@ def printed(name: str, calls: list[Call]) -> str:
                 for at, (call, arguments) in enumerate(calls)
             ]
             return "<|START_ACTION|>[\n    " + ",\n    ".join(map(dumps, listed)) + "\n]<|END_ACTION|>"
+        case "kimi_k2":
+            return (
+                "<|tool_calls_section_begin|>"
+                + "".join(
+                    f"<|tool_call_begin|>functions.{call}:{at}<|tool_call_argument_begin|>{dumps(arguments)}"
+                    "<|tool_call_end|>"
+                    for at, (call, arguments) in enumerate(calls)
+                )
+                + "<|tool_calls_section_end|>"
+            )
         case "glm45":
             return "\n".join(
                 f"<tool_call>{call}\n"
@@ -428,6 +438,7 @@ def test_reasoning_of_further_families(name: str, text: str, expected: list[Even
         ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere_command3", "cohere_command3"),
         ("<tool_call> xml_tools </think>", "hermes", "deepseek_r1"),
         ("[THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
+        ("<|tool_calls_section_begin|> </think>", "kimi_k2", "deepseek_r1"),
         ("<start_of_turn>user", "-", "-"),
     ],
 )
@@ -537,6 +548,10 @@ def test_ids_are_ours_or_the_models() -> None:
 
     first, second = ids("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2)
     assert first != second and first.startswith("call_")
+    text = printed("kimi_k2", [("f", {}), ("f", {})])
+    assert ids("kimi_k2", text) == ["functions.f:0", "functions.f:1"]
+    first, second = ids("kimi_k2", text.replace("f:1", "f:0"))
+    assert first == "functions.f:0" and second.startswith("call_")  # no id comes twice
     for bad in (r"\ud800", "ü", "x" * 65):  # which no client could send back
         [one] = ids("hermes", f'<tool_call>{{"id": "{bad}", "name": "f", "arguments": {{}}}}</tool_call>')
         assert one.startswith("call_")

@@ -11,9 +11,10 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.distributed.expert_moves import ExpertMover
 from quire.engine.eplb import balanced_map, initial_map, moves
+from quire.kernels.expert_copies.expert_memory import expert_memory, let_move
+from quire.kernels.expert_copies.slots import ExpertSlots, initial_slots
 from quire.kernels.experts import panels
-from quire.kernels.experts.expert_memory import expert_memory, let_move
-from quire.kernels.experts.slots import ExpertSlots, initial_slots
+from quire.kernels.experts.form import ExpertForm
 from quire.kernels.native import library
 from quire.kernels.pack.matrix import QuantizedMatrix
 
@@ -66,18 +67,19 @@ def matrix(rows: int, columns: int, scale: float | None, seed: int) -> Quantized
 
 @pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_places() -> None:
-    """float16 holds 2^-6 and 2^-20 exactly, not 3e5 and 1e-9; others round."""
+    """Their biases, too. float16 holds 2^-6 and 2^-20 exactly, not 3e5 and 1e-9; others round."""
     hidden, width, scales = 16, 24, [2.0**-6, None, 3e5, 1e-9, 2.0**-20, None]
     experts = [
         (matrix(2 * width, hidden, scale, seed), matrix(hidden, width, scale, 50 + seed))
         for seed, scale in enumerate(scales)
     ]
+    biases = torch.randn(6, 2 * width), torch.randn(6, hidden)
     x, weight = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)), torch.ones(3, 1)
 
     def packed(held: list[int]) -> panels.Packed:
-        made = panels.empty(len(held), *experts[0], torch.device("cpu"))
+        made = panels.empty(len(held), *experts[0], torch.device("cpu"), ExpertForm("swiglu_oai", biased=True))
         for place, expert in enumerate(held):
-            panels.put(made, place, *experts[expert])
+            panels.put(made, place, *experts[expert], (biases[0][expert], biases[1][expert]))
         return made
 
     def answers(made: panels.Packed) -> list[Tensor]:

@@ -13,6 +13,7 @@ from quire.kernels.activation import ref as activation
 from quire.kernels.experts import cpu, grouped, native, panels, ref
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.inputs import CASES, Case, make, make_biases, packed_by
+from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.native import Packed
 from quire.kernels.native.library import missing, missing_amx
 from quire.kernels.supports import SUPPORTS
@@ -89,16 +90,16 @@ def test_matches_the_reference(implementation: ModuleType, case: Case, dtype: to
     x, weights, ids, gate_up, down = make(case, dtype)
     residual, before = torch.randn_like(x), x.clone()
     packed = packed_by(implementation, gate_up.clone(), down.clone())
-    whole = ref.run(x, weights, ids, (gate_up, down))
+    whole = ref.run(x, weights, ids, ExpertWeights(gate_up, down))
     close(implementation.run(x, weights, ids, packed), whole)
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     close(implementation.run(x, weights, ids, packed, None, residual.clone()), expected)
     parts = []
     for rank in range(2):
         own, places = rank_of(case.experts, 2, rank)
         packed = packed_by(implementation, gate_up[own].clone(), down[own].clone())
         parts.append(implementation.run(x, weights, ids, packed, places).float())
-        close(parts[-1].to(dtype), ref.run(x, weights, ids, (gate_up[own], down[own]), places))
+        close(parts[-1].to(dtype), ref.run(x, weights, ids, ExpertWeights(gate_up[own], down[own]), places))
         close(implementation.run(x, weights, places[ids], packed).float().to(dtype), parts[-1].to(dtype))
     close((parts[0] + parts[1]).to(dtype), whole)
     assert torch.equal(x, before)
@@ -207,10 +208,10 @@ def test_panels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
     """Also weights that stay bfloat16 in float32 arithmetic."""
     x, weights, ids, gate_up, down = make(case, dtype)
     residual = torch.randn_like(x)
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     close(panels.run(x, weights, ids, packed_by(panels, gate_up, down), None, residual), expected)
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
-    expected = ref.run(x, weights, ids, (gate_up.to(dtype), down.to(dtype)), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up.to(dtype), down.to(dtype)), None, residual)
     close(panels.run(x, weights, ids, packed_by(panels, gate_up, down), None, residual), expected)
 
 
@@ -219,7 +220,7 @@ def test_panels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
 def test_the_native_linears_match_the_reference(case: Case) -> None:
     x, weights, ids, gate_up, down = make(case, torch.bfloat16)
     residual = torch.randn_like(x)
-    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    expected = ref.run(x, weights, ids, ExpertWeights(gate_up, down), None, residual)
     close(native.run(x, weights, ids, packed_by(native, gate_up, down), None, residual), expected)
 
 

@@ -16,10 +16,13 @@ from quire.kernels.rope.rotary import Rotary, rope_frequencies
 from ...support.tiny_models import Tiny, tiny_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+SHORT_FACTOR, LONG_FACTOR = [1 + i / 8 for i in range(32)], [2 + i / 3 for i in range(32)]
 LONG = {
-    "rope_type": "longrope", "original_max_position_embeddings": 512,
-    "short_factor": [1 + i / 8 for i in range(32)], "long_factor": [2 + i / 3 for i in range(32)],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 512,
+    "short_factor": SHORT_FACTOR,
+    "long_factor": LONG_FACTOR,
+}
 SETTINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "dynamic", "factor": 2.5},
@@ -56,7 +59,7 @@ def test_the_length_of_the_context_chooses_divisors(length: int | None) -> None:
     raw = tiny_config(Tiny(family="phi3"), rope_parameters=LONG, max_position_embeddings=2048, hidden_size=256)
     args = with_length(parse_checkpoint_config(raw), length)
     (rotation,) = args.rotations
-    divisors = LONG["short_factor" if length == 512 else "long_factor"]
+    divisors = SHORT_FACTOR if length == 512 else LONG_FACTOR
     expected = 1 / (torch.tensor(divisors) * 10_000.0 ** (torch.arange(0, 64, 2) / 64))
     torch.testing.assert_close(rope_frequencies(rotation.rope, 64)[0], expected)
     with pytest.raises(ModelError, match="short_factor and long_factor need a number for each of 32 pairs"):

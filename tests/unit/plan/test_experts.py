@@ -16,7 +16,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import UNQUANTIZED, Scheme
 from quire.entry.cli.main import main
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.select import KernelNeeds, probe_of
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
@@ -25,6 +25,7 @@ from quire.plan.experts import moe_plans
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 
+from ...support.changed_args import with_experts
 from ...support.filled_models import planned
 from ...support.partly_quantized import MIXES, leaving, write_partly
 from ...support.quantized_checkpoints import FORMS, Form
@@ -91,7 +92,8 @@ def kernels_of(plan: EnginePlan) -> dict[int, str]:
 @pytest.mark.parametrize("family", [family for family in EXPERTS if family not in STACKED])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gpu_has_a_kernel_for_each_kind_of_experts(form: str, family: str) -> None:
-    kernel = "scaled" if FORMS[form].inputs else "ref" if form == "ct-mxfp4" else "weight_only"
+    own = {"ct-mxfp4": "weight_only_hopper"}.get(form, "weight_only")
+    kernel = "scaled" if FORMS[form].inputs else own
     for left in MIXES.values():
         kernels = kernels_of(on_gpu(family, leaving(form, left, BLOCKS.get(family, "mlp"))))
         assert {1, 2} <= set(kernels) and len(set(kernels.values())) == 2
@@ -169,3 +171,25 @@ def test_logits_of_two_kernels(form: str, mix: str, tmp_path: Path, monkeypatch:
     load_weights(model, tmp_path / "quantized")
     (actual,) = run_paged(model, [PROMPT], [[7, 1, 5]])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+
+
+EXPERT_FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)
+def test_kernels_of_experts_have_what_their_form_needs(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that lacks it is left out with the reason; biased experts are packed, not loaded in place."""
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), **form)
+    words = {*([form["act"]] if "act" in form else []), *(["bias"] if "biased" in form else [])}
+    needs = KernelNeeds(device="cuda", dtype="bfloat16")
+    plan = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(plan, MoEPlan) and plan.experts == "hopper" and words <= set(plan.features)
+    assert ("in place" in plan.features) == ("biased" not in form)
+    lacking = replace(SUPPORTS["experts"]["hopper"], features=SUPPORTS["experts"]["hopper"].features - words)
+    monkeypatch.setitem(SUPPORTS, "experts", {**SUPPORTS["experts"], "hopper": lacking})
+    plan = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(plan, MoEPlan) and plan.experts == "triton"
+    assert (plan.candidates[0][1], plan.candidates[0][2]) == ("hopper", f"has no {', '.join(sorted(words))}")
+    monkeypatch.setitem(SUPPORTS, "experts", {"hopper": lacking})
+    answer = moe_plans(args, needs, HOPPER)["decode"]
+    assert isinstance(answer, str) and f"hopper: has no {', '.join(sorted(words))}" in answer

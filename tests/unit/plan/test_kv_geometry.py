@@ -16,7 +16,7 @@ from quire.assemble.build import build_model
 from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
-from quire.kernels.linear.plan import RowRange
+from quire.kernels.linear_plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.context import StepContext
 from quire.layers.linear import Linear

@@ -19,6 +19,7 @@ SCHEMES = {
     "fp8 channels": Scheme(values="e4m3", block=(1, 0), inputs="token"),
     "int8": Scheme(values="int8", block=(1, 0), inputs="token"),
     "w4, groups of 128": Scheme(values="w4", block=(1, 128), zeros=True),
+    "mxfp4": Scheme(values="e2m1", block=(1, 32)),
     "w8, groups of 128": Scheme(values="w8", block=(1, 128)),
 }
 

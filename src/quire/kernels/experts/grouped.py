@@ -8,7 +8,7 @@ from quire.kernels.activation.ref import gated
 from quire.kernels.experts import stacked
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.ref import placed
-from quire.kernels.experts.weights import Biases, ExpertWeights
+from quire.kernels.experts.weights import Biases
 
 
 def empty(
@@ -41,7 +41,7 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    gate_up, down, act, first, second = ExpertWeights(*packed)
+    gate_up, down, act, first, second = packed
     num_experts = len(gate_up)
     places = placed(ids, expert_map).flatten()
     places, order = torch.where(places < 0, num_experts, places).sort(stable=True)

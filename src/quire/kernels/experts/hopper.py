@@ -19,7 +19,6 @@ from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.experts import triton
 from quire.kernels.experts.triton import Packed, Tiles
-from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
 
@@ -49,7 +48,6 @@ def run(
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
-    packed = ExpertWeights(*packed)
     experts, hidden, inner = packed.down.shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
@@ -172,8 +170,7 @@ def _read(
     order,
     tiles,
     rings,
-    ready,
-    free,
+    bars,
     stride,
     TOP_K: gl.constexpr,
     N: gl.constexpr,
@@ -186,10 +183,11 @@ def _read(
 ):
     """The reading warps. Arguments as in `_grouped_kernel`.
 
-    rings         buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
-    ready, free   barriers by stage: the copies have written it; both groups are done with it
+    rings   buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
+    bars    barriers by stage: the copies have written it (ready); both groups are done with it (free)
     """
     rows, left_cols, right_cols = rings
+    ready, free = bars
     ROWS: gl.constexpr = rows.shape[1]
     WIDTH: gl.constexpr = left_cols.shape[1]
     DEEP: gl.constexpr = rows.shape[2]
@@ -257,8 +255,7 @@ def _multiply(
     y,
     rings,
     outs,
-    ready,
-    free,
+    bars,
     HALF: gl.constexpr,
     TOP_K: gl.constexpr,
     N: gl.constexpr,
@@ -275,6 +272,7 @@ def _multiply(
     """
     GATED: gl.constexpr = ACT != ""
     rows, left_cols, right_cols = rings
+    ready, free = bars
     out = outs.index(HALF)
     WIDTH: gl.constexpr = left_cols.shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -373,58 +371,20 @@ def _grouped_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # every thread that gathers, and the copy engine
         mbarrier.init(free.index(i), count=2)  # both groups
-    rings = (rows, left_cols, right_cols)
+    rings, bars = (rows, left_cols, right_cols), (ready, free)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (
-                    bias,
-                    order,
-                    tiles,
-                    scales,
-                    y,
-                    rings,
-                    outs,
-                    ready,
-                    free,
-                    0,
-                    TOP_K,
-                    N,
-                    K,
-                    ACT,
-                    COLS,
-                    BAND,
-                    STAGES,
-                    WORDS,
-                ),
+                (bias, order, tiles, scales, y, rings, outs, bars, 0, TOP_K, N, K, ACT, COLS, BAND, STAGES, WORDS),
             ),
             (
                 _multiply,
-                (
-                    bias,
-                    order,
-                    tiles,
-                    scales,
-                    y,
-                    rings,
-                    outs,
-                    ready,
-                    free,
-                    1,
-                    TOP_K,
-                    N,
-                    K,
-                    ACT,
-                    COLS,
-                    BAND,
-                    STAGES,
-                    WORDS,
-                ),
+                (bias, order, tiles, scales, y, rings, outs, bars, 1, TOP_K, N, K, ACT, COLS, BAND, STAGES, WORDS),
             ),
             (
                 _read,
-                (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+                (x, weight, order, tiles, rings, bars, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
             ),
         ],
         [4, 4],

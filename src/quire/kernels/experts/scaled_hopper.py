@@ -69,14 +69,15 @@ def products(
     parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
     """
     first, second, act = packed[:3]
-    tiles = make_tiles(starts, len(order))
+    tiles, k = _tiles(starts, len(order)), weights.shape[1]
     h = torch.empty((len(order), second.values.shape[2]), dtype=torch.float8_e4m3fn, device=parts.device)
     scales = torch.empty((h.shape[1] // GROUP, len(h)), dtype=torch.float32, device=parts.device)
-    up(x, first, order, tiles, h, scales, weights.shape[1], second.powers, act)
-    down((h, scales), second, order, tiles, weights, parts)
+    _product(x[0], x[1], first, order, tiles, None, h, scales, k, second.powers, act, UP)
+    rows = describe(h, [ROWS, GROUP])
+    _product(rows, scales, second, order, tiles, weights, parts, None, 0, False, "", DOWN)
 
 
-def make_tiles(starts: Tensor, pairs: int) -> Tensor:
+def _tiles(starts: Tensor, pairs: int) -> Tensor:
     """Return the work list of both products, int32 [most tiles * WORDS]: a record for each tile of pairs.
 
     A kernel fills the list on the device. The comment at WORDS in `quire.kernels.experts.hopper` describes a record.
@@ -89,44 +90,6 @@ def make_tiles(starts: Tensor, pairs: int) -> Tensor:
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=starts.device)
     _tiles_kernel[(-(-most // 32),)](starts, tiles, most, experts, bucket(experts), ROWS, 32, WORDS, num_warps=4)
     return tiles
-
-
-def up(
-    x: tuple[Tensor, Tensor],
-    stack: Stack,
-    order: Tensor,
-    tiles: Tensor,
-    h: Tensor,
-    scales: Tensor,
-    k: int,
-    powers: bool,
-    act: str,
-) -> None:
-    """Compute and quantize the activation of gate and up of all pairs (token, chosen expert), sorted by expert.
-
-    h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
-    k           number of experts of a token
-    powers      True: `scales` are powers of two
-    act         activation
-
-    Other arguments as in `products` and `make_tiles`.
-    """
-    _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, act, UP)
-
-
-def down(
-    h: tuple[Tensor, Tensor],
-    stack: Stack,
-    order: Tensor,
-    tiles: Tensor,
-    weights: Tensor,
-    parts: Tensor,
-) -> None:
-    """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
-
-    h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
-    """
-    _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, "", DOWN)
 
 
 def _product(

@@ -27,7 +27,6 @@ from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
 from quire.kernels.experts.stacked import put as put
-from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.gemv import bucket, prefetch
 from quire.kernels.triton_runtime import jit, tl
 
@@ -89,7 +88,7 @@ def run(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = x, weights, ids, ExpertWeights(*packed), expert_map, None if residual is None else y, y
+    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
     if len(x) > MOST_FEW:
         many(*given, join=join, multiply=products)
     elif len(x):

@@ -13,7 +13,7 @@ Biases = tuple[Tensor, Tensor]
 
 
 class ExpertWeights(NamedTuple, Generic[Matrix]):
-    """Weights of an expert, or of all E experts of a rank. A pair of matrices alone is unbiased, with "silu".
+    """Weights of an expert, or of all E experts of a rank.
 
     gate_up, down   matrices in the layout of an implementation
     act             activation between the products

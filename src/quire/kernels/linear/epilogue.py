@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.kernels.activation.triton import gated_of
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.activation.triton import gated_in_gluon, gated_of
+from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 
 
 class Epilogue(NamedTuple):
@@ -24,6 +24,11 @@ class Epilogue(NamedTuple):
     bias: Tensor | None = None
     act: str = ""
     residual: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        """True for a weight with gate and up."""
+        return self.act != ""
 
 
 @jit
@@ -77,3 +82,19 @@ def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr
     if residual is not None:
         out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@gluon_jit
+def finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT: gl.constexpr):
+    """`finish` of a Gluon kernel: out, other [outputs, rows], with the indices `col` and `row` of these."""
+    inside = (col < n)[:, None] & (row < rows)[None, :]
+    if bias is not None:
+        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
+    if ACT != "":
+        if bias is not None:
+            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
+        out = gated_in_gluon(out, other, ACT)
+    at = row[None, :] * n + col[:, None]
+    if residual is not None:
+        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)

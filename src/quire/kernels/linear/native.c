@@ -76,7 +76,7 @@ static inline void expect(const LinearJob *job, long row, long rows, long group)
 }
 
 /* Sums [rows][32] -> y at `row`, columns of `group`. */
-INLINE void finish_as(const LinearJob *job, const float *sums, long row, long rows, long group, int act) {
+static void finish(const LinearJob *job, const float *sums, long row, long rows, long group) {
     const long width = job->out == OUT_GATED ? GROUP / 2 : GROUP;
     const long at = group * width, left = job->cols - at;
     const Lanes low = lanes_of(left), high = lanes_of(left - 16);
@@ -98,18 +98,12 @@ INLINE void finish_as(const LinearJob *job, const float *sums, long row, long ro
             _mm512_mask_storeu_ps((float *)job->y + to, low, a);
             _mm512_mask_storeu_ps((float *)job->y + to + 16, high, b);
         } else if (job->out == OUT_GATED) {
-            store(job->y, to, low, gated_of(a, b, act), 1);
+            store(job->y, to, low, gated_by(a, b, job->act), 1);
         } else {
             store(job->y, to, low, a, 1);
             store(job->y, to + 16, high, b, 1);
         }
     }
-}
-
-static void finish(const LinearJob *job, const float *sums, long row, long rows, long group) {
-    if (job->act == GELU_TANH) finish_as(job, sums, row, rows, group, GELU_TANH);
-    else if (job->act == SWIGLU_OAI) finish_as(job, sums, row, rows, group, SWIGLU_OAI);
-    else finish_as(job, sums, row, rows, group, SILU);
 }
 
 /* At most 32 rows: a task is a group of columns, read once, front to back. */

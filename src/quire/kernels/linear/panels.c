@@ -176,15 +176,12 @@ INLINE void decode_words(int kind, const char *w, Vec *v) {
             v[2 * j + 1] = as_floats(_mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_andnot_si512(lower, second)));
         }
     } else if (in_words(kind)) { /* the unit looks up 5 bits, of which the fifth does not count */
-        static const uint16_t floats[32] = {
-            0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040,
-            0xC080, 0xC0C0, 0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0,
-            0xC000, 0xC040, 0xC080, 0xC0C0};
-        static const uint16_t integers[32] = {
-            0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-            0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0,
-            0xC080, 0xC040, 0xC000, 0xBF80};
-        const __m512i table = _mm512_loadu_si512(kind == PAIRED_E2M1 ? floats : integers);
+        static const uint16_t integers[16] = {0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+                                              0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80};
+        static const uint16_t floats[16] = {0,      0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
+                                            0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
+        const __m256i half = _mm256_loadu_si256((const __m256i *)(kind == PAIRED_E2M1 ? floats : integers));
+        const __m512i table = _mm512_broadcast_i64x4(half);
         const __m512i words = _mm512_loadu_si512(w);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) v[i] = as_floats(_mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * i), table));
@@ -301,7 +298,7 @@ INLINE Scaling scaling_at(const PanelsJob *job, long panel, long k, long first, 
 }
 
 /* Sums [2 W] of a row and a panel -> y. */
-INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int act, int half) {
+INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long panel, int half) {
     const int gated = job->out == GATED;
     const long at = panel * (gated ? W : 2 * W), left = job->cols - at, to = row * job->cols + at;
     const Lanes low = lanes_of(left), high = gated ? low : lanes_of(left - W);
@@ -323,7 +320,7 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
         b = b + load(job->residual, to + W, high, half);
     }
     if (gated) {
-        store(job->y, to, low, gated_of(a, b, act), half);
+        store(job->y, to, low, gated_by(a, b, job->act), half);
     } else if (job->out == AS_FLOAT) {
         store(job->y, to, low, a, 0);
         store(job->y, to + W, high, b, 0);
@@ -335,14 +332,10 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
 
 static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows,
                                                    long panel) {
-#define CASE(act, half)                                                                                                \
-    case 2 * act + half:                                                                                               \
-        for (long i = 0; i < rows; i++, sums += 2 * W) finish_row(job, sums, first + i, panel, act, half);             \
-        break;
-    switch (2 * job->act + job->half) {
-        CASE(SILU, 0) CASE(SILU, 1) CASE(GELU_TANH, 0) CASE(GELU_TANH, 1) CASE(SWIGLU_OAI, 0) CASE(SWIGLU_OAI, 1)
+    for (long i = 0; i < rows; i++, sums += 2 * W) {
+        if (job->half) finish_row(job, sums, first + i, panel, 1);
+        else finish_row(job, sums, first + i, panel, 0);
     }
-#undef CASE
 }
 
 /* At most DIRECT rows; a task is `count` panels. */

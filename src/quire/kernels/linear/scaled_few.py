@@ -46,8 +46,7 @@ def walk_of(k: int, gated: bool) -> Walk:
 
 def product(x: Tensor, packed: Scaled, into: Epilogue, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Multiply x [T, K] of at most 4 rows with the weight; return `into.y`. norm, eps: as in `gemv.product`."""
-    weight, (y, bias, act, residual) = packed.values, into
-    gated = act != ""
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     size, walk = bucket(rows), walk_of(k, gated)
     if x.stride(1) != 1:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
-from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.epilogue import Epilogue, finish_in_gluon
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, tl
@@ -80,8 +79,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     Arguments as those of `scaled_some.product`. The copy engine reads scales of blocks of one output as [K / 128, N].
     """
-    weight, block, (y, bias, act, residual) = packed.values, packed.block, into
-    gated = act != ""
+    weight, block, (y, bias, act, residual), gated = packed.values, packed.block, into, into.gated
     scales = packed.wide if block == 1 else packed.scales
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles_of(rows, n, k, gated, block)
@@ -272,22 +270,12 @@ def _finish(
         other = gl.convert_layout(other, OUT).to(gl.float32)
     col = first + gl.arange(0, HIGH, gl.SliceLayout(1, OUT))
     row = gl.arange(0, M, gl.SliceLayout(0, OUT))
-    inside = (col < n)[:, None] & (row < rows)[None, :]
     if BLOCK == 0:
         own = gl.load(x_scales + (row * 0 if FIXED else row), mask=row < rows, other=0.0)[None, :]
         out *= gl.load(scales + col, mask=col < n, other=0.0)[:, None] * own
         if GATED:
             other *= gl.load(scales + n + col, mask=col < n, other=0.0)[:, None] * own
-    if bias is not None:
-        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        if bias is not None:
-            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = gated_in_gluon(out, other, ACT)
-    at = row[None, :] * n + col[:, None]
-    if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT)
 
 
 @gluon_jit(do_not_specialize=["rows"])
@@ -329,10 +317,9 @@ def _some_kernel(
     DEPTH, STAGES      see `Tiles`
     ROOM               most groups of 128 inputs of a program, padded to a power of two
     """
-    GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    HALVES: gl.constexpr = 2 if GATED else 1
+    HALVES: gl.constexpr = 1 if ACT == "" else 2
     HIGH: gl.constexpr = 16 * WARPS
     COLS: gl.constexpr = HIGH * TALL
     BLOCKS: gl.constexpr = TALL * HALVES

@@ -20,8 +20,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     x_scales   scales of the rows of q: [1, R], or one number for all
     """
-    weight, (y, bias, act, residual) = packed.values, into
-    gated = act != ""
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)
     in_pdl = pdl.in_use()

@@ -56,8 +56,7 @@ def product(q: Tensor, x_scales: Tensor, packed: Scaled, into: Epilogue) -> Tens
 
     Products that run at the same time need different `packed.counters`. These are zeros again afterwards.
     """
-    weight, (y, bias, act, residual) = packed.values, into
-    gated = act != ""
+    weight, (y, bias, act, residual), gated = packed.values, into, into.gated
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles_of(rows, n, k, gated)
     in_pdl = pdl.in_use()

@@ -1,4 +1,4 @@
-"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
+"""Linear layers with weights of 4 and 8 bits and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
 
 Up to `weight_only.tiles.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
 the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
@@ -24,7 +24,7 @@ from quire.kernels.words import product_words
 
 
 class WeightOnly(Protocol):
-    """A packed weight [N, K] of 4- or 8-bit integers; activations are not quantized.
+    """A packed weight [N, K] of 4 or 8 bits; activations are not quantized.
 
     order     [K] int64: the column of x that each column of the weight multiplies; None: columns in their order
     outputs   number of outputs N
@@ -52,10 +52,10 @@ class WeightOnly(Protocol):
 
 @dataclass(frozen=True)
 class Tiled:
-    """A packed weight of 4- or 8-bit integers in tiles, an implementation of `WeightOnly`.
+    """A packed weight of 4 or 8 bits in tiles, an implementation of `WeightOnly`.
 
     tiles      the weight, as `weight_only.tiles.repack` returns it
-    scales     [groups, N] float32
+    scales     [groups, N] float32; of MXFP4 uint8 (E8M0)
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   int32 zeros, scratch memory of `weight_only.tiles.product`
     bits       4 or 8
@@ -89,7 +89,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
     if not deep or k % group:
         return matrix
-    bits = 4 if matrix.scheme.values == "w4" else 8
+    bits = matrix.scheme.bits
     zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)

@@ -1,4 +1,4 @@
-"""Linear layers with 4- and 8-bit integer weights and bfloat16 activations on Hopper (compute capability 9.0).
+"""Linear layers with weights of 4 and 8 bits and bfloat16 activations on Hopper (compute capability 9.0).
 
 Up to `weight_only.words.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for the
 product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
@@ -23,7 +23,7 @@ __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "wa
 
 @dataclass(frozen=True)
 class WeightWords:
-    """A packed weight [N, K] of 4- or 8-bit integers, an implementation of `WeightOnly`.
+    """A packed weight [N, K] of 4 or 8 bits, an implementation of `WeightOnly`.
 
     shape   (N, K)
     order   see `WeightOnly`
@@ -74,17 +74,17 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
     (n, k), group = matrix.shape, matrix.scheme.block[1] or matrix.shape[1]
     if group % 32 or k % group:
         return matrix
-    bits = 4 if matrix.scheme.values == "w4" else 8
     zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
+    powers = matrix.scheme.kind == "mxfp4"
     counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
     return WeightWords(
-        words.repack(matrix.values, bits, gated),
-        words.repack_scales(matrix.scale, gated),
+        words.repack(matrix.values, matrix.scheme.bits, gated, powers),
+        (words.repack_powers if powers else words.repack_scales)(matrix.scale, gated),
         zeros,
         None if matrix.order is None else matrix.order.long(),
         counters,
         (n, k),
-        bits,
+        matrix.scheme.bits,
         group,
         gated,
         matrix.scheme,

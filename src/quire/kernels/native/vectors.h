@@ -326,3 +326,9 @@ INLINE Vec gated_of(Vec gate, Vec up, int act) {
     }
     return gate / (fill(1.0f) + exp_of(negative(z))) * up;
 }
+
+/* gated_of, chosen at run time: for a vector after long sums, of which it is a small part. */
+static inline Vec gated_by(Vec gate, Vec up, int act) {
+    if (act == GELU_TANH) return gated_of(gate, up, GELU_TANH);
+    return act == SWIGLU_OAI ? gated_of(gate, up, SWIGLU_OAI) : gated_of(gate, up, SILU);
+}

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.matrix import MIDDLE, NO_POWER, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
+from quire.kernels.pack.matrix import (
+    MIDDLE,
+    MOST_POWER,
+    QuantizedMatrix,
+    Room,
+    Weight,
+    dequantize,
+    integers,
+    torch_room,
+)
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
@@ -134,7 +143,8 @@ class _Conversion:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
         if scale.dtype == torch.uint8:
-            self.findings.add(self.param, name, "has a scale that is NaN", (scale == NO_POWER).any())
+            fault = (scale > MOST_POWER).any()
+            self.findings.add(self.param, name, "has a scale that is NaN or above 2, which no kernel takes", fault)
             return scale
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)

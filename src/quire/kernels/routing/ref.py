@@ -11,7 +11,7 @@ def route(
     correction: Tensor | None,
     routing: Routing,
     live: Tensor | None = None,
-    factors: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
@@ -26,7 +26,7 @@ def route(
     weights = scores.gather(1, ids)
     if routing.normalize:
         weights = weights / (weights.sum(1, keepdim=True) + routing.normalize_eps)
-    weights = weights * routing.scaling if factors is None else weights * routing.scaling * factors[ids]
+    weights = weights * routing.scaling if expert_scale is None else weights * routing.scaling * expert_scale[ids]
     ids = ids.int()
     return weights, ids if live is None else ids.masked_fill(~live[:, None], -1)
 

@@ -1,4 +1,4 @@
-"""Products with 4- and 8-bit integer weights on tensor cores: weights become bf16 or f16 in registers.
+"""Products with weights of 4 and 8 bits on tensor cores: weights become bf16 or f16 in registers.
 
 A weight lies in tiles of ROWS outputs x `deep` inputs, one after the other, so that a program reads one piece of
 memory. A byte of a 4-bit tile has input j in its low half and input j + deep / 2 in its high half. Floor: the packed
@@ -28,7 +28,8 @@ class Tiles:
     rows    rows of x, padded to a power of two
     split   equal parts of K, which programs multiply side by side; the last program to end adds up the sums in order
     first   True: weights are scaled before the product, in x's dtype. False: the sum of each group is scaled after the
-            product, in float32
+            product, in float32. Weights in E2M1, whose scales are powers of two, are scaled before in bf16, which is
+            exact, and after in f16, which does not hold all powers
     """
 
     rows: int
@@ -81,12 +82,11 @@ def product(
     """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     tiles      the weight, packed by `repack`
-    scales     [groups, N] float32; a group is K / groups inputs that share a scale
+    scales     [groups, N] float32; a group is K / groups inputs that share a scale. uint8 (E8M0): the weight is E2M1
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
     """
-    y, bias, act, residual = into
-    gated = act != ""
+    (y, bias, act, residual), gated = into, into.gated
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)
     k = steps * deep
     walk = tiles_of(rows, n, k, deep, gated)
@@ -116,7 +116,7 @@ def product(
         deep,
         bits,
         act,
-        walk.first,
+        x.dtype == torch.bfloat16 if scales.dtype == torch.uint8 else walk.first,
         walk.stages,
         walk.split,
         not INTERPRETED,
@@ -153,11 +153,36 @@ def unpack(tiles: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, n: in
 
 
 @jit
-def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def small(codes):
+    """Return the numbers of E2M1 codes times 2^-126 in float32: their bits, at the places of float32's."""
+    codes = codes.to(tl.int32)
+    return (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@jit
+def power(codes):
+    """Return the powers of two of E8M0 codes in float32: exponents, but 2^-127 is the first bit behind the exponent."""
+    return tl.maximum(codes.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@jit
+def load_scale(scales, at):
+    """Load scales in float32; those of weights in E2M1 are uint8 (E8M0)."""
+    if scales.dtype.element_ty == tl.uint8:
+        scale = power(tl.load(scales + at))
+    else:
+        scale = tl.load(scales + at)
+    return scale
+
+
+@jit
+def _numbers(
+    packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):
     """Numbers minus their zero points, exactly, in DTYPE (bf16 or f16).
 
     packed   uint8: 8-bit numbers, or two of 4 bits; HIGH chooses the high half
-    zero     float32, broadcasts to packed's shape
+    zero     float32, broadcasts to packed's shape;  E2M1  numbers of 4 bits are E2M1, without zero points
     ASM      False: by Triton's conversions, for the interpreter
     """
     # A `return` inside an `if` would not end the function for the compiler, which wants one type of all of them.
@@ -167,7 +192,36 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
             raw = packed
         else:
             raw = (packed >> 4) if HIGH else (packed & 15)
-        numbers = (raw.to(tl.float32) - zero).to(DTYPE)
+        if E2M1:
+            numbers = (small(raw) * 8.507059173023462e37).to(DTYPE)  # 2^126
+        else:
+            numbers = (raw.to(tl.float32) - zero).to(DTYPE)
+    elif E2M1 and HIGH:  # in bf16 the sign lies at 15, and the other bits at 6 are the number times 2^-126
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, none; mov.b32 c, 0x7E807E80; mov.b32 none, 0x80008000;
+            prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
+            and.b32 $0, a, 0x80008000; shr.u32 a, a, 6; lop3.b32 $0, a, 0x01C001C0, $0, 0xEA;
+            and.b32 $1, b, 0x80008000; shr.u32 b, b, 6; lop3.b32 $1, b, 0x01C001C0, $1, 0xEA;
+            fma.rn.bf16x2 $0, $0, c, none; fma.rn.bf16x2 $1, $1, c, none; }""",
+            "=&r,=&r,r",
+            [packed],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    elif E2M1:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, none; mov.b32 c, 0x7E807E80; mov.b32 none, 0x80008000;
+            shl.b32 b, $2, 4; prmt.b32 a, b, 0, 0x1404; prmt.b32 b, b, 0, 0x3424;
+            and.b32 $0, a, 0x80008000; shr.u32 a, a, 6; lop3.b32 $0, a, 0x01C001C0, $0, 0xEA;
+            and.b32 $1, b, 0x80008000; shr.u32 b, b, 6; lop3.b32 $1, b, 0x01C001C0, $1, 0xEA;
+            fma.rn.bf16x2 $0, $0, c, none; fma.rn.bf16x2 $1, $1, c, none; }""",
+            "=&r,=&r,r",
+            [packed],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     elif BITS == 8:  # 2^23 + q in float32, byte by byte
         numbers = tl.inline_asm_elementwise(
             """{ .reg .f32 a, b, c, d; .reg .b32 u;
@@ -208,7 +262,18 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
 
 
 @jit
-def _sums(tile_at, low_at, high_at, scale, zero, acc, BITS: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr):
+def _sums(
+    tile_at,
+    low_at,
+    high_at,
+    scale,
+    zero,
+    acc,
+    BITS: tl.constexpr,
+    E2M1: tl.constexpr,
+    FIRST: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Add the products of a tile of weights and its inputs to acc [ROWS, M].
 
     tile_at           pointers of a tile [ROWS, bytes]
@@ -218,7 +283,7 @@ def _sums(tile_at, low_at, high_at, scale, zero, acc, BITS: tl.constexpr, FIRST:
     packed = tl.load(tile_at)
     given = tl.load(low_at)
     DTYPE: tl.constexpr = given.dtype
-    numbers = _numbers(packed, zero, False, BITS, DTYPE, ASM)
+    numbers = _numbers(packed, zero, False, BITS, E2M1, DTYPE, ASM)
     if FIRST:
         numbers *= scale.to(DTYPE)
         acc = tl.dot(numbers, given, acc)
@@ -226,7 +291,7 @@ def _sums(tile_at, low_at, high_at, scale, zero, acc, BITS: tl.constexpr, FIRST:
         part = tl.dot(numbers, given)
     if BITS == 4:
         given = tl.load(high_at)
-        numbers = _numbers(packed, zero, True, BITS, DTYPE, ASM)
+        numbers = _numbers(packed, zero, True, BITS, E2M1, DTYPE, ASM)
         if FIRST:
             numbers *= scale.to(DTYPE)
             acc = tl.dot(numbers, given, acc)
@@ -268,7 +333,7 @@ def _product_kernel(
 
     x                  [rows, K] bf16 or f16;  stride  elements from row to row
     tiles              [ceil(N / ROWS), K / DEEP, ROWS, DEEP * BITS / 8] uint8, N = n; if GATED 2 n, gate first
-    scales, zeros      [K / GROUP, N] float32; [K / GROUP, N] uint8, or None
+    scales, zeros      [K / GROUP, N] float32, or uint8 (E8M0) of E2M1; [K / GROUP, N] uint8, or None
     bias, residual, y  as in `gemv._few_kernel`
     parts              [.., SPLIT, 1 or 2, ROWS, M] float32: sums of the parts of K; None if SPLIT is 1
     counters           [programs / SPLIT] int32, zeros: programs of an output tile that have ended; left as zeros
@@ -278,6 +343,7 @@ def _product_kernel(
     GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = DEEP * BITS // 8
     STEPS: tl.constexpr = K // DEEP
     SHARE: tl.constexpr = STEPS // SPLIT
@@ -299,18 +365,18 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
     for turn in tl.range(0, SHARE, num_stages=STAGES):
         group = (first + turn) * DEEP // GROUP
-        scale = tl.load(scales + group * total + one)
+        scale = load_scale(scales, group * total + one)
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + group * total + one).to(tl.float32)
         low_at = given_at + turn * DEEP
         high_at = low_at + DEEP // 2
-        acc = _sums(at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, acc, BITS, FIRST, ASM)
+        acc = _sums(at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, acc, BITS, E2M1, FIRST, ASM)
         if GATED:
-            scale = tl.load(scales + group * total + n + one)
+            scale = load_scale(scales, group * total + n + one)
             if zeros is not None:
                 zero = tl.load(zeros + group * total + n + one).to(tl.float32)
-            up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, up, BITS, FIRST, ASM)
+            up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, up, BITS, E2M1, FIRST, ASM)
     if SPLIT > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         EACH: tl.constexpr = (2 if GATED else 1) * ROWS * M
@@ -345,6 +411,7 @@ def _unpack_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = DEEP * BITS // 8
     step = tl.program_id(0)
     col = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -352,14 +419,14 @@ def _unpack_kernel(
     at = tiles + (tl.program_id(1).to(tl.int64) * (K // DEEP) + step) * (ROWS * BYTES)
     packed = tl.load(at + tl.arange(0, ROWS)[:, None] * BYTES + lane)
     one = step * DEEP // GROUP * n + tl.minimum(col, n - 1)
-    scale = tl.load(scales + one)
+    scale = load_scale(scales, one)
     zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
     if zeros is not None:
         zero = tl.load(zeros + one).to(tl.float32)
     DTYPE: tl.constexpr = weight.dtype.element_ty
     to = weight + col.to(tl.int64) * K + step * DEEP + lane
-    low = _numbers(packed, zero, False, BITS, DTYPE, ASM).to(tl.float32) * scale
+    low = _numbers(packed, zero, False, BITS, E2M1, DTYPE, ASM).to(tl.float32) * scale
     tl.store(to, low.to(DTYPE), mask=col < n)
     if BITS == 4:
-        high = _numbers(packed, zero, True, BITS, DTYPE, ASM).to(tl.float32) * scale
+        high = _numbers(packed, zero, True, BITS, E2M1, DTYPE, ASM).to(tl.float32) * scale
         tl.store(to + DEEP // 2, high.to(DTYPE), mask=col < n)

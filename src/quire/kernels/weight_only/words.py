@@ -1,4 +1,4 @@
-"""Products with 4- and 8-bit integer weights in words of 32 bits, on Hopper (compute capability 9.0), in Gluon.
+"""Products with weights of 4 and 8 bits in words of 32 bits, on Hopper (compute capability 9.0), in Gluon.
 
 A weight lies in units of 16 outputs x 64 inputs (8 bits: 32): 32 lanes x 4 words of 32 bits. A lane's 16 bytes are, in
 this order, the numbers that the lane of a warp holds of a tensor core's left operand, so that they are read as they
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
-from quire.kernels.linear.epilogue import Epilogue
+from quire.kernels.linear.epilogue import Epilogue, finish_in_gluon
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
+from quire.kernels.weight_only.bits import PLACES, _numbers, _twice, _zero
+from quire.kernels.weight_only.tiles import small
 
 if hopper is not None:
     mbarrier, mma_v2, tma = hopper.mbarrier, hopper.mma_v2, hopper.tma
@@ -31,53 +32,6 @@ if hopper is not None:
 
 MOST_FEW, MOST_ROWS = 8, 256
 STEP = 128  # inputs of a step
-
-# Two words of 4-bit numbers to 16 of bf16, minus zero points. 128 + q in bf16 has q in its low bits. A word's halves
-# have four numbers each: of output g, inputs 2 t and 2 t + 1; of output g + 8; both again for inputs 8 further.
-_FIELD = "shr.u32 a, {word}, {shift}; lop3.b32 {out}, a, 0x000F000F, 0x43004300, 0xEA;"
-_SUB, _MUL = "sub.rn.bf16x2 {out}, {out}, {zero};", "mul.rn.bf16x2 {out}, {out}, {scale};"
-
-
-def _asm_4(scaled: bool) -> str:
-    """Return the code for a pair of words: outputs $0 to $7, words $8 and $9, zeros from $10, scales from $14 on."""
-    lines = "".join(
-        (_FIELD + _SUB + _MUL * scaled).format(
-            out=f"${4 * half + at}",
-            word=f"${8 + half}",
-            shift=4 * at,
-            zero=f"${10 + 2 * (at & 1)}",
-            scale=f"${14 + 2 * (at & 1)}",
-        )
-        for half in range(2)
-        for at in range(4)
-    )
-    return "{ .reg .b32 a; " + lines + " }"
-
-
-def _asm_8(scaled: bool) -> str:
-    """Return the code for a pair of words of 8-bit numbers: outputs $0 to $3, words $4 and $5, zeros from $6 on.
-
-    2^23 + q in float32 has q in its low byte; the zeros are 2^23 + z.
-    """
-    lines = "".join(
-        f"prmt.b32 u, ${4 + at // 2}, 0x4B000000, 0x744{at % 2 * 2}; mov.b32 a, u; "
-        f"prmt.b32 u, ${4 + at // 2}, 0x4B000000, 0x744{at % 2 * 2 + 1}; mov.b32 b, u; "
-        f"sub.f32 a, a, ${6 + 2 * (at & 1)}; sub.f32 b, b, ${6 + 2 * (at & 1)}; cvt.rn.bf16x2.f32 ${at}, b, a; "
-        + (_MUL * scaled).format(out=f"${at}", scale=f"${10 + 2 * (at & 1)}")
-        for at in range(4)
-    )
-    return "{ .reg .b32 u; .reg .f32 a, b; " + lines + " }"
-
-
-def _constraints(outputs: int, inputs: str) -> str:
-    return ",".join(["=&r"] * outputs + list(inputs))
-
-
-if gl is not None:
-    PLAIN_4, SCALED_4 = gl.constexpr(_asm_4(False)), gl.constexpr(_asm_4(True))
-    PLAIN_8, SCALED_8 = gl.constexpr(_asm_8(False)), gl.constexpr(_asm_8(True))
-    PLAIN_4_IN, SCALED_4_IN = gl.constexpr(_constraints(8, "r" * 6)), gl.constexpr(_constraints(8, "r" * 10))
-    PLAIN_8_IN, SCALED_8_IN = gl.constexpr(_constraints(4, "rrffff")), gl.constexpr(_constraints(4, "rrffffrrrr"))
 
 
 @dataclass(frozen=True)
@@ -113,13 +67,14 @@ class Some:
     first: bool = False
 
 
-def repack(values: Tensor, bits: int, gated: bool = False) -> Tensor:
+def repack(values: Tensor, bits: int, gated: bool = False, e2m1: bool = False) -> Tensor:
     """Return a weight packed in units of 16 outputs x 64 inputs (8-bit numbers: 32 inputs).
 
     The result is int32 [N / 16, K / 64 (8 bits: K / 32), 32, 4]. N and K are padded with zeros.
 
     values   uint8 [N, K] (8 bits) or [N, K / 2] (4 bits), unsigned; of 4 bits, the even input is in the low half
     gated    True: `values` has the rows of gate, then those of up. A unit gets 8 rows of gate and the same 8 of up
+    e2m1     True: values of 4 bits are E2M1, whose bits lie as `bits.PLACES` says
     """
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), 2).flatten(1)
@@ -127,16 +82,22 @@ def repack(values: Tensor, bits: int, gated: bool = False) -> Tensor:
     pad = -values.shape[1] % STEP
     if pad:
         values = torch.nn.functional.pad(values, (0, pad))
-    return torch.cat([_words(part, bits) for part in values.split(4096)])  # parts: each number has 4 bytes for a while
+    return torch.cat([_words(part, bits, e2m1) for part in values.split(4096)])  # each number has 4 bytes for a while
 
 
-def _words(values: Tensor, bits: int) -> Tensor:
+def _words(values: Tensor, bits: int, e2m1: bool) -> Tensor:
     """Return the units of values [N, K], one a byte, N a multiple of 16 and K of STEP, in the order of units."""
     tiles = values.view(-1, 2, 8, values.shape[1] // 16, 2, 4, 2)  # tile, +8 outputs, g, k16, +8 inputs, t, +1 input
     tiles = tiles.permute(0, 3, 2, 5, 6, 4, 1).to(torch.int32)  # tile, k16, g, t, +1, +8 inputs, +8 outputs
     if bits == 4:
-        shifts = torch.arange(8, dtype=torch.int32, device=tiles.device) * 4
-        words = (tiles.flatten(4) << shifts).sum(4, dtype=torch.int32)  # tile, k16, g, t
+        fields = tiles.flatten(4)
+        if e2m1:
+            places = torch.tensor(PLACES * 2, dtype=torch.int32, device=tiles.device)
+            places[4:] += 16
+            words = ((fields >> 3 << places[:, 0]) + ((fields & 7) << places[:, 1])).sum(4, dtype=torch.int32)
+        else:
+            shifts = torch.arange(8, dtype=torch.int32, device=tiles.device) * 4
+            words = (fields << shifts).sum(4, dtype=torch.int32)  # tile, k16, g, t
         words = words.view(len(words), -1, 4, 32).transpose(2, 3)
     else:
         shifts = torch.arange(4, dtype=torch.int32, device=tiles.device) * 8
@@ -166,6 +127,17 @@ def repack_scales(scales: Tensor, gated: bool = False) -> Tensor:
     return units(scales, gated).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
+def repack_powers(scales: Tensor, gated: bool = False) -> Tensor:
+    """Return scales in E8M0, uint8 [N, K / 32], as int32 [N / 16, ceil(K / 128), 16], in the order of packed rows.
+
+    A word has the four scales of an output in a step, as exponents of 2^126 times the scale in bf16. The largest scale
+    is 2, which `pack.convert` checks: bf16 holds no more.
+    """
+    exponents = (scales.to(torch.int32) + 126).clamp(max=254).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, -scales.shape[1] % 4))
+    return repack_scales(exponents.contiguous().view(torch.int32), gated)
+
+
 def product(
     x: Tensor,
     words: Tensor,
@@ -180,14 +152,13 @@ def product(
     """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     words      the weight, packed by `repack`
-    scales     float32 scales, packed by `repack_scales`
+    scales     float32 scales, packed by `repack_scales`; or of weights in E2M1 by `repack_powers`
     zeros      uint8 zero points, packed by `repack_scales`; None: all are 8 (4 bits) or 128 (8 bits)
     group      inputs that share a scale, a multiple of 32
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
                different counters
     """
-    y, bias, act, residual = into
-    gated = act != ""
+    (y, bias, act, residual), gated = into, into.gated
     rows, n, k = x.shape[0], y.shape[1], x.shape[1]
     walk = walk_of(rows, n, k, group, bits, gated)
     in_pdl = pdl.in_use()
@@ -296,103 +267,21 @@ def unpack(
 
 
 @gluon_jit
-def _join(a, b, c, d, e, f, g, h):
-    """[..] -> [.., 2, 2, 2]; the last dimension tells the first four tensors from the others."""
-    return gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-
-
-@gluon_jit
-def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr):
-    """Numbers minus zero points, in bf16: [A, B, 16 outputs, 64 inputs] (8 bits: 32) of A x B units.
-
-    words    int32 [A, B, 32, 4]
-    zeros    of outputs g and of g + 8 for lanes 4 g to 4 g + 3, which broadcast to the words: 128 + z twice in bf16,
-             bitwise (8 bits: 2^23 + z in float32)
-    scales   as well, twice in bf16; used if SCALED
-    """
-    A: gl.constexpr = words.shape[0]
-    B: gl.constexpr = words.shape[1]
-    low, high = zeros
-    if BITS == 4:
-        TYPES: gl.constexpr = (
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-        )
-        if not SCALED:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                PLAIN_4, PLAIN_4_IN, [words, low, high], dtype=TYPES, is_pure=True, pack=2
-            )
-        else:
-            one, two = scales
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                SCALED_4, SCALED_4_IN, [words, low, high, one, two], dtype=TYPES, is_pure=True, pack=2
-            )
-        # [A, B, 8 g, 4 t, 2 k32, 2 k1, 2 +8 outputs, 2 k8, 2 k16]
-        numbers = _join(a, b, c, d, e, f, g, h).reshape([A, B, 8, 4, 2, 2, 2, 2, 2])
-        return numbers.permute([0, 1, 6, 2, 4, 8, 7, 3, 5]).reshape([A, B, 16, 64])
-    else:
-        FOUR: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
-        if not SCALED:
-            a, b, c, d = gl.inline_asm_elementwise(
-                PLAIN_8, PLAIN_8_IN, [words, low, high], dtype=FOUR, is_pure=True, pack=2
-            )
-        else:
-            one, two = scales
-            a, b, c, d = gl.inline_asm_elementwise(
-                SCALED_8, SCALED_8_IN, [words, low, high, one, two], dtype=FOUR, is_pure=True, pack=2
-            )
-        # [A, B, 8 g, 4 t, 2 k16, 2 k1, 2 +8 outputs, 2 k8]
-        numbers = gl.join(gl.join(a, b), gl.join(c, d)).reshape([A, B, 8, 4, 2, 2, 2, 2])
-        return numbers.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([A, B, 16, 32])
-
-
-@gluon_jit
-def _zero(zeros, at, BITS: gl.constexpr):
-    """Load zero points as `_numbers` takes them; without zeros those of symmetric numbers."""
-    if BITS == 4:
-        if zeros is None:
-            return at * 0 + 0x43084308
-        else:
-            return gl.load(zeros + at).to(gl.int32) * 0x10001 + 0x43004300
-    else:
-        if zeros is None:
-            return (at * 0).to(gl.float32) + 8388736.0
-        else:
-            return gl.load(zeros + at).to(gl.float32) + 8388608.0
-
-
-@gluon_jit
 def _finish(acc, bias, residual, y, first, first_row, rows, n, ACT: gl.constexpr, OUT: gl.constexpr):
     """Apply bias, activation and residual to sums [outputs of units, M], and store them.
 
     first, first_row   the first output (of gate, if GATED) and row;  OUT  layout of the results
     """
-    GATED: gl.constexpr = ACT != ""
     HEIGHT: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
-    if GATED:
+    other = acc
+    if ACT != "":
         acc, other = gl.split(acc.reshape([HEIGHT // 16, 2, 8, M]).permute([0, 2, 3, 1]).reshape([HEIGHT // 2, M, 2]))
         other = gl.convert_layout(other, OUT)
     out = gl.convert_layout(acc, OUT)
     col = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, OUT))
     row = first_row + gl.arange(0, M, gl.SliceLayout(0, OUT))
-    inside = (col < n)[:, None] & (row < rows)[None, :]
-    if bias is not None:
-        out += gl.load(bias + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        if bias is not None:
-            other += gl.load(bias + n + col, mask=col < n, other=0.0).to(gl.float32)[:, None]
-        out = gated_in_gluon(out, other, ACT)
-    at = row.to(gl.int64)[None, :] * n + col[:, None]
-    if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    finish_in_gluon(out, other, bias, residual, y, row.to(gl.int64), col, rows, n, ACT)
 
 
 @gluon_jit
@@ -448,12 +337,16 @@ def _fetch(
         beside = gl.minimum(beside, STEPS - 1)
     own_scales = ()
     own_zeros = ()
-    for piece in gl.static_range(128 // DEEP):
-        group = gl.minimum((beside * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-        own_scales = own_scales + (gl.load(scales + ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)
-        group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-        own = (tall * GROUPS + group) * 16 + lane // 4
-        own_zeros = own_zeros + ((_zero(zeros, own, BITS), _zero(zeros, own + 8, BITS)),)
+    if scales.dtype.element_ty == gl.int32:
+        own = (tall * STEPS + step) * 16 + lane // 4
+        own_scales = (gl.load(scales + own), gl.load(scales + own + 8))
+    else:
+        for piece in gl.static_range(128 // DEEP):
+            group = gl.minimum((beside * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+            own_scales = own_scales + (gl.load(scales + ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)
+            group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+            own = (tall * GROUPS + group) * 16 + lane // 4
+            own_zeros = own_zeros + ((_zero(zeros, own, BITS), _zero(zeros, own + 8, BITS)),)
     return packed, own_scales, own_zeros
 
 
@@ -511,7 +404,7 @@ def _few_kernel(
 
     x                  [rows, K] bf16;  stride  elements from row to row
     words              [.., ceil(K / 128) * 128 / 64 (8 bits: / 32), 32, 4] int32, see `repack`
-    scales, zeros      [.., K / GROUP, 16] float32, uint8 or None, see `repack_scales`
+    scales, zeros      [.., K / GROUP, 16] float32, uint8 or None, see `repack_scales`. Of E2M1 see `repack_powers`
     bias, residual, y  as in `gemv._few_kernel`;  n  outputs (of gate, if GATED)
     M                  rows that are computed: 8
     DEPTH              see `Few`
@@ -525,6 +418,7 @@ def _few_kernel(
     DEEP: gl.constexpr = 128 if GROUP % 128 == 0 else (64 if GROUP % 64 == 0 else 32)
     UNIT: gl.constexpr = 64 if BITS == 4 else 32  # inputs
     SIZE: gl.constexpr = DEEP if DEEP < UNIT else UNIT
+    E2M1: gl.constexpr = scales.dtype.element_ty == gl.int32
     tile = gl.program_id(0)
     queue = ()
     for turn in gl.static_range(DEPTH if DEPTH < TURNS else TURNS):
@@ -538,14 +432,23 @@ def _few_kernel(
         if turn + 1 < TURNS:
             upcoming = _given(x, turn + 1, rows, stride, K, M, WARPS, SIZE, ACC)
         packed, own_scales, own_zeros = queue[turn]
+        if E2M1:
+            own_scales = _twice(own_scales, DEEP, True, E2M1)
         if turn + DEPTH < TURNS:
             queue = queue + (_fetch(words, scales, zeros, tile, turn + DEPTH, K, GROUP, TALL, WARPS, BITS, DEEP, ACC),)
         part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
         for piece in gl.static_range(128 // SIZE):
-            numbers = _numbers(packed[piece * SIZE // UNIT], own_zeros[piece * SIZE // DEEP], (), BITS, False)
+            if E2M1:
+                numbers = _numbers(packed[piece * SIZE // UNIT], (), own_scales[piece * SIZE // DEEP], BITS, True, E2M1)
+            else:
+                numbers = _numbers(packed[piece * SIZE // UNIT], own_zeros[piece * SIZE // DEEP], (), BITS, False, E2M1)
             left = _pieces(numbers, SIZE)[piece % (UNIT // SIZE)].reshape([WARPS, 16 * TALL, SIZE])
-            part = mma_v2(gl.convert_layout(left, LEFT, assert_trivial=True), given[piece], part)
-            if (piece + 1) * SIZE % DEEP == 0:
+            left = gl.convert_layout(left, LEFT, assert_trivial=True)
+            if E2M1:
+                acc = mma_v2(left, given[piece], acc)
+            else:
+                part = mma_v2(left, given[piece], part)
+            if (piece + 1) * SIZE % DEEP == 0 and not E2M1:
                 acc += part * own_scales[piece * SIZE // DEEP][:, :, None]
                 part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
@@ -553,12 +456,10 @@ def _few_kernel(
 
 
 @gluon_jit
-def _read_words(x, words, buffer, bar, tile, step, pred, BITS: gl.constexpr):
-    """Let the copy engine read the weights of a step; the barrier will wait for them and for rows of x."""
+def _read_words(x, words, buffer, bar, unit, step, pred, BITS: gl.constexpr):
+    """Let the copy engine read weights of a step, from `unit` on; the barrier will wait for them and for rows of x."""
     mbarrier.expect(bar, words.block_type.nbytes + x.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(
-        words, [tile * words.block_type.shape[0], step * (2 * BITS), 0], bar, buffer, pred=pred
-    )
+    tma.async_copy_global_to_shared(words, [unit, step * (2 * BITS), 0], bar, buffer, pred=pred)
 
 
 @gluon_jit
@@ -590,6 +491,7 @@ def _operand(
     BITS: gl.constexpr,
     DEEP: gl.constexpr,
     SCALED: gl.constexpr,
+    E2M1: gl.constexpr,
     LEFT: gl.constexpr,
 ):
     """Return 64 inputs of a step as the left operand [64 TALL, 64].
@@ -599,27 +501,27 @@ def _operand(
     at: gl.constexpr = half * 64 // DEEP
     after: gl.constexpr = (half * 64 + 32) // DEEP
     if BITS == 8:
-        one = _numbers(packed[2 * half], zeros[at], scales[at], BITS, SCALED)
-        two = _numbers(packed[2 * half + 1], zeros[after], scales[after], BITS, SCALED)
+        one = _numbers(packed[2 * half], zeros[at], scales[at], BITS, SCALED, E2M1)
+        two = _numbers(packed[2 * half + 1], zeros[after], scales[after], BITS, SCALED, E2M1)
         numbers = gl.join(one, two).permute([0, 1, 2, 4, 3]).reshape([TALL, 4, 16, 64])
     elif DEEP == 32:  # two groups in a unit: it is converted twice, and the compiler drops what is not used
-        one = _numbers(packed[half], zeros[at], scales[at], BITS, SCALED)
-        two = _numbers(packed[half], zeros[after], scales[after], BITS, SCALED)
+        one = _numbers(packed[half], zeros[at], scales[at], BITS, SCALED, E2M1)
+        two = _numbers(packed[half], zeros[after], scales[after], BITS, SCALED, E2M1)
         both = gl.join(_pieces(one, 32)[0], _pieces(two, 32)[1]).permute([0, 1, 2, 4, 3])
         numbers = both.reshape([TALL, 4, 16, 64])
     else:
-        numbers = _numbers(packed[half], zeros[at], scales[at], BITS, SCALED)
+        numbers = _numbers(packed[half], zeros[at], scales[at], BITS, SCALED, E2M1)
     return gl.convert_layout(numbers.reshape([64 * TALL, 64]), LEFT, assert_trivial=True)
 
 
 @gluon_jit
 def _zeros_of(
-    zeros, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr
+    zeros, unit, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr
 ):
     """Start to read the zero points of a step: a tuple by group, see `_numbers`."""
     found = ()
     for piece in gl.static_range(128 // DEEP):
-        at = _beside_words(tile, step, piece, K, GROUP, TALL, DEEP)
+        at = _beside_words(unit, step, piece, K, GROUP, TALL, DEEP)
         found = found + ((_zero(zeros, at, BITS), _zero(zeros, at + 8, BITS)),)
     return found
 
@@ -627,7 +529,7 @@ def _zeros_of(
 @gluon_jit
 def _scales_of(
     scales,
-    tile,
+    unit,
     step,
     K: gl.constexpr,
     GROUP: gl.constexpr,
@@ -636,23 +538,30 @@ def _scales_of(
     FIRST: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """Start to read the scales of a step: a tuple by group; two tensors by lane each if FIRST, else one by output."""
+    """Start to read the scales of a step: a tuple by group; two tensors by lane each if FIRST, else one by output.
+
+    Of E2M1, two tensors by lane, whose words have the scales of all groups.
+    """
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     row = gl.arange(0, 64 * TALL, gl.SliceLayout(1, ACC))
     found = ()
-    for piece in gl.static_range(128 // DEEP):
-        if FIRST:
-            at = _beside_words(tile, step, piece, K, GROUP, TALL, DEEP)
-            found = found + ((gl.load(scales + at), gl.load(scales + at + 8)),)
-        else:
-            group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-            found = found + (gl.load(scales + ((tile * TALL * 4 + row // 16) * GROUPS + group) * 16 + row % 16),)
+    if scales.dtype.element_ty == gl.int32:
+        at = _beside_words(unit, step, 0, K, 128, TALL, 128)
+        found = (gl.load(scales + at), gl.load(scales + at + 8))
+    else:
+        for piece in gl.static_range(128 // DEEP):
+            if FIRST:
+                at = _beside_words(unit, step, piece, K, GROUP, TALL, DEEP)
+                found = found + ((gl.load(scales + at), gl.load(scales + at + 8)),)
+            else:
+                group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
+                found = found + (gl.load(scales + ((unit + row // 16) * GROUPS + group) * 16 + row % 16),)
     return found
 
 
 @gluon_jit
 def _beside_words(
-    tile, step, piece: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, DEEP: gl.constexpr
+    unit, step, piece: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, DEEP: gl.constexpr
 ):
     """Return the offset of each lane's scale or zero point, of output g, [TALL, 4, 32, 1]; g + 8 is 8 further on."""
     L: gl.constexpr = gl.BlockedLayout([TALL, 1, 1, 4], [1, 1, 32, 1], [1, 4, 1, 1], [3, 2, 1, 0])
@@ -661,7 +570,7 @@ def _beside_words(
     warp = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
     group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-    return (((tile * TALL + tall) * 4 + warp) * GROUPS + group) * 16 + lane // 4
+    return ((unit + tall * 4 + warp) * GROUPS + group) * 16 + lane // 4
 
 
 @gluon_jit
@@ -679,22 +588,86 @@ def _settle(acc, running, scales, DEEP: gl.constexpr, FIRST: gl.constexpr):
 
 
 @gluon_jit
-def _twice(scales, DEEP: gl.constexpr, FIRST: gl.constexpr):
-    """Return scales (tuples by group, of two tensors each) in bf16 twice, bitwise; as they are if not FIRST."""
-    if FIRST:
-        pairs = ()
-        for piece in gl.static_range(128 // DEEP):
-            pairs = pairs + ((_pair(scales[piece][0]), _pair(scales[piece][1])),)
-        return pairs
-    else:
-        return scales
+def _walk(
+    x,
+    words,
+    scales,
+    zeros,
+    unit,
+    row,
+    first,
+    count,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    M: gl.constexpr,
+    TALL: gl.constexpr,
+    BITS: gl.constexpr,
+    FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    WAIT: gl.constexpr,
+):
+    """Sums [64 TALL, M] of the outputs of units from `unit` on, of M rows from `row` on. Call it once in a kernel.
 
-
-@gluon_jit
-def _pair(scale):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scale], dtype=gl.int32, is_pure=True, pack=1
-    )
+    x, words, scales, zeros   as in `_some_kernel`
+    first, count              steps of K;  WAIT  wait for the kernel that writes x, when weights are under way
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    DEEP: gl.constexpr = 128 if GROUP % 128 == 0 else (64 if GROUP % 64 == 0 else 32)
+    E2M1: gl.constexpr = scales.dtype.element_ty == gl.int32
+    STEPS: gl.constexpr = (K + 127) // 128
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, 4 * TALL, 2 * BITS, 32], words.layout)
+    given = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, 128], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(STAGES):
+        mbarrier.init(ready.index(early), count=1)
+    hopper.fence_async_shared()
+    for early in gl.static_range(STAGES - 1):
+        _read_words(x, words, ring.index(early), ready.index(early), unit, first + early, early < count, BITS)
+    scale = _scales_of(scales, unit, first, K, GROUP, TALL, DEEP, FIRST, ACC)
+    zero = _zeros_of(zeros, unit, first, K, GROUP, TALL, BITS, DEEP)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    for early in gl.static_range(STAGES - 1):
+        tma.async_copy_global_to_shared(
+            x, [row, (first + early) * 128], ready.index(early), given.index(early), pred=early < count
+        )
+    acc = gl.zeros([64 * TALL, M], gl.float32, ACC)
+    running = (acc, acc) if DEEP == 64 and not FIRST else (acc,)
+    # `scale` is that of this step if FIRST, else that of the step whose products are running. It is read in the loop:
+    # Triton takes a variable that starts as another one and follows it by an iteration for a constant.
+    for turn in range(count):
+        stage = turn % STAGES
+        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
+        packed = _halves(ring.index(stage).load(WORDS), TALL, BITS)
+        following = gl.minimum(first + turn + 1, STEPS - 1)
+        now_zero = zero
+        zero = _zeros_of(zeros, unit, following, K, GROUP, TALL, BITS, DEEP)
+        pairs = _twice(scale, DEEP, FIRST, E2M1)
+        if FIRST:
+            scale = _scales_of(scales, unit, following, K, GROUP, TALL, DEEP, FIRST, ACC)
+        left = _operand(packed, 0, now_zero, pairs, TALL, BITS, DEEP, FIRST, E2M1, LEFT)
+        acc, running = _settle(acc, running, scale, DEEP, FIRST)
+        if not FIRST:
+            scale = _scales_of(scales, unit, first + turn, K, GROUP, TALL, DEEP, FIRST, ACC)
+        later, place = turn + STAGES - 1, (turn + STAGES - 1) % STAGES
+        _read_words(x, words, ring.index(place), ready.index(place), unit, first + later, later < count, BITS)
+        tma.async_copy_global_to_shared(
+            x, [row, (first + later) * 128], ready.index(place), given.index(place), pred=later < count
+        )
+        right = given.index(stage).slice(0, 64, dim=1).permute((1, 0))
+        one = warpgroup_mma(left, right, running[0], use_acc=FIRST, is_async=True)
+        left = _operand(packed, 1, now_zero, pairs, TALL, BITS, DEEP, FIRST, E2M1, LEFT)
+        right = given.index(stage).slice(64, 64, dim=1).permute((1, 0))
+        if DEEP == 64 and not FIRST:
+            two = warpgroup_mma(left, right, running[1], use_acc=False, is_async=True)
+            running = warpgroup_mma_wait(1, deps=(one, two))
+        else:
+            one = warpgroup_mma(left, right, one, is_async=True)
+            running = (warpgroup_mma_wait(1, deps=(one,)),)
+    acc, running = _settle(acc, running, scale, DEEP, FIRST)
+    return acc
 
 
 @gluon_jit(do_not_specialize=["rows"])
@@ -733,66 +706,15 @@ def _some_kernel(
     GATED: gl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-    DEEP: gl.constexpr = 128 if GROUP % 128 == 0 else (64 if GROUP % 64 == 0 else 32)
     STEPS: gl.constexpr = (K + 127) // 128
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, 4 * TALL, 2 * BITS, 32], words.layout)
-    given = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, 128], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for early in gl.static_range(STAGES):
-        mbarrier.init(ready.index(early), count=1)
-    hopper.fence_async_shared()
     tile, row = gl.program_id(0), gl.program_id(2) * M
     split = gl.num_programs(1)
     first = gl.program_id(1) * STEPS // split
     count = (gl.program_id(1) + 1) * STEPS // split - first
     gl.assume(count > 0)  # else ptxas would wait for every product
-    for early in gl.static_range(STAGES - 1):
-        _read_words(x, words, ring.index(early), ready.index(early), tile, first + early, early < count, BITS)
-    scale = _scales_of(scales, tile, first, K, GROUP, TALL, DEEP, FIRST, ACC)
-    zero = _zeros_of(zeros, tile, first, K, GROUP, TALL, BITS, DEEP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for early in gl.static_range(STAGES - 1):
-        tma.async_copy_global_to_shared(
-            x, [row, (first + early) * 128], ready.index(early), given.index(early), pred=early < count
-        )
-    acc = gl.zeros([64 * TALL, M], gl.float32, ACC)
-    running = (acc, acc) if DEEP == 64 and not FIRST else (acc,)
-    # `scale` is that of this step if FIRST, else that of the step whose products are running. It is read in the loop:
-    # Triton takes a variable that starts as another one and follows it by an iteration for a constant.
-    for turn in range(count):
-        stage = turn % STAGES
-        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        packed = _halves(ring.index(stage).load(WORDS), TALL, BITS)
-        following = gl.minimum(first + turn + 1, STEPS - 1)
-        now_zero = zero
-        zero = _zeros_of(zeros, tile, following, K, GROUP, TALL, BITS, DEEP)
-        pairs = _twice(scale, DEEP, FIRST)
-        if FIRST:
-            scale = _scales_of(scales, tile, following, K, GROUP, TALL, DEEP, FIRST, ACC)
-        left = _operand(packed, 0, now_zero, pairs, TALL, BITS, DEEP, FIRST, LEFT)
-        acc, running = _settle(acc, running, scale, DEEP, FIRST)
-        if not FIRST:
-            scale = _scales_of(scales, tile, first + turn, K, GROUP, TALL, DEEP, FIRST, ACC)
-        later, place = turn + STAGES - 1, (turn + STAGES - 1) % STAGES
-        _read_words(x, words, ring.index(place), ready.index(place), tile, first + later, later < count, BITS)
-        tma.async_copy_global_to_shared(
-            x, [row, (first + later) * 128], ready.index(place), given.index(place), pred=later < count
-        )
-        right = given.index(stage).slice(0, 64, dim=1).permute((1, 0))
-        one = warpgroup_mma(left, right, running[0], use_acc=FIRST, is_async=True)
-        left = _operand(packed, 1, now_zero, pairs, TALL, BITS, DEEP, FIRST, LEFT)
-        right = given.index(stage).slice(64, 64, dim=1).permute((1, 0))
-        if DEEP == 64 and not FIRST:
-            two = warpgroup_mma(left, right, running[1], use_acc=False, is_async=True)
-            running = warpgroup_mma_wait(1, deps=(one, two))
-        else:
-            one = warpgroup_mma(left, right, one, is_async=True)
-            running = (warpgroup_mma_wait(1, deps=(one,)),)
-    acc, running = _settle(acc, running, scale, DEEP, FIRST)
+    unit = tile * (4 * TALL)
+    acc = _walk(x, words, scales, zeros, unit, row, first, count, K, GROUP, M, TALL, BITS, FIRST, STAGES, PDL)
+    ACC: gl.constexpr = acc.type.layout
     if parts is not None:
         SIZE: gl.constexpr = 64 * TALL * M
         place = gl.program_id(2) * gl.num_programs(0) + tile
@@ -839,8 +761,16 @@ def _unpack_kernel(
     unit = tl.program_id(1) * 4 + tl.arange(0, 4)
     at = (unit.to(tl.int64)[:, None] * STEPS + step) * SIZE + tl.arange(0, SIZE)[None, :]
     packed = tl.load(words + at)
+    E2M1: tl.constexpr = scales.dtype.element_ty == tl.int32
     if BITS == 4:  # [4, 2 k64, 8 g, 4 t, 4 k16, 2 k1, 2 k8, 2 +8 outputs]
-        packed = (packed[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+        field = tl.arange(0, 8)[None, None, :]
+        if E2M1:  # see `bits.PLACES`
+            sign = tl.where(field % 4 == 0, 15, tl.where(field % 4 == 1, 12, tl.where(field % 4 == 2, 14, 13)))
+            size = tl.where(field % 4 == 0, 6, tl.where(field % 4 == 1, 3, tl.where(field % 4 == 2, 0, 9)))
+            half, packed = field // 4 * 16, packed[:, :, None]
+            packed = (packed >> (sign + half) & 1) << 3 | (packed >> (size + half) & 7)
+        else:
+            packed = (packed[:, :, None] >> (field * 4)) & 15
         packed = tl.permute(tl.reshape(packed, [4, 2, 8, 4, 4, 2, 2, 2]), [0, 7, 2, 1, 4, 6, 3, 5])
     else:  # [4, 4 k32, 8 g, 4 t, 2 k16, 2 k8, 2 +8 outputs, 2 k1]
         packed = (packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 255
@@ -852,7 +782,12 @@ def _unpack_kernel(
     zero = tl.zeros([64, 128 // DEEP], tl.float32) + (8.0 if BITS == 4 else 128.0)
     if zeros is not None:
         zero = tl.load(zeros + beside).to(tl.float32)
-    numbers = (packed.to(tl.float32) - zero[:, :, None]) * tl.load(scales + beside)[:, :, None]
+    if E2M1:
+        word = tl.load(scales + ((tl.program_id(1) * 4 + output // 16) * STEPS + step) * 16 + output % 16)
+        exponent = word >> (tl.arange(0, 128 // DEEP) * 8)[None, :] & 255
+        numbers = small(packed) * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
+    else:
+        numbers = (packed.to(tl.float32) - zero[:, :, None]) * tl.load(scales + beside)[:, :, None]
     col = step * 128 + tl.arange(0, 128)[None, :]
     row = tl.program_id(1) * 64 + output
     inside = (row < n) & (col < K)

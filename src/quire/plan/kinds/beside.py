@@ -8,7 +8,7 @@ from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.interfaces import RMS_NORM, Call, ExchangedRows, LayerStep, ParamWriter, RankExchange, joined
 
-NORMS = ("dense_after", "experts_norm", "experts_after", "router_norm")
+NORMS = ("dense_after", "experts_norm", "experts_after")
 
 
 class BesideKind:
@@ -34,7 +34,6 @@ class BesideKind:
         yield from self._dense.product(step)
         yield Call(RMS_NORM, ("mlp.dense_after.weight",))
         yield Call(RMS_NORM, ("mlp.experts_norm.weight",))
-        yield Call(RMS_NORM, ("mlp.router_norm.weight",))
         yield from self._experts.routed(step)
         yield Call(RMS_NORM, ("mlp.experts_after.weight",), "with the sum of both")
         yield from joined("mlp", step)

@@ -20,13 +20,12 @@ class BesideSteps:
     paths: Mapping[str, tuple[str, ...]] = {
         name: (name,) for name in ("router", "experts", AFTER, BEFORE_EXPERTS, AFTER_EXPERTS)
     }
-    inputs: Mapping[str, tuple[str, ...]] = DenseSteps.inputs | {"router norm": ("router.proj",)}
+    inputs: Mapping[str, tuple[str, ...]] = DenseSteps.inputs
 
     def watch(self, layer: MLPBesideExperts, keep: Keep) -> None:
-        """Record the steps of both parts, the norms, and the input of the router."""
+        """Record the steps of both parts, and the norms."""
         DenseSteps().watch(layer.mlp, keep)
         ExpertSteps().watch(layer.moe, keep)
         on_result(layer.dense_after, keep, AFTER)
         on_result(layer.experts_norm, keep, BEFORE_EXPERTS)
-        on_result(layer.router_norm, keep, "router norm")
         on_added(layer.experts_after, keep, AFTER_EXPERTS)

@@ -1,4 +1,4 @@
-"""Count and choice of the copies of experts in one launch; see `quire.kernels.experts.slots`, whose results it has."""
+"""Count and choice of the copies of experts in one launch, with the results of `quire.kernels.expert_copies.slots`."""
 
 from __future__ import annotations
 

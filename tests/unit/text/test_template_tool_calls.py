@@ -1,4 +1,4 @@
-"""The chat template of gpt-oss: dates, efforts, turns with calls as its model knows them, and turns that it refuses."""
+"""Turns with tool calls in the forms that templates read, above all gpt-oss's; its dates, efforts and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -114,3 +114,43 @@ def test_the_format_is_found_by_template_and_tokens(template: ChatTemplate) -> N
 def test_the_sandbox_knows_the_template(template: ChatTemplate) -> None:
     own = ChatTemplate(template.sources, compiler=None, sandbox=Sandbox())
     assert "Reasoning: low" in own.render([USER], reasoning_effort="low")
+
+
+# A template that writes results of calls only where the calling turn has them, in the way of Gemma 4's.
+INNER = """
+{%- for message in messages -%}
+<|turn>{{ message.role }}
+{% for call in message.tool_calls or [] -%}
+<|tool_call>call:{{ call.function.name }}{{ call.function.arguments | tojson }}<tool_call|>
+{%- endfor -%}
+{%- for one in message.tool_responses or [] -%}
+<|tool_response>response:{{ one.name }}
+{%- if one.response is mapping %}{{ one.response | tojson }}{% else %}{value:{{ one.response }}}{% endif -%}
+<tool_response|>
+{%- endfor -%}
+{{ message.content }}
+{%- if not (message.tool_responses and not message.content) %}<turn|>
+{% endif -%}
+{%- endfor -%}
+"""
+
+
+def test_results_stand_in_the_turn_of_their_calls_where_a_template_has_a_form_for_that() -> None:
+    template = ChatTemplate({"default": INNER})
+    turn = {"role": "assistant", "tool_calls": [call("f", "1"), call("g", "2")]}
+    text = template.render([USER, turn, result("1", '{"x": 1}'), result("2", "[2]"), USER])
+    assert text == (
+        '<|turn>user\nhi<turn|>\n<|turn>assistant\n<|tool_call>call:f{"a": "x"}<tool_call|>'
+        '<|tool_call>call:g{"a": "x"}<tool_call|><|tool_response>response:f{"x": 1}<tool_response|>'
+        "<|tool_response>response:g{value:[2]}<tool_response|><|turn>user\nhi<turn|>\n"
+    )
+    assert "<|tool_response>" not in template.render([USER, turn, USER])
+
+
+def test_calls_without_ids_get_one_result_each(template: ChatTemplate) -> None:
+    bare = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("f", "g")]
+    results = [{"role": "tool", "content": text} for text in ("r1", "r2")]
+    text = turns(template, {"role": "assistant", "tool_calls": bare}, *results)
+    assert text.index('functions.f to=assistant<|channel|>commentary<|message|>"r1"') < text.index(
+        'functions.g to=assistant<|channel|>commentary<|message|>"r2"'
+    )

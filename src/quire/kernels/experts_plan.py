@@ -40,6 +40,7 @@ KERNELS: Mapping[str, bool] = {
     "hopper": True,
     "triton": True,
     "scaled": True,
+    "weight_only_hopper": True,
     "weight_only": True,
     "grouped": True,
     "native": False,

@@ -34,7 +34,7 @@ class ExpertSlots:
     def take(self, ids: Tensor) -> Tensor:
         """Count the experts `ids` [T, k] of tokens, and return their slots; see `count` and `choose`."""
         if ids.is_cuda and not triton_runtime.missing():
-            from quire.kernels.experts import triton_slots
+            from quire.kernels.expert_copies import triton_slots
 
             return triton_slots.take(ids, self.slots, self.counts, self.load, self._first_row)
         self.count(ids)

@@ -1,0 +1,129 @@
+"""Experts with MXFP4 weights and bfloat16 activations on Hopper (compute capability 9.0).
+
+Weights stay packed, in the words of `quire.kernels.weight_only.words`, and become bf16 in registers before tensor cores
+multiply them. See `quire.kernels.weight_only.pairs_in_words`, also for the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+from quire.kernels import pdl
+from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.experts.triton import _sort, _sum_kernel
+from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.weight_only import pairs_in_words as products
+from quire.kernels.weight_only import words
+from quire.kernels.words import product_words
+
+MOST_ODD = 16  # blocks of 64 outputs up to which an odd number of blocks stays odd: another one would cost too much
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The gate_up or down matrices of all E experts: K inputs, N outputs, twice N where gate and up are stacked.
+
+    words     int32 [E, units, K / 64, 32, 4], see `words.repack`; a unit has 16 outputs, and K is padded to 128
+    scales    int32 [E, units, ceil(K / 128), 16], see `words.repack_powers`
+    outputs   number of outputs N
+    """
+
+    words: Tensor
+    scales: Tensor
+    outputs: int
+    gated: bool
+    scheme: Scheme
+
+
+Packed = ExpertWeights[Stack]
+
+
+def empty(
+    num_experts: int,
+    gate_up: QuantizedMatrix,
+    down: QuantizedMatrix,
+    device: torch.device,
+    form: ExpertForm = PLAIN,
+) -> Packed:
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`.
+    """
+    first, second = _empty(num_experts, gate_up, device, True), _empty(num_experts, down, device, False)
+    return ExpertWeights(first, second, form.act, *empty_biases(num_experts, gate_up, down, device, form))
+
+
+def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, gated: bool) -> Stack:
+    (rows, columns), scheme = one.shape, one.scheme
+    blocks = -(-rows // 64)
+    units, steps = 4 * (blocks + (blocks % 2 if blocks > MOST_ODD else 0)), -(-columns // words.STEP)
+    shapes = (units, 2 * steps, 32, 4), (units, steps, 16)
+    own, scales = (torch.zeros((num_experts, *shape), dtype=torch.int32, device=device) for shape in shapes)
+    return Stack(own, scales, rows >> gated, gated, scheme)
+
+
+def put(
+    packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, biases: Biases | None = None
+) -> None:
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
+    packed.put_biases(biases, place)
+    for stack, one in ((packed.gate_up, gate_up), (packed.down, down)):
+        made = words.repack(one.values, one.scheme.bits, stack.gated, e2m1=True)
+        scales = words.repack_powers(one.scale, stack.gated)
+        stack.words[place, : len(made)].copy_(made, non_blocking=True)
+        stack.scales[place, : len(scales)].copy_(scales, non_blocking=True)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where the products dequantize weights. See `quire.kernels.experts`."""
+    return product_words(packed[0].scheme, "stays packed, widened in registers", "")
+
+
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+    join: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Return residual + the weighted sum of the outputs of each token's experts.
+
+    See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
+    if not len(x):
+        return y
+    first, second, act, first_bias, second_bias = packed
+    (tokens, k), pairs, hidden, group = ids.shape, ids.numel(), x.shape[1], first.scheme.block[1]
+    order, starts = _sort(ids, expert_map, len(first.words))
+    cut = products.tiles_of(pairs, len(first.words) if expert_map is None else len(expert_map), first.outputs * 2)
+    given = products.bring(x if x.stride(1) == 1 else x.contiguous(), order, starts, k, cut)
+    h, parts = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (first.outputs, hidden))
+    products.product(given, first.words, first.scales, group, products.Ending(h, act, first_bias))
+    given = products.Sorted(h, order, given.tiles, cut)
+    products.product(given, second.words, second.scales, group, products.Ending(parts, "", second_bias, weights))
+    block = min(1024, bucket(hidden))
+    in_pdl = not (join and join()) and pdl.in_use()
+    _sum_kernel[(tokens, -(-hidden // block))](
+        parts,
+        ids,
+        expert_map,
+        None if residual is None else y,
+        y,
+        k,
+        hidden,
+        block,
+        in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
+    return y
