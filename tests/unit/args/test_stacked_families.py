@@ -37,7 +37,7 @@ def read(raw: dict[str, Any], **changes: Any) -> ModelArgs:
 
 def windows(args: ModelArgs) -> list[int | None]:
     mixers = [one.mixer for one in args.layers]
-    assert all(isinstance(one, GroupedArgs) and one.sinks and one.input_bias and one.output_bias for one in mixers)
+    assert all(isinstance(one, GroupedArgs) and one.scores.sinks and one.input_bias and one.output_bias for one in mixers)
     return [one.window for one in mixers if isinstance(one, GroupedArgs)]
 
 
