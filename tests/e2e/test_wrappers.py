@@ -38,6 +38,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": []},
         {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93},
     ),
+    "qwen3_vl_moe": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "mrope_section": [4, 2, 2]},
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": []},
+        {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93},
+    ),
 }
 
 

@@ -256,6 +256,27 @@ def test_the_same_tokens_as_the_naive_runner_s(
     assert not sizes or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("graphs", [True, *full_rows([False])])
+def test_groups_with_blocks_of_other_sizes_give_the_same_tokens(
+    cuda_runner: Callable[..., StepRunner], graphs: bool
+) -> None:
+    """Every other layer has a window, and blocks of twice the tokens in a KV group of its own."""
+    args, window = model_args(num_hidden_layers=2), 20
+    limits = replace(LIMITS, windows=(None, window), block_sizes=(support.BLOCK, 2 * support.BLOCK))
+    if graphs:
+        limits = replace(limits, graph_sizes=(2, 4), graph_tokens=(48,))
+    runner = runner_of(make_model(args, "cuda", window=window), limits, "cuda")
+    oracle = NaiveRunner(make_model(args, reference=True, window=window), num_groups=2)
+
+    def grouped(one: Admission) -> Admission:
+        (own,) = one.block_ids
+        return msgspec.structs.replace(one, block_ids=(own, 10 + own[: -(-len(own) // 2)]))
+
+    plans = [msgspec.structs.replace(one, admitted=tuple(map(grouped, one.admitted))) for one in PLANS[:6]]
+    for expected, found in zip(map(oracle.run, plans), run_ahead(runner, plans), strict=True):
+        agree(found, expected)
+
+
 @pytest.mark.parametrize(
     ("guesses", "lengths", "model", "blocks"),
     [

@@ -148,6 +148,9 @@ FAMILIES: Mapping[str, FamilyCase] = {
         options={"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "rotary_dim": 8},
         ropes=tuple(rope for rope in ROPES if rope != "yarn"),
     ),
+    "qwen3_vl_moe_text": FamilyCase(
+        options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]}, biases=("attention_bias",), peer="qwen3_moe"
+    ),
     "deepseek_v2": FamilyCase(
         options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
     ),

@@ -23,7 +23,8 @@ class Routing:
     groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
                score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
     ids      = top_k of chosen, best first; of equal scores the expert with the lower number
-    weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
+    weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`; times the
+               chosen experts' own scales when `expert_scale`
     """
 
     num_experts: int
@@ -37,6 +38,7 @@ class Routing:
     normalize: bool = False
     normalize_eps: float = 0.0
     scaling: float = 1.0
+    expert_scale: bool = False
 
 
 class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -46,6 +48,9 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
     act, biased    activation between an expert's projections (`quire.kernels.activation`); True: both add a bias
+    router_eps     epsilon of the router's own norm: it reads h / rms(h) * scale / sqrt(hidden size), where h is the
+                   residual stream (Gemma 4); 0: it reads what the experts read
+    weigh_inputs   True: the weight of a token's one expert multiplies the input, not the output (Llama 4)
     stored         form in which the checkpoint stores the experts: "each", or a key of `names.STACKED_FORMS` of models/
     """
 
@@ -56,6 +61,8 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router_float: bool
     act: str = "silu"
     biased: bool = False
+    router_eps: float = 0.0
+    weigh_inputs: bool = False
     stored: str = "each"
 
 
@@ -73,7 +80,7 @@ DEEPSEEK_KEYS = frozenset(
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
-    "qwen3_moe": QWEN_KEYS,
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
@@ -95,6 +102,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "mixtral": _read_mixtral,
         "qwen2_moe": _read_qwen,
         "qwen3_moe": _read_qwen,
+        "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
         "minimax_m2": _read_minimax,
     }
@@ -126,13 +134,15 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         or ()
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared = kind == "qwen2_moe"
+    shared, vision = kind == "qwen2_moe", kind == "qwen3_vl_moe"
     moe = MoEArgs(
-        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob")),
+        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", vision)),
         expert_size=keys.size("moe_intermediate_size"),
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
+        # Unless the names of stored tensors tell otherwise; quantized files store each expert by itself.
+        stored="columns" if vision and not keys.object("quantization_config") else "each",
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 
@@ -156,7 +166,7 @@ def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froz
         router_float=False,
         act="swiglu_oai",
         biased=True,
-        stored="paired rows" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
+        stored="paired blocks" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(range(num_layers))
 

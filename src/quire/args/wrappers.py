@@ -45,6 +45,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 }
 AROUND = ("quantization_config", "compression_config", "tie_word_embeddings", "dtype", "torch_dtype")  # keys beside
 

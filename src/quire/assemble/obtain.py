@@ -12,12 +12,13 @@ from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_co
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ModelNotFound, UserError, WeightsError
+from quire.plan.as_stored import as_stored
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import rank_geometry
-from quire.plan.layout import alone, as_stored, layout
+from quire.plan.layout import alone, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
@@ -62,7 +63,9 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
         stored = _stored_names(config, folder)
     except (ModelNotFound, WeightsError):  # the loader tells
         return args
-    return with_spelling(args, stored) if args.eagle is not None else as_stored(args, stored)
+    if args.eagle is not None:
+        return with_spelling(args, stored)
+    return as_stored(args, stored, lambda name: _shape(config, folder, name))
 
 
 def read_model(
@@ -109,6 +112,14 @@ def _stored_names(config: EngineConfig, folder: Path) -> Collection[str]:
     repository = absent_weights(config, folder)
     found = {} if repository is not None and not (folder / INDEX).is_file() else stored_in(folder)
     return found or _stored_types(config, folder)
+
+
+def _shape(config: EngineConfig, folder: Path, name: str) -> tuple[int, ...]:
+    """Return the shape of a stored tensor, from the header of its file."""
+    repository = absent_weights(config, folder)
+    if repository is not None:
+        return repository.read_headers(folder).tensors[name].shape
+    return read_checkpoint(folder).tensors[name].shape
 
 
 def obtain_weights(

@@ -1,7 +1,7 @@
 """Assembly of the tiers of KV blocks below the device: the store of an engine core, and the mover of each rank."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from quire.kvstore.shards import Shard
 from quire.plan.drafts import joined
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds import mixer
-from quire.plan.kv_geometry import kv_components, rank_geometry
+from quire.plan.kv_geometry import layer_groups, rank_geometry
 from quire.plan.layout import alone
 from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.placement import kv_heads, ranks
@@ -162,8 +162,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
     shard = Shard(
         geometry=memory.geometry,
         layer=rank.layers[0],
-        heads=_first_heads(plan, plan.geometry, drafts=False),
-        draft_heads=_first_heads(plan.draft, plan.geometry, drafts=True) if plan.draft else (0,) * groups,
+        heads=_first_heads(plan) + (0,) * (groups - len(layer_groups(plan.args))),
+        draft_heads=tuple(_first_draft_heads(plan)),
         memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None,
     )
     if sharing.peers:
@@ -176,18 +176,20 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
     )
 
 
-def _first_heads(plan: EnginePlan, geometry: KVGeometry, *, drafts: bool) -> tuple[int, ...]:
-    """Return the number of the first KV head of the plan's rank in its layers of each KV group; 0: it has none there.
+def _first_heads(plan: EnginePlan) -> tuple[int, ...]:
+    """Return the number of the first KV head of the plan's rank in its model, by KV group of the model."""
+    kinds = (mixer(plan.args.layers[layers[0]].mixer) for layers in layer_groups(plan.args))
+    return tuple(kind.kv_heads(plan.mesh.rank.tp, plan.mesh.rank.place)[0] for kind in kinds)
 
-    geometry   of the engine
-    drafts     True: the plan is that of the draft model, whose components `KVGroup.drafts` names
-    """
-    place, found = plan.mesh.rank, list[int]()
-    kinds = {kv_components(one, plan.cache.dtype, place): mixer(one) for one in plan.args.mixers}
-    for group in geometry.groups:
-        kind = kinds.get(group.drafts if drafts else group.components)
-        found.append(kind.kv_heads(place.tp, place.place)[0] if kind else 0)
-    return tuple(found)
+
+def _first_draft_heads(plan: EnginePlan) -> Iterator[int]:
+    """Yield the same for the draft model or EAGLE head, by KV group of the engine; 0: it has no layers there."""
+    own = sum(len(group.layers) - group.num_drafts for group in plan.geometry.groups)
+    for group in plan.geometry.groups:
+        joined = group.layers[-1] - own if group.num_drafts else -1  # a layer of the draft model
+        groups = plan.draft.geometry.groups if plan.draft else ()
+        heads = _first_heads(plan.draft) if plan.draft else ()
+        yield next((first for one, first in zip(groups, heads, strict=True) if joined in one.layers), 0)
 
 
 def _names(plan: EnginePlan) -> list[str]:

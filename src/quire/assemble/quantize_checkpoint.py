@@ -16,8 +16,9 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_c
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import FLOATS, Param
 from quire.models.names import EACH
+from quire.plan.as_stored import as_stored
 from quire.plan.formats import is_quantizable, settled, with_formats
-from quire.plan.layout import as_stored, layout
+from quire.plan.layout import layout
 from quire.quantization.kfirst import AWQ
 from quire.quantization.read import KEY, find_quantization
 from quire.quantization.rules import HEAD, Rule
@@ -115,7 +116,8 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     if found := find_quantization(folder, raw).config:
         raise ConfigError(f"{folder} is quantized already ({found['quant_method']}): give the unquantized checkpoint.")
     source = read_checkpoint(folder)
-    args = as_stored(parse_checkpoint_config(raw, str(folder / "config.json")), source.tensors)
+    args = parse_checkpoint_config(raw, str(folder / "config.json"))
+    args = as_stored(args, source.tensors, lambda name: source.tensors[name].shape)
     if args.moe is not None and args.moe.stored != EACH:
         raise ConfigError(
             f"{folder} stores all experts of a layer in one tensor, and only matrices are quantized: load the model "

@@ -57,7 +57,10 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
-    """Slots that share their first `num_blocks` blocks of full attention. Attention can read these blocks once."""
+    """Slots that share their first `num_blocks` blocks of full attention. Attention can read these blocks once.
+
+    If groups of full attention differ in block size, these are those of the first one's size.
+    """
 
     slots: I32
     num_blocks: int

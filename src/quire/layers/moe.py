@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.args.experts import MoEArgs, Routing
+from quire.args.experts import MoEArgs
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.pack.matrix import Weight, empty_weight
@@ -36,30 +36,40 @@ class Router(nn.Module):
 
     packed: PackedLinear
 
-    def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
+    def __init__(self, at: str, moe: MoEArgs, build: Build) -> None:
         super().__init__()
-        self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
+        self.at, self.routing, self.exact, self.device = at, moe.routing, moe.router_float, build.device
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
+        self.norm, self.eps = build.kernels.norm, moe.router_eps
         self.correction: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.expert_scale: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the weight, and move weight, bias and correction to the layer's device. See `Loads`.
+        """Pack the weight, and move weight, bias, correction and scales to the layer's device. See `Loads`.
 
         The projection adds the bias to the logits, the routing kernel the correction to the scores.
         """
-        correction = tensors.pop("correction", None)
-        self.correction = None if correction is None else correction.to(self.device)
+        found = {name: tensors.pop(name, None) for name in ("correction", "expert_scale", "scale")}
+        self.correction, self.expert_scale, scale = (
+            None if one is None else one.to(self.device) for one in found.values()
+        )
+        self.scale = None if scale is None else (scale.float() * len(scale) ** -0.5).to(scale.dtype)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Routed:
         """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
 
-        Rows that are not `live` [T] choose none: their ids are -1.
+        Rows that are not `live` [T] choose none: their ids are -1. With `router_eps` x is the residual stream.
 
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
+        if self.scale is not None:
+            x = self.norm.rms_norm(x, self.scale, self.eps)
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
         weights, ids = self.kernel.route(logits, self.correction, self.routing, live)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids.clamp_min(0).long()]
         return weights, ids
 
 
@@ -149,7 +159,7 @@ class MoE(nn.Module):
     def __init__(self, moe: MoEArgs, at: str, hidden_size: int, build: Build) -> None:
         super().__init__()
         assert build.moe is not None
-        self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
+        self.router = Router(f"{at}.router", moe, build)
         self.experts = Experts(f"{at}.experts", moe, build)
         self.shared = GatedMLP(f"{at}.shared", build, moe.act) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
@@ -165,6 +175,9 @@ class MoE(nn.Module):
             quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
             self.exchange = AllGatherExchange(build.ep, build.tp, quantize)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
+        self.weigh_inputs = moe.weigh_inputs
+        assert moe.routing.top_k == 1 or not moe.weigh_inputs, "a token's experts would need inputs of their own"
+        assert not (moe.router_eps and moe.shared_size), "shared experts may write over what the router reads"
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, hidden_size
         self.slots: ExpertSlots | None = None
         self.choose: Callable[[Tensor, Tensor | None], Routed] | None = None
@@ -175,34 +188,38 @@ class MoE(nn.Module):
 
         residual   None: x
         """
-        residual = x if residual is None else residual
+        residual, read = x if residual is None else residual, branch.read(x)
+        scored = x if self.router.eps else read
         if branch.plain:
-            return self._added(branch.read(x), residual, ctx)
-        return branch.join(self._added(branch.read(x), torch.zeros_like(residual), ctx), residual)
+            return self._added(read, scored, residual, ctx)
+        return branch.join(self._added(read, scored, torch.zeros_like(residual), ctx), residual)
 
-    def _added(self, x: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`."""
+    def _added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`. scored: what the router reads."""
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = (self.choose or self.router)(x, ctx.live)
+            weights, ids = (self.choose or self.router)(scored, ctx.live)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:
                 ids = self.slots.take(ids)
+            own = x  # the experts' input
+            if self.weigh_inputs:
+                own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
-                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
+                return self.exchange.run((own, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = (
                     None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x, ctx), ctx)
                 )
-                return self.tp.add(self.experts(x, weights, ids, partial), hidden)
+                return self.tp.add(self.experts(own, weights, ids, partial), hidden)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
-            return self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
+            return self.experts(own, weights, ids, hidden, *(fork.join,) if forks else ())
 
     def join(self, ctx: StepContext) -> None:
         """Take part in a step in which this replica has no tokens: run this rank's experts for the other replicas."""

@@ -8,7 +8,7 @@ from quire.models import names
 from quire.models.names import NameMap
 
 _STORED = "model.layers.{i}.mlp.experts."
-_FORMS = ("paired columns", "paired rows")
+_FORMS = ("paired columns", "paired blocks")
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

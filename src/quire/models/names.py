@@ -10,23 +10,28 @@ class StackedForm(NamedTuple):
 
     transposed   True: matrices are stored as [inputs, outputs]; False: as [outputs, inputs]
     paired       True: outputs of gate and up alternate (g0, u0, g1, u1); False: all of gate come before those of up
-    unit         numbers between gate and down that ranks do not divide: those of a block of MXFP4; 1: they divide all
+    quantized    True: in MXFP4, whose tensors have "_blocks" and "_scales" behind the name
     """
 
     transposed: bool = False
     paired: bool = False
-    unit: int = 1
+    quantized: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Numbers between gate and down that ranks do not divide: those of a block of MXFP4."""
+        return 32 if self.quantized else 1
 
 
 # Forms in which checkpoints store the experts. The rows of a name map have the form's name as their part. "each": a
-# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.". Two forms may have the
-# same names: quantized stacks are of rows, and have "_blocks" and "_scales" behind the names.
+# tensor for each expert and matrix; its rows have the parts "{e}.gate", "{e}.up" and "{e}.". Where forms of a family
+# have the same names, shapes decide.
 EACH = "each"
 STACKED_FORMS = {
     "columns": StackedForm(transposed=True),
     "paired columns": StackedForm(transposed=True, paired=True),
     "rows": StackedForm(),
-    "paired rows": StackedForm(paired=True, unit=32),  # always quantized
+    "paired blocks": StackedForm(paired=True, quantized=True),
 }
 
 

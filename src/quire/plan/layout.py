@@ -5,19 +5,15 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
-from msgspec import structs
-
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import MoEArgs
-from quire.args.wrappers import PLACES, placed
+from quire.args.wrappers import placed
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
-from quire.models.names import EACH, STACKED_FORMS, NameMap
+from quire.models.names import NameMap
 from quire.plan.kinds.blocks import block_params, head_params, prediction_params
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
@@ -37,42 +33,6 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
         names = {key: one.replace("{at}", at).replace("{fc}", fc) for key, one in names.items()}
     write = ParamWriter(names, rank, rank.expert_ids if experts is None else experts, args.hidden_size)
     return tuple(_params(args, write))
-
-
-def as_stored(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
-    """Return the arguments of a model with what the names of its stored tensors tell.
-
-    These are the place of a language model in the checkpoint around it, and the form in which experts are stored.
-    stored   names of the checkpoint's tensors
-    """
-    return _with_experts(_with_place(args, stored), stored)
-
-
-def _with_place(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
-    if args.wrapper is None:
-        return args
-    own = next((place for place in PLACES if any(name.startswith(place[0]) for name in stored)), PLACES[0])
-    return replace(args, wrapper=structs.replace(args.wrapper, root=own[0], head=own[1]))
-
-
-def _with_experts(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
-    """A form is recognized by the tensors of the first layer with experts; where none is there, the loader tells."""
-    if args.moe is None or not args.expert_layers:
-        return args
-    names, layer = placed(checkpoint_names(args.model_type), args.wrapper), str(args.expert_layers[0])
-    for form in (EACH, *STACKED_FORMS):  # transposed ones first: quantized stacks, which have the same name, are not
-        name = names.get(("layers.{i}.mlp.experts.down", "{e}." if form == EACH else form), "")
-        name = name.replace("{i}", layer).replace("{e}", "0")
-        quantized = form != EACH and not STACKED_FORMS[form].transposed and f"{name}_blocks" in stored
-        if name not in stored and not quantized:
-            continue
-        moe = structs.replace(args.moe, stored=form)
-        layers = (
-            structs.replace(one, feed_forward=moe) if isinstance(one.feed_forward, MoEArgs) else one
-            for one in args.layers
-        )
-        return replace(args, layers=tuple(layers))
-    return args
 
 
 def alone(args: ModelArgs) -> Rank:

@@ -79,4 +79,5 @@ def _router(router: dict[str, Any]) -> str:
     biased = " of biased logits" * router["logit_bias"] + " with a bias that only chooses" * router["correction"]
     words.append(f"{router['scoring']} scores{biased}")
     words.append(f"weights {'' if router['normalize'] else 'not '}renormalized")
-    return ", ".join([*words, *[f"scaled by {router['scaling']:g}"] * (router["scaling"] != 1)])
+    words += [f"scaled by {router['scaling']:g}"] * (router["scaling"] != 1)
+    return ", ".join([*words, *["scaled for each expert"] * router["expert_scale"]])

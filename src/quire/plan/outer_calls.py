@@ -20,7 +20,17 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
     if name.endswith(".router.weight"):
         return "linear.pack"
     if name.endswith(
-        ("norm.weight", "_after.weight", "_norm.q", "_norm.k", "sinks.weight", ".kv_up.weight", ".correction", "bias")
+        (
+            "norm.weight",
+            "_after.weight",
+            "_norm.q",
+            "_norm.k",
+            "sinks.weight",
+            ".kv_up.weight",
+            ".correction",
+            "scale",
+            "bias",
+        )
     ):
         return ""
     if name == "embed.weight" and not args.tie_word_embeddings:

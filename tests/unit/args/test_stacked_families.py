@@ -11,7 +11,8 @@ from quire.args.experts import Routing
 from quire.args.layers import GroupedArgs
 from quire.contracts.errors import UserError
 from quire.contracts.parallel import Parallel
-from quire.plan.layout import as_stored, layout
+from quire.plan.as_stored import as_stored
+from quire.plan.layout import layout
 from quire.plan.placement import ranks
 from quire.text.defaults import load_eos_ids
 
@@ -45,7 +46,7 @@ def test_gpt_oss_as_published(published: dict[str, Any]) -> None:
     assert args.moe is not None
     assert args.moe.routing == Routing(num_experts=32, top_k=4, scoring="softmax", normalize=True, logit_bias=True)
     assert (args.moe.expert_size, args.moe.act) == (2880, "swiglu_oai")
-    assert args.moe.biased and args.moe.stored == "paired rows"
+    assert args.moe.biased and args.moe.stored == "paired blocks"
     assert windows(args) == [128, None] * 12 and args.dtype == "bfloat16"
     rope = args.mixers[0].rope
     assert (rope.kind, rope.factor, rope.original_max_position, rope.truncate) == ("yarn", 32.0, 4096, False)
@@ -69,13 +70,14 @@ def test_keys_of_older_files_of_gpt_oss(published: dict[str, Any]) -> None:
 
 def test_names_of_tensors_decide_how_experts_are_stored(published: dict[str, Any]) -> None:
     """A dequantized checkpoint may keep its quantization_config, and a quantized one may have lost it."""
-    name = "model.layers.0.mlp.experts.down_proj"
+    plain = {f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
+    blocks = {f"{name}_blocks" for name in plain}
     for config, stored, form in (
-        (published, {name}, "paired columns"),
-        (published, {f"{name}_blocks", f"{name}_scales"}, "paired rows"),
-        (published | {"quantization_config": None}, {f"{name}_blocks"}, "paired rows"),
+        (published, plain, "paired columns"),
+        (published, blocks, "paired blocks"),
+        (published | {"quantization_config": None}, blocks, "paired blocks"),
         (published | {"quantization_config": None}, set[str](), "paired columns"),
-        (published, set[str](), "paired rows"),
+        (published, set[str](), "paired blocks"),
     ):
         moe = as_stored(read(config), stored).moe
         assert moe is not None and moe.stored == form

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.assemble import offload
@@ -13,6 +14,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.drafts import joined
 from quire.plan.engine import Drafting, EnginePlan
+from quire.plan.kv_geometry import layer_groups
 from quire.plan.memory import GIB
 from quire.plan.sizing import resolve_sizing
 
@@ -75,3 +77,19 @@ def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None
     assert len(set(names)) == 4 and names == offload._names(plans[3])
     assert names[1] == "layers0-3.heads0-1.drafts.layers0-3.heads1-2"
     assert len(set(offload._names(planned(HEADS[2], parallel=Parallel(tp=4))))) == 2
+
+
+def test_heads_are_those_of_the_group() -> None:
+    """Four ranks: layers with 4 KV heads have one on each; two ranks share each head of layers with 2."""
+    whole = HEADS[4].layers[0]
+    half = structs.replace(whole, mixer=structs.replace(whole.mixer, num_kv_heads=2))
+    mixed = replace(HEADS[4], layers=(whole, half, *[whole, half][: HEADS[4].num_layers - 2]))
+    for number, plan in enumerate(drafting(4, HEADS[4])):
+        assert offload._first_heads(plan) == (number // 2,)
+        assert tuple(offload._first_draft_heads(plan)) == (number,)
+        own = planned(mixed, parallel=Parallel(tp=4), number=number)
+        firsts = [number if layers[0] % 2 == 0 else number // 2 for layers in layer_groups(mixed)]
+        assert offload._first_heads(own) == tuple(firsts) and tuple(offload._first_draft_heads(own)) == (0,) * len(
+            firsts
+        )
+        assert {part.num_heads for group in own.geometry.groups for part in group.components} == {1}

@@ -21,7 +21,7 @@ import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import CopyJob, Tier
-from quire.kernels.mapped import export
+from quire.kernels.mapped import MappedPages, export
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.kvnet import block_peers, block_share, device_peers
@@ -390,3 +390,18 @@ def test_memory_stays_until_a_copy_into_it_has_ended(node: Node, monkeypatch: py
     may.set()
     thread.join(20)
     assert found == [()]
+
+
+def test_groups_that_ranks_divide_in_different_ways() -> None:
+    """Each of two ranks has a half of a block of group 0; both have a whole block of group 1, and one is read."""
+    ipc, memories = SharedIpc(torch.device("cpu")), list[Any]()
+    kept = [shared_ipc.pages((BLOCKS + 1, SIZE), torch.uint8) for _ in range(RANKS)]
+    for rank, pages in enumerate(kept):
+        pages[3].fill_(10 + rank)
+        memories.append(export(ipc, pages))
+    cuts = [((0, 0, SIZE // 2, 0), (1, 0, SIZE // 2, SIZE // 2)), ((1, 0, SIZE, 0),)]
+    mapped, page = MappedPages(ipc, memories, cuts), torch.zeros(SIZE, dtype=torch.uint8)
+    for group, wanted in enumerate(({10: SIZE // 2, 11: SIZE // 2}, {11: SIZE})):
+        ipc.copy(mapped.moves(3, page.data_ptr(), group))
+        assert dict(zip(*(part.tolist() for part in page.unique(return_counts=True)), strict=True)) == wanted
+    mapped.close()

@@ -11,8 +11,12 @@ import pytest
 import torch
 from msgspec import structs
 from torch import Tensor
+from transformers import Gemma4TextConfig, Llama4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.experts import Routing
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.kernels.activation import ACTS
@@ -27,6 +31,7 @@ from quire.layers import moe
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.moe import BESIDE, Experts, MoE
+from quire.models import names, qwen3_moe
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
@@ -86,12 +91,8 @@ def build_for(
 
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
-    at = prefix(args)
     assert args.moe is not None
-    made, own = (
-        MoE(args.moe, at[:-1], args.hidden_size, build),
-        build.experts or range(theirs.experts.gate_up_proj.shape[0]),
-    )
+    own = build.experts or range(theirs.experts.gate_up_proj.shape[0])
     router = theirs.router if args.moe.routing.logit_bias else theirs.gate
     stored = {
         "router.weight": router.weight,
@@ -116,6 +117,14 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         stored["shared.down.weight"] = shared.down_proj.weight
     if args.moe.shared_gate:
         stored["shared_gate.weight"] = theirs.shared_expert_gate.weight
+    return loaded(args, stored, build)
+
+
+def loaded(args: ModelArgs, stored: dict[str, Tensor], build: Build) -> MoE:
+    """Our layer with these weights, by their names below it; those of experts are stacked."""
+    at = prefix(args)
+    assert args.moe is not None
+    made = MoE(args.moe, at[:-1], args.hidden_size, build)
     params = [param for param in build.params.values() if param.name.startswith(at)]
     assert {param.name.removeprefix(at) for param in params} == stored.keys()
     owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
@@ -146,6 +155,78 @@ def test_the_block_of_every_family(family: str) -> None:
     torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer(hidden[:1].clone(), branch, CTX), expected[:1], rtol=1e-5, atol=1e-5)
     assert layer(hidden[:0].clone(), branch, CTX).shape == (0, args.hidden_size)
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, **experts: Any) -> ModelArgs:
+    """The arguments of a small model with other experts, whose names have rows in the map."""
+    more = tuple((f"x.{{i}}.{name}", f"layers.{{i}}.mlp.router.{name}", "") for name in ("scale", "expert_scale"))
+    shared = tuple(
+        (one.replace("mlp.", "mlp.shared."), to.replace("mlp.", "mlp.shared."), part)
+        for one, to, part in names.GATED_MLP
+    )
+    monkeypatch.setattr(qwen3_moe, "NAME_MAP", (*qwen3_moe.NAME_MAP, *more, *shared))
+    return with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), **experts)
+
+
+def randomized(made: Any) -> Any:
+    for tensor in made.parameters():
+        tensor.normal_(0, 0.3)
+    return made
+
+
+def test_the_weight_of_the_one_expert_multiplies_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Llama 4; the shared expert reads the input as it is."""
+    config = Llama4TextConfig(hidden_size=64, intermediate_size=24, num_local_experts=8, num_experts_per_tok=1)
+    theirs = randomized(Llama4TextMoe(config))
+    routing = Routing(num_experts=8, top_k=1, scoring="sigmoid")
+    args = changed(monkeypatch, routing=routing, expert_size=24, shared_size=24, weigh_inputs=True)
+    build, shared = build_for(args), theirs.shared_expert
+    layer = loaded(
+        args,
+        {
+            "router.weight": theirs.router.weight,
+            "experts.gate_up": theirs.experts.gate_up_proj.mT,
+            "experts.down": theirs.experts.down_proj.mT,
+            "shared.gate_up.weight": torch.cat((shared.gate_proj.weight, shared.up_proj.weight)),
+            "shared.down.weight": shared.down_proj.weight,
+        },
+        build,
+    )
+    branch, hidden = branch_for(args, build), torch.randn(21, args.hidden_size)
+    expected = hidden + theirs(branch.read(hidden))[0]
+    torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_router_with_a_norm_of_its_own_and_scales_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Gemma 4: the router reads the residual stream, the experts its norm. Rows that are not live choose none."""
+    config = Gemma4TextConfig(hidden_size=64, moe_intermediate_size=24, num_experts=8, top_k_experts=3)
+    router, experts = randomized(Gemma4TextRouter(config)), randomized(Gemma4TextExperts(config))
+    args = changed(
+        monkeypatch,
+        routing=Routing(num_experts=8, top_k=3, scoring="softmax", normalize=True, expert_scale=True),
+        expert_size=24,
+        act="gelu_tanh",
+        router_eps=config.rms_norm_eps,
+    )
+    build = build_for(args)
+    layer = loaded(
+        args,
+        {
+            "router.weight": router.proj.weight,
+            "router.scale": router.scale,
+            "router.expert_scale": router.per_expert_scale,
+            "experts.gate_up": experts.gate_up_proj,
+            "experts.down": experts.down_proj,
+        },
+        build,
+    )
+    branch, hidden = branch_for(args, build), 3 * torch.randn(21, args.hidden_size)
+    _, weights, ids = router(hidden)
+    expected = hidden + experts(branch.read(hidden), ids, weights)
+    torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
+    live = torch.arange(21) < 13
+    some = layer(hidden.clone(), branch, replace(CTX, live=live))
+    torch.testing.assert_close(some, torch.where(live[:, None], expected, hidden), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
@@ -297,8 +378,8 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_with_biased_experts(act: str) -> None:
     """Two ranks have a half of every expert each; the first has the bias of the down projection."""
-    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"))), act=act, biased=True)
-    assert args.moe is not None
+    args = with_experts(parse_checkpoint_config(tiny_config(Tiny(family="gpt_oss"))), act=act)
+    assert args.moe is not None and args.moe.biased
     num, width, hidden = args.moe.routing.num_experts, args.moe.expert_size, args.hidden_size
     case = Case(6, num, 2, hidden, width)
     (x, weights, ids, gate_up, down), (first, second) = make(case, torch.float32), make_biases(case, torch.float32)

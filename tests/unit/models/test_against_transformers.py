@@ -144,7 +144,7 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
 
 
 def load(folder: Path, dtype: str = "float32", kernels: dict[str, str] | None = None) -> Model:
-    model = built(read_checkpoint_config(folder), dtype, forced=kernels)
+    model = built(as_stored(read_checkpoint_config(folder), stored_in(folder)), dtype, forced=kernels)
     load_weights(model, folder)
     return model
 

@@ -17,14 +17,16 @@ from quire.contracts.params import Part
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models import qwen3_moe
 from quire.models.names import STACKED_FORMS
+from quire.plan.as_stored import as_stored
 from quire.plan.formats import with_formats
-from quire.plan.layout import as_stored, layout, stored_names
+from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
 from quire.quantization.formats import raw_tensors
 from quire.weights.digest import join_sums
 from quire.weights.load import load_weights
 from quire.weights.slices import sliced, write_slice
 
+from ...support.changed_args import with_experts
 from ...support.filled_models import Taken, built, stored_tensors
 from ...support.tiny_models import Tiny, tiny_config
 
@@ -66,9 +68,7 @@ def stacked(each: dict[str, Tensor], form: str) -> dict[str, Tensor]:
 
 
 def in_form(args: ModelArgs, form: str) -> ModelArgs:
-    made = as_stored(args, [f"{AT.format(i=i)}down_proj" for i in args.expert_layers])
-    assert made.moe is not None and made.moe.stored == form
-    return made
+    return with_experts(args, stored=form)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["packed", "in place"])
@@ -115,11 +115,10 @@ def test_a_rank_reads_its_whole_experts_alone(form: str) -> None:
 
 def test_quantized_stacks_are_slices_too(tmp_path: Path, form: str) -> None:
     """Bytes of MXFP4, [E, 2I, H / 32, 16] and scales [E, 2I, H / 32]: those of the same experts one by one."""
-    if STACKED_FORMS[form].transposed:
-        pytest.skip("quantized stacks are of rows")
+    if not STACKED_FORMS[form].quantized:
+        pytest.skip("only blocks are quantized")
     each = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe"), moe_intermediate_size=64))
-    other = as_stored(each, [f"{AT.format(i=i)}down_proj_blocks" for i in each.expert_layers])
-    assert other.moe is not None and other.moe.stored == form
+    other = in_form(each, form)
     config, random = {"quant_method": "mxfp4"}, torch.Generator().manual_seed(1)
     plain = stored_tensors([param for param in layout(each) if param.shard != "experts"])
     codes = {
@@ -209,10 +208,33 @@ def test_a_tensor_of_another_size_is_named(tmp_path: Path, form: str) -> None:
         load_weights(taken, tmp_path)
 
 
-def test_names_decide_the_form() -> None:
+def test_names_decide_the_form(form: str) -> None:
     assert EACH.moe is not None and as_stored(EACH, ()) == EACH
-    names = [f"{AT.format(i=EACH.expert_layers[0])}down_proj"]
-    found = as_stored(EACH, names).moe
-    assert found == structs.replace(EACH.moe, stored="rows")
-    back = as_stored(as_stored(EACH, names), stored_tensors(layout(EACH)))
-    assert back.moe == EACH.moe
+    ends = "_blocks" if STACKED_FORMS[form].quantized else ""
+    stored = [f"{AT.format(i=EACH.expert_layers[0])}{name}_proj{ends}" for name in ("gate_up", "down")]
+    found = as_stored(EACH, stored)
+    assert found.moe == structs.replace(EACH.moe, stored=form) and as_stored(EACH, stored[:1]) == EACH
+    quantized = [name.replace(".weight", ".qweight") for name in stored_tensors(layout(EACH))]
+    assert as_stored(found, quantized).moe == EACH.moe
+    assert as_stored(found, stored_tensors(layout(EACH))).moe == EACH.moe
+
+
+def test_shapes_decide_between_forms_of_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published files have it transposed; those that transformers writes do not."""
+    rows = (
+        (f"{AT}{name}_proj", f"layers.{{i}}.mlp.experts.{name}", form)
+        for name in ("gate_up", "down")
+        for form in ("columns", "rows")
+    )
+    monkeypatch.setattr(qwen3_moe, "NAME_MAP", (*qwen3_moe.NAME_MAP[:-2], *rows))
+    assert EACH.moe is not None
+    at, hidden, width = AT.format(i=EACH.expert_layers[0]), EACH.hidden_size, EACH.moe.expert_size
+    for gate_up, down, form in (
+        ((8, hidden, 2 * width), (8, width, hidden), "columns"),
+        ((8, 2 * width, hidden), (8, hidden, width), "rows"),
+        ((8, 5), (8, 5), "columns"),  # the loader refuses it
+    ):
+        shapes = {f"{at}gate_up_proj": gate_up, f"{at}down_proj": down}
+        found = as_stored(EACH, shapes, shapes.__getitem__)
+        assert found.moe is not None and found.moe.stored == form
+    assert as_stored(EACH, shapes).moe == structs.replace(EACH.moe, stored="columns")

@@ -21,7 +21,8 @@ from quire.contracts.params import Param, fused, of_expert
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
-from quire.plan.layout import as_stored, layout
+from quire.plan.as_stored import as_stored
+from quire.plan.layout import layout
 from quire.quantization.scheme_words import scheme_words
 from quire.weights.load import load_weights
 from quire.weights.slices import write_slice

@@ -23,9 +23,10 @@ from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm, WideNorm
-from quire.plan.layout import as_stored, layout
+from quire.plan.as_stored import as_stored
+from quire.plan.layout import layout
 from quire.quantization.formats import raw_tensors
-from quire.weights.files import full_names, stored_in, weight_files
+from quire.weights.files import full_names, read_checkpoint, stored_in, weight_files
 from quire.weights.slices import sliced
 
 
@@ -54,7 +55,8 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
     use the names in `params`. Raises ModelError for a tensor that the folder lacks.
     """
     try:
-        theirs = layout(as_stored(read_checkpoint_config(folder), stored_in(folder)))
+        stored = read_checkpoint(folder).tensors
+        theirs = layout(as_stored(read_checkpoint_config(folder), stored, lambda name: stored[name].shape))
     except UnsupportedModel:
         theirs = params
     parts = {param.name: param.parts for param in theirs}
@@ -82,8 +84,8 @@ def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) 
         stored = {full: partial(holders[name].get_tensor, name) for name, full in full_names(holders).items()}
         return tuple(
             found
-            for part, ours in _parameters(model, params)
-            if (found := _compare(part.stored, ours, sliced(stored[part.stored](), part).float())) is not None
+            for name, part, ours in _parameters(model, params)
+            if (found := _compare(name, ours, sliced(stored[part.stored](), part).float())) is not None
         )
 
 
@@ -96,19 +98,21 @@ def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:
     return Changed(name, count, ours.numel(), most) if count else None
 
 
-def _parameters(model: Decoder, params: tuple[Param, ...]) -> Iterator[tuple[Part, Tensor]]:
-    """Yield (part, float32 tensor) for every slice of `params`, read back from the model's memory.
+def _parameters(model: Decoder, params: tuple[Param, ...]) -> Iterator[tuple[str, Part, Tensor]]:
+    """Yield (name, part, float32 tensor) for every slice of `params`, read back from the model's memory.
 
+    The name is that of the model's checkpoint; where it stores experts in another form, that of the part.
     Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are quantized in memory are left out.
     """
-    for param in params:
+    for own, param in zip(model.layout, params, strict=True):
+        alike = len(own.parts) == len(param.parts)
+        names = [part.stored for part in (own if alike else param).parts]
         if param.scheme is not None:
             continue
         rows, first = _packed(model.owner(param.module), param.name.rpartition(".")[2]), 0
-        for part in param.parts:
-            own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
+        for name, part in zip(names, param.parts, strict=True):
+            yield name, part, rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
-            yield part, own
 
 
 def _packed(owner: Any, name: str) -> Tensor:

@@ -8,6 +8,7 @@ from quire.contracts.params import Param
 from quire.plan.kinds.dense import DenseKind, gated
 from quire.plan.kinds.interfaces import (
     CHOICE_BYTES,
+    RMS_NORM,
     SUM,
     TOKEN,
     Call,
@@ -53,6 +54,10 @@ class ExpertsKind:
             yield write.param(AT + "router.bias", {"": StoredRows(num)}, layer=layer)
         if moe.routing.correction:
             yield write.param(AT + "router.correction", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        if moe.routing.expert_scale:
+            yield write.param(AT + "router.expert_scale", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        if moe.router_eps:
+            yield write.norm(AT + "router.scale", layer)
         experts = StoredExperts(write, moe, layer)
         yield experts.gate_up("gate_up", hidden)
         yield experts.down("down")
@@ -74,8 +79,11 @@ class ExpertsKind:
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
             run = "linear.run_float" if moe.router_float else "linear.run"
+            if moe.router_eps:
+                yield Call(RMS_NORM, ("mlp.router.scale",))
             yield Call(run, weights("mlp.router", moe.routing.logit_bias))
-            yield Call("routing.route", ("mlp.router.correction",) if moe.routing.correction else ())
+            beside = {"correction": moe.routing.correction, "expert_scale": moe.routing.expert_scale}
+            yield Call("routing.route", tuple(f"mlp.router.{name}" for name, has in beside.items() if has))
         names = ("mlp.experts.gate_up", "mlp.experts.down")
         experts = Call("experts.run", (*names, *(f"{name}_bias" for name in names if moe.biased)))
         shared = tuple(self._shared(step))
