@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.assemble.quantize_checkpoint import Recipe, plan_quantization
+from quire.contracts.errors import ConfigError
 from quire.explain.verify.parity import verify
 
 from ..support.stacked_checkpoints import round_experts, stack_experts, write_mxfp4
@@ -68,3 +70,18 @@ def test_verify_reads_stacks_back(mxfp4: Oracle, oracle: Callable[[Tiny], Oracle
     for folder in (stacked, mxfp4.folder):
         report = verify(str(folder))
         assert report.ok, str(report)
+
+
+def test_dummy_weights_have_the_form_of_config_json(mxfp4: Oracle, tmp_path: Path, engine: Callable[..., LLM]) -> None:
+    """No name of a tensor tells: quantization_config does."""
+    (tmp_path / "config.json").write_text((mxfp4.folder / "config.json").read_text())
+    llm = engine(tmp_path, load_format="dummy")
+    model = llm.engine.worker.model
+    assert model.args.moe is not None and model.args.moe.stored == "paired blocks"
+    assert len(llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids) > 0
+
+
+def test_quantize_refuses_stacks(oracle: Callable[[Tiny], Oracle], tmp_path: Path) -> None:
+    folder = stack_experts(oracle(Tiny(family="qwen3_moe")).folder, tmp_path / "stacked")
+    with pytest.raises(ConfigError, match="stores all experts of a layer in one tensor"):
+        plan_quantization(folder, Recipe(scheme="fp8-block"))

@@ -187,7 +187,11 @@ def check(actual: Tensor, expected: Tensor, rows: int, bound: float = 1e-2) -> N
     assert (actual - expected).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("heads, dim, size", [((16, 8), 128, 64), ((32, 8), 128, 128), ((32, 8), 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "heads, dim, size",
+    [((16, 8), 128, 64), ((32, 8), 128, 128), ((32, 8), 64, 64), ((16, 8), 256, 128), ((32, 4), 512, 64)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", STEPS)
 @every_op
 def test_matches_reference(op: Attention, name: str, heads: tuple[int, int], dim: int, size: int) -> None:
@@ -203,10 +207,19 @@ def test_matches_reference(op: Attention, name: str, heads: tuple[int, int], dim
 @every_op
 @pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk", "tails"])
 @pytest.mark.parametrize(
-    "window, soft_cap, sunk", [(100, None, True), (None, 20.0, False), (1000, 5.0, True), (4000, None, True)]
+    "window, soft_cap, sunk, dim",
+    [
+        (100, None, True, 128),
+        (None, 20.0, False, 128),
+        (1000, 5.0, True, 128),
+        (4000, None, True, 128),
+        (1024, None, False, 256),
+        (4096, 50.0, True, 256),
+        (1000, 5.0, True, 512),
+    ],
 )
-def test_variants(op: Attention, name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
-    q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
+def test_variants(op: Attention, name: str, window: int | None, soft_cap: float | None, sunk: bool, dim: int) -> None:
+    q, kv, meta = build(STEPS[name], (16, 8), dim, 64)
     sinks = torch.linspace(-3, 4, 16, device=DEVICE) if sunk else None
     expected = reference(q, kv, meta, 0.3, window, soft_cap, sinks)
     check(op.paged_attention(q, kv, meta, 0.3, window, soft_cap, sinks), expected, sum(STEPS[name].query_lens))
@@ -214,7 +227,8 @@ def test_variants(op: Attention, name: str, window: int | None, soft_cap: float 
 
 @pytest.mark.parametrize("name", ["verify", "mixed", "shared-mixed", "tails"])
 @pytest.mark.parametrize(
-    "dtype, dim", [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 80), (torch.bfloat16, 256)]
+    "dtype, dim",
+    [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 80), (torch.bfloat16, 256), (torch.float32, 512)],
 )
 def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None:
     q, kv, meta = build(STEPS[name], (12, 4), dim, 32, dtype)
@@ -265,6 +279,9 @@ def test_few_rows_behind_a_long_context(op: Attention, new: int, past: int) -> N
         ((32, 2), 128, 128, torch.float16),
         ((12, 4), 128, 128, torch.bfloat16),
         ((16, 8), 128, 96, torch.bfloat16),
+        ((32, 2), 256, 64, torch.float16),
+        ((24, 4), 256, 128, torch.bfloat16),
+        ((64, 2), 512, 64, torch.bfloat16),
     ],
     ids=str,
 )
@@ -284,7 +301,7 @@ def test_few_and_many_heads_share_keys(
     step = Step((3000, 3, 777, 1, 128, 65), (3500, 3, 4001, 700, 128, 129))
     q, kv, meta = build(step, heads, dim, size, dtype)
     check(op.paged_attention(q, kv, meta, 0.1), reference(q, kv, meta, 0.1), sum(step.query_lens))
-    assert len(launched) == (op is hopper and heads != (12, 4) and size != 96)
+    assert len(launched) == (op is hopper and heads not in ((12, 4), (24, 4)) and size != 96)
 
 
 @every_op
@@ -310,12 +327,16 @@ def test_a_captured_step_serves_other_lengths(op: Attention, name: str) -> None:
 
 
 @pytest.mark.skipif(hopper not in OPS, reason="needs Hopper")
-@pytest.mark.parametrize("heads", [(32, 4), (32, 8), (16, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "heads, dim",
+    [((32, 4), 128), ((32, 8), 128), ((16, 8), 128), ((8, 8), 128), ((16, 8), 256), ((32, 4), 256), ((32, 4), 512)],
+    ids=str,
+)
 @pytest.mark.parametrize("length", [100, 300, 4096])
-def test_nobody_overwrites_what_is_still_read(length: int, heads: tuple[int, int]) -> None:
+def test_nobody_overwrites_what_is_still_read(length: int, heads: tuple[int, int], dim: int) -> None:
     """The warps that read are ahead of those that compute by whole tiles; every run gives the same, bit for bit."""
     count = 16_384 // length
-    q, kv, meta = build(Step((length,) * count, (length,) * count), heads, 128, 128)
+    q, kv, meta = build(Step((length,) * count, (length,) * count), heads, dim, 128)
     first = hopper.paged_attention(q, kv, meta, 0.1)[: length * count]
     check(first, reference(q, kv, meta, 0.1), length * count)
     differ = torch.zeros((), dtype=torch.int64, device=DEVICE)

@@ -77,6 +77,8 @@ def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
         Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
         Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
         Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # long enough to be divided
+        Case((700, 1), (1300, 90), heads=(32, 8), head_dim=256, block_size=128),
+        Case((300, 1), (800, 90), heads=(32, 4), head_dim=512, block_size=64),
     ],
     ids=str,
 )

@@ -59,6 +59,13 @@ def prompts() -> None:
     launch(128, (32, 8), 128, (PROMPT,))
 
 
+def wide() -> None:
+    """Prompts of heads of 256 with a window and a soft cap, and of heads of 512."""
+    absent_gpu()
+    launch(128, (16, 8), 256, (PROMPT,), window=1024, soft_cap=50.0)
+    launch(128, (32, 4), 512, (PROMPT,))
+
+
 def small() -> None:
     """Prompts beside decodes on a GPU with less shared memory; with --full each variant once."""
     absent_gpu(99 << 10)

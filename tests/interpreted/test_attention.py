@@ -116,6 +116,38 @@ def test_window_soft_cap_and_sinks(case: Case, window: int | None, soft_cap: flo
     check(triton.paged_attention(q, kv, on_device(meta), 0.3, window, soft_cap, sinks), expected)
 
 
+@pytest.mark.parametrize(
+    ("case", "window", "soft_cap"),
+    [
+        (Case((40, 1), (150, 90), heads=(4, 2), head_dim=256, block_size=64), 33, 50.0),
+        (Case((20, 1), (100, 70), heads=(8, 1), head_dim=512, block_size=64), None, None),
+        (Case((3, 1), (70, 45), heads=(2, 1), head_dim=512, block_size=16), 33, 50.0),
+        *full_rows([(Case((40, 1), (150, 90), heads=(16, 1), head_dim=512, block_size=64), 33, None)]),
+    ],
+    ids=str,
+)
+def test_wide_heads(case: Case, window: int | None, soft_cap: float | None) -> None:
+    """Heads of 256 (Gemma 2 and 3) and of 512 (whole layers of Gemma 4), in prompts and decodes."""
+    q, kv, meta = inputs.make(case, torch.float32)
+    scale = case.head_dim**-0.5
+    expected = ref.paged_attention(q, kv, meta, scale, window, soft_cap)
+    check(triton.paged_attention(q, kv, on_device(meta), scale, window, soft_cap), expected)
+
+
+@pytest.mark.parametrize(("held", "rows", "keys", "stages"), [(227, 64, 32, 2), (163, 64, 16, 2), (99, 32, 16, 2)])
+def test_tiles_of_wide_heads_fit_into_shared_memory(
+    held: int, rows: int, keys: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 512 take 1 KiB a row: keys are halved first, then rows. A Hopper GPU, an A100, and a smaller GPU."""
+    monkeypatch.setattr(triton, "shared_memory", lambda: held << 10)
+    q, kv, meta = inputs.make(Case((20,), (40,), heads=(8, 1), head_dim=512, block_size=64), torch.float16)
+    call = triton.AttentionCall(q, kv, meta, 1.0, None, None, None)
+    found = call._fit(triton.PREFILL[512])
+    assert (found.rows, found.keys, found.stages, found.warps) == (rows, keys, stages, 8)
+    decode = call._fit(triton.DECODE_FEW[512], 64)
+    assert (decode.rows, decode.warps) == (64, 8) and decode.keys >= 16, "rows that a decode has are never cut"
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_chosen_rows(share: float, window: int | None) -> None:
@@ -350,7 +382,7 @@ class At(SimpleNamespace):
 
 
 @pytest.mark.parametrize("window", [0, 700, 5000])
-@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("tile", [32, 64, 128])
 def test_parts_on_hopper_cover_every_tile_of_keys(tile: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are the tiles of the whole context, in order, and each tile is masked unless every row sees it whole."""
     monkeypatch.setattr(hopper_prefill, "gl", Whole)
@@ -425,19 +457,24 @@ class Divided:
                 given["stats_at"][record[8], h // group, lanes] = torch.stack((top, weights.sum(1)), 1).float()
 
 
-@pytest.mark.parametrize("window", [None, 1000])
-def test_the_parts_of_hopper_are_added(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "window"), [(TAILS, None), (TAILS, 1000), (replace(TAILS, head_dim=512), 1000)], ids=str
+)
+def test_the_parts_of_hopper_are_added(case: Case, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts that its kernel writes, at the places of the plan, are added by Triton's; sinks count once."""
     monkeypatch.setattr(hopper_prefill, "gl", Whole)
     monkeypatch.setattr(triton_plan, "LEAST_KEYS", 128)
     monkeypatch.setattr(hopper, "describe", lambda base, *_: base)
+    monkeypatch.setattr(triton, "shared_memory", lambda: 227 << 10)
+    for module in (triton_plan, triton):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 32)
     kernel = Divided()
     monkeypatch.setattr(hopper, "prefill_kernel", kernel)
-    q, kv, meta = inputs.make(TAILS, torch.float16)
-    sinks = torch.linspace(-2, 6, 4)
+    q, kv, meta = inputs.make(case, torch.float16)
+    sinks, device = torch.linspace(-2, 6, 4), on_device(meta, decode_len=1)
     expected = ref.paged_attention(q, kv, meta, 0.2, window, None, sinks)
-    check(hopper.paged_attention(q, kv, on_device(meta, decode_len=1), 0.2, window, None, sinks), expected)
-    assert kernel.parts > 8
+    check(hopper.paged_attention(q, kv, device, 0.2, window, None, sinks), expected)
+    assert kernel.parts > 8 and plan_of(device).tile_sums.shape[2] == hopper.TILINGS[case.head_dim].rows
 
 
 @pytest.mark.parametrize("rows, bad", [(1, "nan"), (1, "inf"), (3, "-inf"), (40, "nan"), (40, "-inf")])
@@ -474,6 +511,7 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) ->
         ("decodes", {"decode_kernel", "prefix_kernel", "_plan_kernel"}),
         ("prompts", {"decode_kernel", "prefill_kernel", "hopper.prefill_kernel", "_plan_kernel"}),
         ("small", {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel", "merge_kernel"}),
+        ("wide", {"decode_kernel", "prefill_kernel", "hopper.prefill_kernel", "_plan_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:

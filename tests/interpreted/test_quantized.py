@@ -316,7 +316,7 @@ def poisoned() -> Iterator[None]:
 
 
 ALONE = (
-    (1, 4, 160, 96, (), ExpertForm()), (2, 3, 224, 32, (0, 2), FORMS[0]), (3, 1, 96, 160, (), FORMS[1]),
+    (1, 4, 160, 96, (), ExpertForm()), (2, 3, 224, 32, (0, 2), FORMS[0]), (3, 2, 104, 40, (), FORMS[1]),
     (4, 2, 32, 544, (1,), FORMS[2]), (1, 3, 1184, 64, (3,), FORMS[3]), (1, 4, 32, 1568, (), FORMS[4]),
 )  # fmt: skip
 
@@ -366,7 +366,7 @@ def mxfp4_experts(hidden: int, inner: int) -> weight_only_hopper_experts.Packed:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_few_tokens_without_an_expert_and_with_one_twice() -> None:
+def test_few_tokens_without_an_expert_and_with_one_twice(poisoned: None) -> None:
     """An id of -1 adds nothing, whatever lies in its row, and its weight; an expert that comes twice counts twice."""
     packed, x = mxfp4_experts(96, 64), torch.randn(3, 96).half()
     weights = torch.tensor([[0.5, torch.nan], [torch.nan, torch.nan], [0.25, 0.5]])

@@ -12,7 +12,7 @@ from quire.assemble.build import build_model
 from quire.config.engine import EngineConfig
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Param, Part, RawTensor
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.select import KernelNeeds, Probe, here
 from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder

@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
             "attention_multiplier": 0.3,
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.7,
-            "logits_scaling": 0.5,
+            "logits_scaling": 2.0,
             "head_dim": None,
         },
         biases=("attention_bias", "mlp_bias"),

@@ -42,6 +42,12 @@ NEUTRAL: Mapping[str, list[Any] | None] = {
 }
 
 
+# Model types that are known and do not run yet -> what they need that is missing.
+LACKING: Mapping[str, str] = {
+    name: needs for names, needs in read_rows(Path(__file__).with_name("lacking.txt")) for name in names.split()
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
     """Arguments of a decoder model, complete: layers and kernels add no defaults of their own.
@@ -261,6 +267,8 @@ def _find_family(keys: Keys) -> tuple[str, Family, bool]:
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         code = " Its auto_map points to code inside the repository, which is never run." if keys.get("auto_map") else ""
+        if isinstance(model_type, str) and model_type in LACKING:
+            raise keys.unsupported(f"model_type {model_type!r} is not implemented yet: it needs {LACKING[model_type]}.")
         shown = model_type or (architectures[0] if architectures else "nothing")
         raise keys.unsupported(f"model_type {shown!r} is not implemented.{code} Implemented: {ours}.")
     family = FAMILIES[model_type]

@@ -12,7 +12,7 @@ from rich.tree import Tree
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
-from quire.kernels.experts.plan import kind_words
+from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
 from quire.plan.model_facts import fact_lines
 

@@ -1,7 +1,8 @@
 """Limits of kernels that plans need, too. No torch."""
 
 MOST_SEQUENCES = 4096  # of a step: the most that the attention plan's kernel is compiled for
-PREFILL_DIMS, PREFILL_TILE = (64, 128), 64  # of Hopper's prefill kernel: head sizes; a block is some tiles of keys
+PREFILL_DIMS = (64, 128, 256, 512)  # head sizes of Hopper's prefill kernel
+PREFILL_TILE = 64  # keys: the kernel needs blocks of whole tiles
 SCRATCH = 512 << 20  # bytes for keys and values that prompts read: 131,072 tokens of 8 heads of 128; 0.7% of 80 GB
 
 

@@ -13,7 +13,7 @@ from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.comm.exchange import Slots
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
 

@@ -35,7 +35,7 @@ def _with_place(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
 
 
 def _with_experts(args: ModelArgs, stored: Collection[str], shape_of: Shapes | None) -> ModelArgs:
-    """Where the tensors of no form are stored, the loader tells what is missing."""
+    """Return the arguments with the form of the stored experts. If none is stored, the loader tells what is missing."""
     found = _forms(args, stored) if args.expert_layers else {}
     if args.moe is None or not found:
         return args

@@ -12,7 +12,7 @@ from quire.contracts.decision_line import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts.plan import DISPATCHERS, KERNELS, MoEPlan, candidate_table, kind_of
+from quire.kernels.experts_plan import DISPATCHERS, KERNELS, MoEPlan, candidate_table, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)

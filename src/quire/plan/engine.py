@@ -21,7 +21,7 @@ from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import (
     Choice,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from quire.contracts.decision_line import line_of
 from quire.contracts.scheme import AS_THEY_ARE, Scheme, WirePlan
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 
 WHOLE = 16  # bytes of which rows in symmetric memory consist: `quire.kernels.comm.exchange.ALIGN`
 

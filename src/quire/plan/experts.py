@@ -9,7 +9,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts.plan import MoEPlan, kind_of, kind_words
+from quire.kernels.experts_plan import MoEPlan, kind_of, kind_words
 from quire.kernels.select import KernelNeeds, Probe, features, here, objection, runs_no
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dispatchers import Hardware, resolve_moe

@@ -9,7 +9,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.plan.placement import parallel_sizes, ranks
 from quire.quantization.slices import mixes_groups
 

@@ -15,7 +15,7 @@ from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert, fused
 from quire.contracts.scheme import Scheme
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups

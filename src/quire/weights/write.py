@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
-from quire.contracts.errors import WeightsError
-from quire.kernels.pack.matrix import float_scales
+from quire.contracts.errors import ConfigError, WeightsError
+from quire.kernels.pack.matrix import MOST_POWER, float_scales
 from quire.kernels.pack.nearest import quantized, relative_error
 from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
@@ -132,6 +132,11 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
         raise WeightsError(
             f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
             "large: download it again."
+        )
+    if matrix.scale.dtype == torch.uint8 and (matrix.scale > MOST_POWER).any():
+        raise ConfigError(
+            f"{source.name} has numbers of 14 and more, which are too large for MXFP4: use another --scheme, or "
+            f"--ignore {source.name.removesuffix('.weight')}."
         )
     found = stored_tensors(matrix, rule.format, scales)
     for stored in item.stored:

@@ -396,6 +396,10 @@ def test_refused_folders(plain: Callable[[str], Path], tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=f"{UP}.weight has numbers that are not finite"):
             quantize_checkpoint(folder, tmp_path / "nan", recipe("fp8-block"))
         assert (tmp_path / "nan").exists() == ready and not (ready and any((tmp_path / "nan").iterdir()))
+    given[f"{UP}.weight"][3, 5] = 14.0
+    save_file(given, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{UP}.weight has numbers of 14 and more, .* or --ignore {UP}"):
+        quantize_checkpoint(folder, tmp_path / "large", recipe("mxfp4"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))  # type: ignore
     with pytest.raises(UserError, match="needs 0.00 GB, and 0.00 GB are free"):
         quantize_checkpoint(plain("qwen3"), tmp_path / "full", recipe("fp8-block"))

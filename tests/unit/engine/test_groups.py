@@ -1,10 +1,19 @@
 """Several KV groups with different lifetimes: the mock notices a row that sees what is not there any more."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quire.bench
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import PromptTooLong
+from quire.plan.kinds import mixer
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone
+
+from ...support.full import full_rows
 
 BOTH = (None, 8)
 
@@ -99,3 +108,38 @@ def test_a_hit_behind_the_window_of_the_only_group_is_admitted(Rig: Any, blocks:
     for _ in range(50):
         rig.step()
     assert second in rig.finish and rig.cached[second] == 88 and rig.pool.num_free == blocks
+
+
+@pytest.mark.parametrize("num", [4, *full_rows([64])])
+def test_long_requests_of_gemma_hold_full_layers_and_windows(Rig: Any, num: int) -> None:
+    """Gemma 3 12B, requests at 32k: blocks in decode are at most 1.05 of full layers and windows by the token.
+
+    The core and the mock have the groups of the plan, with a block of 128 tokens as on a GPU.
+    """
+    raw = json.loads((Path(quire.bench.__file__).parent / "models" / "gemma-3-12b" / "config.json").read_text())
+    args = parse_checkpoint_config(raw)
+    geometry = rank_geometry(args, alone(args), dtype="bfloat16", device="cuda", block_size=None)
+    length, more = 32_768, 330
+    each = geometry.request_blocks(length + more, 8192)
+    rig = Rig(
+        depth=2,
+        slots=num,
+        blocks=num * each,
+        block_size=geometry.block_size,
+        budget=8192,
+        max_len=length + more,
+        windows=geometry.windows,
+        caching=False,
+    )
+    handles = [rig.add([(7 * i + j) % 900 for j in range(length)], more) for i in range(num)]
+    held = []
+    while rig.core.has_work:
+        rig.step()
+        if not rig.finish and all(len(rig.tokens[handle]) > 2 for handle in handles):
+            held.append((rig.num_blocks - rig.pool.num_free) * geometry.page_bytes)
+    token = sum(one.num_bytes(1) for one in geometry.groups[0].components)  # of a layer
+    windows = [mixer(one.mixer).window for one in args.layers]
+    assert (windows.count(None), windows.count(1024)) == (8, 40)
+    exact = num * token * (8 * length + 40 * 1024)
+    assert len(held) > 10 and max(held) <= 1.05 * exact, f"{max(held) / exact:.3f}"
+    assert rig.scheduler.num_preempted == 0

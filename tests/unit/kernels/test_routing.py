@@ -28,9 +28,15 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
     config = hf_config(Tiny(family=family))
     for key, value in changes.items():
         setattr(config, key, value)
-    made = experts_of(config).gate
+    block = experts_of(config)
+    made = block.router if hasattr(block, "router") else block.gate
     with torch.no_grad():
         made.weight.normal_(0, 0.3)
+        if getattr(made, "bias", None) is not None:
+            made.bias.normal_(0, 0.3)
+        if hasattr(block, "e_score_correction_bias"):  # MiniMax-M2 gives it to the router
+            made.register_buffer("e_score_correction_bias", block.e_score_correction_bias)
+            made.forward = partial(made.forward, e_score_correction_bias=made.e_score_correction_bias)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
     moe, _ = read_moe(Keys(config.to_dict(), "config.json"), FAMILIES[family].experts, 2)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.attention import cpu, native
-from quire.kernels.attention_limits import PREFILL_DIMS
+from quire.kernels.attention import cpu, native, triton
 from quire.kernels.linear import onednn_support as units
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
@@ -123,7 +122,8 @@ def test_wider_heads_than_an_implementation_can() -> None:
     assert said == "has heads of at most 512, not of 640"
     choice = choose_kernels("cpu", "float32", head_dim=640)[-1]
     assert choice.name == "cpu" and ("native", said) in choice.rejected
-    assert SUPPORTS["attention"]["hopper"].max_head_dim == max(PREFILL_DIMS)
+    for name in ("hopper", "triton"):
+        assert SUPPORTS["attention"][name].max_head_dim == max(triton.DECODE) == max(triton.PREFILL)
     assert SUPPORTS["attention"]["native"].max_head_dim == native.MAX_DIM
 
 

@@ -22,8 +22,8 @@ from quire.contracts.parallel import Parallel
 from quire.kernels.activation import ACTS
 from quire.kernels.experts import ref
 from quire.kernels.experts.inputs import Case, make, make_biases, packed_by
-from quire.kernels.experts.plan import DISPATCHERS
 from quire.kernels.experts.weights import ExpertWeights
+from quire.kernels.experts_plan import DISPATCHERS
 from quire.kernels.linear.onednn_support import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels

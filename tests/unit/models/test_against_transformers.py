@@ -14,7 +14,9 @@ from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
+from quire.plan.as_stored import as_stored
 from quire.plan.kv_geometry import kv_components, resolve_geometry
+from quire.weights.files import stored_in
 from quire.weights.load import load_weights
 
 from ...support.filled_models import built

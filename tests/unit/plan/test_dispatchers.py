@@ -9,7 +9,7 @@ from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts.plan import DISPATCHERS, KERNELS, MoEPlan
+from quire.kernels.experts_plan import DISPATCHERS, KERNELS, MoEPlan
 from quire.kernels.supports import SUPPORTS
 from quire.plan import dispatchers as module
 from quire.plan.dispatchers import Hardware, resolve_moe

@@ -11,7 +11,7 @@ from quire.assemble.rank_child import exchange_layout
 from quire.config.engine import EngineConfig
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire, WirePlan
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.plan import expert_rows as module
 from quire.plan.collectives import exchange_bytes
 from quire.plan.dispatchers import Hardware, resolve_moe

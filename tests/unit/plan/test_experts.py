@@ -16,7 +16,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import UNQUANTIZED, Scheme
 from quire.entry.cli.main import main
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.select import KernelNeeds, probe_of
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan

@@ -9,7 +9,7 @@ from quire.config.engine import EngineConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.select import KernelNeeds
 from quire.plan.experts import moe_plans
 from quire.plan.meeting_rows.records import Inputs

@@ -58,39 +58,38 @@ def _read(
     k_rows,
     v_rows,
     table,
-    tiles,
-    queries,
-    keys,
-    values,
-    bars,
-    num_work,
-    programs,
+    memory,
+    work,
     block_rows,
     head_rows,
     stride_table,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     SIZE: gl.constexpr,
-    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
     WORDS: gl.constexpr,
     ROW: gl.constexpr,
     DIVIDED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
-    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`.
+    Arguments as in `prefill_kernel` and `_attend`.
     """
+    queries, keys, values, bars, _halves = memory
+    tiles, num_work, programs = work
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    TILE: gl.constexpr = keys.shape[1]
+    W: gl.constexpr = keys.shape[2]
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = nth_work(turn, programs)
-        if work < num_work:
-            record = tiles + work // HEADS * WORDS
+        piece = nth_work(turn, programs)
+        if piece < num_work:
+            record = tiles + piece // HEADS * WORDS
             row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
             blocks = table + gl.load(record + ROW).to(gl.int64) * stride_table
-            head = work % HEADS
+            head = piece % HEADS
             block = gl.load(blocks + last * TILE // SIZE)
             for back in range(last - first + 1):
                 at = (last - back) * TILE
@@ -98,15 +97,21 @@ def _read(
                 block = gl.load(blocks + gl.maximum(at - TILE, 0) // SIZE)
                 stage, phase = count % STAGES, (count // STAGES) & 1
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
-                mbarrier.expect(k_ready.index(stage), k_rows.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_rows, [place, 0], k_ready.index(stage), keys.index(stage))
+                mbarrier.expect(k_ready.index(stage), PARTS * k_rows.block_type.nbytes)
+                for part in gl.static_range(PARTS):
+                    k_to = keys.index(stage * PARTS + part)
+                    tma.async_copy_global_to_shared(k_rows, [place, part * W], k_ready.index(stage), k_to)
                 if back == 0:
                     mbarrier.wait(q_free, (turn & 1) ^ 1)
-                    mbarrier.expect(q_ready, q_rows.block_type.nbytes)
-                    tma.async_copy_global_to_shared(q_rows, [row, head * GROUP, 0], q_ready, queries)
+                    mbarrier.expect(q_ready, PARTS * q_rows.block_type.nbytes)
+                    for part in gl.static_range(PARTS):
+                        q_at = [row, head * GROUP, part * W]
+                        tma.async_copy_global_to_shared(q_rows, q_at, q_ready, queries.index(part))
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
-                mbarrier.expect(v_ready.index(stage), v_rows.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_rows, [place, 0], v_ready.index(stage), values.index(stage))
+                mbarrier.expect(v_ready.index(stage), PARTS * v_rows.block_type.nbytes)
+                for part in gl.static_range(PARTS):
+                    v_to = values.index(stage * PARTS + part)
+                    tma.async_copy_global_to_shared(v_rows, [place, part * W], v_ready.index(stage), v_to)
                 count += 1
 
 
@@ -122,8 +127,6 @@ def softmax(
     MASKED: gl.constexpr,
     WINDOW: gl.constexpr,
     CAPPED: gl.constexpr,
-    TILE: gl.constexpr,
-    SCORES: gl.constexpr,
 ):
     """Compute softmax weights from the scores [64, TILE] of a tile of keys; update the running softmax (base 2).
 
@@ -138,7 +141,7 @@ def softmax(
         scores = cap * (1.0 - 2.0 / (gl.exp2(2.0 * 1.4426950408889634 * scale * scores) + 1.0))
         scale = 1.0
     if MASKED:
-        columns = start + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        columns = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         seen = columns[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen = seen & (columns[None, :] > positions[:, None] - WINDOW)
@@ -186,16 +189,33 @@ def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr)
 
 
 @gluon_jit
+def whole_scores(scores, halves, count, PART: gl.constexpr):
+    """Return the scores [64, TILE] of tile `count` of keys from the part that this group has made of half the columns.
+
+    halves   (): the part is the whole; or the buffers [4, 64, TILE] through which the groups give each other their
+             parts, and the barriers [4] that say that one is there. Both take turns: a group writes a buffer again when
+             the other group has given its part of the next tile: by then it has read this one
+    PART     0 or 1, half that this group has made
+    """
+    if len(halves) > 0:
+        buffers, given = halves
+        mine, other = count % 2 * 2 + PART, count % 2 * 2 + 1 - PART
+        buffers.index(mine).store(scores)
+        gl.thread_barrier()  # one thread speaks for all four warps
+        mbarrier.arrive(given.index(mine))
+        mbarrier.wait(given.index(other), (count // 2) & 1)
+        scores += buffers.index(other).load(scores.type.layout)
+    return scores
+
+
+@gluon_jit
 def advance(
     queries,
-    weights,
-    sums,
-    top,
-    weight,
+    state,
     keys,
     values,
     bars,
-    count,
+    halves,
     positions,
     start,
     scale,
@@ -203,36 +223,37 @@ def advance(
     MASKED: gl.constexpr,
     WINDOW: gl.constexpr,
     CAPPED: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
+    PARTS: gl.constexpr,
+    PART: gl.constexpr,
 ):
-    """Compute scores and weights of tile `count` of keys, while the matrix units add the values of the tile before.
+    """Compute scores and weights of the next tile of keys, while the matrix units add the values of the tile before.
 
-    weights             weights of the tile before
-    sums, top, weight   state of the running softmax: weighted sums of values, maxima, sums of weights
-    bars                see `make_bars`
-    others              see `softmax`
+    state          weights of the tile before; weighted sums of values, maxima and sums of weights of the running
+                   softmax; number of tiles before this one, in all pieces of work
+    bars           see `make_bars`
+    halves, PART   see `whole_scores`; PARTS: parts of the columns of a tile, each in a buffer of its own
+    others         see `begin_scores` and `softmax`
 
-    Returns the weights of this tile, the new state, and count + 1.
+    Returns the new state.
     """
+    weights, sums, top, weight, count = state
     k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
+    STAGES: gl.constexpr = values.shape[0] // PARTS
+    SCORES: gl.constexpr = positions.type.layout.parent
+    SUMS: gl.constexpr = sums.type.layout
     stage, before = count % STAGES, (count - 1) % STAGES
     mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
-    scores = begin_scores(queries, keys, stage, TILE, SCORES)
+    scores = begin_scores(queries, keys, stage * PARTS + PART, values.shape[1], SCORES)
     mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
-    sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+    sums = warpgroup_mma(weights, values.index(before * PARTS + PART), sums, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(stage))
-    exact, top, weight, decay = softmax(
-        scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED, TILE, SCORES
-    )
+    scores = whole_scores(scores, halves, count, PART)
+    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED)
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = as_operand(exact, values.dtype, SUMS)
-    return weights, sums, top, weight, count + 1
+    return as_operand(exact, values.dtype, SUMS), sums, top, weight, count + 1
 
 
 @gluon_jit
@@ -262,103 +283,111 @@ def make_bars(STAGES: gl.constexpr):
 
 
 @gluon_jit
+def make_halves(TILE: gl.constexpr):
+    """Make the buffers and barriers of `whole_scores`."""
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    buffers = gl.allocate_shared_memory(gl.float32, [4, 64, TILE], swizzled)
+    given = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(given.index(i), count=1)
+    return buffers, given
+
+
+@gluon_jit
 def _attend(
-    out,
-    tiles,
-    sinks,
-    queries,
-    keys,
-    values,
-    bars,
-    num_work,
-    programs,
-    stride_out,
+    memory,
+    work,
+    ends,
     scale,
     cap,
-    v_scale,
-    sums_at,
-    stats_at,
     HALF: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    TILE: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
     CAPPED: gl.constexpr,
     WORDS: gl.constexpr,
     DIVIDED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
-    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`. SCORES,
-    SUMS: layouts of scores and of sums.
+    If PARTS is 2, tiles have 64 rows: both groups compute all of them, each with its half of the columns.
+
+    memory   buffers of queries, keys and values in shared memory; bars, see `make_bars`; halves, see `whole_scores`
+    work     tiles, number of pieces of work, number of programs
+    ends     out, stride_out, sinks, v_scale, sums_at, stats_at
+
+    Other arguments as in `prefill_kernel`. SCORES, SUMS: layouts of scores and of sums.
     """
+    queries, keys, values, bars, halves = memory
+    tiles, num_work, programs = work
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    TILE: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    HELD: gl.constexpr = GROUP != 2  # keep queries in registers; with 2 heads ptxas would move them all the time
-    half = queries.reshape([128, D]).slice(HALF * 64, 64)
-    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
+    W: gl.constexpr = D // PARTS
+    PART: gl.constexpr = HALF * (PARTS - 1)
+    FIRST: gl.constexpr = HALF * 64 * (2 - PARTS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    # Queries stay in registers if there is room. With groups of 2 heads ptxas would move them all the time.
+    HELD: gl.constexpr = GROUP != 2 and W <= 128
+    ring = (keys,)
+    half = queries.index(PART).reshape([128 // PARTS, W]).slice(FIRST, 64)
+    lane = FIRST + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = PART * W + gl.arange(0, W, gl.SliceLayout(0, SUMS))
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = nth_work(turn, programs)
-        if work < num_work:
-            head = work % HEADS
-            record = tiles + work // HEADS * WORDS
+        piece = nth_work(turn, programs)
+        if piece < num_work:
+            head = piece % HEADS
+            record = tiles + piece // HEADS * WORDS
             row, rows, position, first, whole, whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
-            positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
+            positions = position + (FIRST + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
             mine = (half.load(gl.DotOperandLayout(0, SCORES, 2)),) if HELD else (half,)
-            scores = begin_scores(mine, (keys,), count % STAGES, TILE, SCORES)
+            scores = begin_scores(mine, ring, count % STAGES * PARTS + PART, TILE, SCORES)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
+            scores = whole_scores(scores, halves, count, PART)
             if HELD:
                 mbarrier.arrive(q_free)  # not before a product has had them: until then warps may still be reading
             count += 1
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-            sums = gl.zeros([64, D], gl.float32, SUMS)
+            sums = gl.zeros([64, W], gl.float32, SUMS)
             exact, top, weight, _decay = softmax(
-                scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW, CAPPED, TILE, SCORES
+                scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW, CAPPED
             )
-            weights = as_operand(exact, keys.dtype, SUMS)
+            state = as_operand(exact, keys.dtype, SUMS), sums, top, weight, count
             for back in range(last - whole_end):
-                weights, sums, top, weight, count = advance(
+                at = (last - 1 - back) * TILE
+                state = advance(
                     mine,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    (keys,),
+                    state,
+                    ring,
                     values,
                     bars,
-                    count,
+                    halves,
                     positions,
-                    (last - 1 - back) * TILE,
+                    at,
                     scale,
                     cap,
                     True,
                     WINDOW,
                     CAPPED,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
+                    PARTS,
+                    PART,
                 )
             for _back in range(whole_end - whole):
-                weights, sums, top, weight, count = advance(
+                state = advance(
                     mine,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    (keys,),
+                    state,
+                    ring,
                     values,
                     bars,
-                    count,
+                    halves,
                     positions,
                     0,
                     scale,
@@ -366,74 +395,54 @@ def _attend(
                     False,
                     WINDOW,
                     CAPPED,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
+                    PARTS,
+                    PART,
                 )
             if WINDOW > 0:
                 for back in range(whole - first):
-                    weights, sums, top, weight, count = advance(
+                    at = (whole - 1 - back) * TILE
+                    state = advance(
                         mine,
-                        weights,
-                        sums,
-                        top,
-                        weight,
-                        (keys,),
+                        state,
+                        ring,
                         values,
                         bars,
-                        count,
+                        halves,
                         positions,
-                        (whole - 1 - back) * TILE,
+                        at,
                         scale,
                         cap,
                         True,
                         WINDOW,
                         CAPPED,
-                        TILE,
-                        STAGES,
-                        SCORES,
-                        SUMS,
+                        PARTS,
+                        PART,
                     )
+            weights, sums, top, weight, count = state
             if not HELD:
                 mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
-            sums = warpgroup_mma(weights, values.index(before), sums)
+            sums = warpgroup_mma(weights, values.index(before * PARTS + PART), sums)
             mbarrier.arrive(v_free.index(before))
             weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
             top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
             parts = gl.load(record + 7) if DIVIDED else 1
             if parts == 1:
-                _store(out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP, D)
+                _store(ends, row, rows, sums, top, weight, head, lane, dims, GROUP, D)
             elif DIVIDED:
-                _store_part(
-                    sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, rows * GROUP, HEADS, D
-                )
+                lanes = rows * GROUP
+                _store_part(ends, record, sums, top, weight, head, lane, dims, lanes, HEADS, D, 128 // PARTS)
 
 
 @gluon_jit
-def _store(
-    out,
-    sinks,
-    row,
-    rows,
-    sums,
-    top,
-    weight,
-    head,
-    lane,
-    dims,
-    v_scale,
-    stride_out,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-):
+def _store(ends, row, rows, sums, top, weight, head, lane, dims, GROUP: gl.constexpr, D: gl.constexpr):
     """Store the attention of 64 lanes of a tile: the weighted sums by the sums of weights, that of sinks included.
 
-    lane, dims   [64] lanes of the tile, and [D] columns, in the layout of sums
+    lane, dims   [64] lanes of the tile, and [W] columns, in the layout of sums [64, W]
     others       as in `_attend`
     """
+    out, stride_out, sinks, v_scale, _sums_at, _stats_at = ends
     heads = head * GROUP + lane % GROUP
     if sinks is not None:
         sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
@@ -450,8 +459,7 @@ def _store(
 
 @gluon_jit
 def _store_part(
-    sums_at,
-    stats_at,
+    ends,
     record,
     sums,
     top,
@@ -459,19 +467,19 @@ def _store_part(
     head,
     lane,
     dims,
-    v_scale,
     lanes,
     HEADS: gl.constexpr,
     D: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    """Store the softmax state of 64 lanes of a tile of 128, after a part of the context, for `triton_prefill`'s merge.
+    """Store the softmax state of 64 lanes of a tile of ROWS, after a part of the context, for `triton_prefill`'s merge.
 
-    sums_at, stats_at   `Plan.tile_sums`, `Plan.tile_stats`
-    record              record of the tile and part, in `Plan.tiles`
-    lane, lanes         [64] lanes; those from `lanes` on are not stored
-    others              as in `_attend`
+    record        record of the tile and part, in `Plan.tiles`
+    lane, lanes   [64] lanes; those from `lanes` on are not stored
+    others        as in `_attend`
     """
-    at = (gl.load(record + 8).to(gl.int64) * HEADS + head) * 128 + lane
+    _out, _stride_out, _sinks, v_scale, sums_at, stats_at = ends
+    at = (gl.load(record + 8).to(gl.int64) * HEADS + head) * ROWS + lane
     if v_scale is not None:
         sums = sums * v_scale
     live = lane < lanes
@@ -509,6 +517,7 @@ def prefill_kernel(
     WORDS: gl.constexpr,
     ROW: gl.constexpr,
     DIVIDED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Compute attention of all tiles of query rows, or of parts of their contexts.
 
@@ -518,12 +527,12 @@ def prefill_kernel(
 
     out                      [T, H, D], output
     stride_out               elements from row to row of `out`
-    q_rows                   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
-    k_rows, v_rows           descriptors of the cache as rows [R, D] in tiles [TILE, D]
+    q_rows                   descriptor of the queries [T, H, D] in tiles [128 / PARTS / GROUP, GROUP, D / PARTS]
+    k_rows, v_rows           descriptors of the cache as rows [R, D] in tiles [TILE, D / PARTS]
     block_rows, head_rows    rows of the cache from block to block, and from head to head
     table                    [slots or sequences, blocks] int32, block tables
     stride_table             elements from row to row of `table`
-    tiles                    `Plan.tiles` of 128 rows, WORDS words each
+    tiles                    `Plan.tiles` of 128 / PARTS rows, WORDS words each
     ROW                      word of a tile that is its row of `table`
     sinks                    [H], or None
     scale, cap, CAPPED       see `triton_tiles.rescore`
@@ -535,101 +544,27 @@ def prefill_kernel(
     GROUP                    number of query heads of a KV head
     SIZE, TILE               tokens of a block, and of a tile of keys
     STAGES                   number of buffers for tiles of keys, and for tiles of values
+    PARTS                    1: a group of warps computes half the rows of a tile; 2: half the columns, because the sums
+                             of 64 rows of 512 columns fill the registers of both groups
     """
-    queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
-    keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)
-    values = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], v_rows.layout)
+    W: gl.constexpr = D // PARTS
+    queries = gl.allocate_shared_memory(k_rows.dtype, [PARTS, 128 // PARTS // GROUP, GROUP, W], q_rows.layout)
+    keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES * PARTS, TILE, W], k_rows.layout)
+    values = gl.allocate_shared_memory(k_rows.dtype, [STAGES * PARTS, TILE, W], v_rows.layout)
     bars = make_bars(STAGES)
-    num_work, programs = gl.load(tiles + 5) * HEADS, gl.num_programs(0)
+    halves = make_halves(TILE) if PARTS == 2 else ()
+    memory = queries, keys, values, bars, halves
+    work = tiles, gl.load(tiles + 5) * HEADS, gl.num_programs(0)
+    ends = out, stride_out, sinks, v_scale, sums_at, stats_at
+    sizes: gl.constexpr = (HEADS, GROUP, D, STAGES, WINDOW, CAPPED, WORDS, DIVIDED, PARTS)
+    of_read: gl.constexpr = (HEADS, GROUP, SIZE, STAGES, WINDOW, WORDS, ROW, DIVIDED, PARTS)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out,
-                    tiles,
-                    sinks,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    num_work,
-                    programs,
-                    stride_out,
-                    scale,
-                    cap,
-                    v_scale,
-                    sums_at,
-                    stats_at,
-                    0,
-                    HEADS,
-                    GROUP,
-                    TILE,
-                    D,
-                    STAGES,
-                    WINDOW,
-                    CAPPED,
-                    WORDS,
-                    DIVIDED,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    out,
-                    tiles,
-                    sinks,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    num_work,
-                    programs,
-                    stride_out,
-                    scale,
-                    cap,
-                    v_scale,
-                    sums_at,
-                    stats_at,
-                    1,
-                    HEADS,
-                    GROUP,
-                    TILE,
-                    D,
-                    STAGES,
-                    WINDOW,
-                    CAPPED,
-                    WORDS,
-                    DIVIDED,
-                ),
-            ),
+            (_attend, (memory, work, ends, scale, cap, 0) + sizes),
+            (_attend, (memory, work, ends, scale, cap, 1) + sizes),
             (
                 _read,
-                (
-                    q_rows,
-                    k_rows,
-                    v_rows,
-                    table,
-                    tiles,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    num_work,
-                    programs,
-                    block_rows,
-                    head_rows,
-                    stride_table,
-                    HEADS,
-                    GROUP,
-                    SIZE,
-                    TILE,
-                    STAGES,
-                    WINDOW,
-                    WORDS,
-                    ROW,
-                    DIVIDED,
-                ),
+                (q_rows, k_rows, v_rows, table, memory, work, block_rows, head_rows, stride_table) + of_read,
             ),
         ],
         [4, 1],

@@ -4,7 +4,7 @@
     triton_prefill   sequences of many rows, and the sum of their parts
     triton_prefix    decodes that share the beginning of their context
 
-Tuned for heads of 64 and 128; correct up to 256. The host reads nothing from the device, so a step can be captured.
+Tuned for heads of 64, 128 and 256; correct up to 512. The host reads nothing from the device: a step can be captured.
 """
 
 from __future__ import annotations
@@ -51,15 +51,34 @@ class Config:
 
 
 # By head size padded to a power of two, for two-byte elements; tiles of four-byte elements are half as large. Those for
-# decodes of heads of 128 are the best of ten, measured on an H200 (docs/log.md).
-DECODE = {64: Config(16, 64, 4, 4), 128: Config(16, 64, 4, 3, programs=3), 256: Config(16, 32, 4, 3)}
-DECODE_FEW = Config(16, 128, 4, 2)  # heads of 128, if sequences * KV heads <= two programs per multiprocessor
+# heads of 128, 256 and 512 are the best of about ten, measured on an H200 (docs/log.md).
+DECODE = {
+    64: Config(16, 64, 4, 4),
+    128: Config(16, 64, 4, 3, programs=3),
+    256: Config(16, 64, 4, 2),
+    512: Config(16, 32, 4, 2),
+}
+DECODE_FEW = {  # if sequences * KV heads are at most as many as its programs on all multiprocessors
+    128: Config(16, 128, 4, 2),
+    256: Config(16, 128, 8, 2, programs=1),
+    512: Config(16, 64, 8, 2, programs=1),
+}
 DECODE_MANY, MANY = Config(16, 64, 4, 2, programs=4), 1024  # heads of 128, if sequences * KV heads <= MANY
 DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, in steps with shared prefixes: the rest is short
-PREFILL = {64: Config(128, 64, 8, 3, 1), 128: Config(128, 64, 8, 3, 1), 256: Config(64, 64, 8, 2, 1)}
-PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
+PREFILL = {
+    64: Config(128, 64, 8, 3, 1),
+    128: Config(128, 64, 8, 3, 1),
+    256: Config(128, 64, 8, 2, 1),
+    512: Config(64, 32, 8, 2, 1),
+}
+PREFILL_FEW = Config(64, 64, 4, 2)  # heads up to 128, when larger tiles would leave multiprocessors idle
 MERGED, SHARES = 16, 2  # lanes that a program of `merge_kernel` adds at a time; programs for each part
-PREFIX = {64: Config(PREFIX_ROWS, 64, 4, 3), 128: Config(PREFIX_ROWS, 64, 4, 3), 256: Config(PREFIX_ROWS, 32, 8, 2)}
+PREFIX = {
+    64: Config(PREFIX_ROWS, 64, 4, 3),
+    128: Config(PREFIX_ROWS, 64, 4, 3),
+    256: Config(PREFIX_ROWS, 32, 8, 2),
+    512: Config(PREFIX_ROWS, 32, 8, 2),
+}
 
 
 def paged_attention(
@@ -96,7 +115,8 @@ class AttentionCall:
         assert q.stride()[1:] == (dim, 1) and k.stride(-1) == 1 and k.stride() == self.kv.v.stride()
         group = heads // k.shape[1]
         padded = max(16, _power(dim))
-        decode, prefill = (self._fit(c) for c in (self._decode_config(padded), self.prefill_config(padded)))
+        decode = self._fit(self._decode_config(padded), max(1, self.meta.decode_len) * group)
+        prefill = self._fit(self.prefill_config(padded))
         shape = Shape(
             heads,
             group,
@@ -124,17 +144,18 @@ class AttentionCall:
 
     def _decode_config(self, padded: int) -> Config:
         programs = len(self.meta.seq_lens) * self.kv.k.shape[1]
-        if padded == 128 and self.meta.shared is not None:
-            return DECODE_OWN
-        if padded == 128 and programs <= MANY:
-            return DECODE_FEW if programs <= DECODE_FEW.programs * multiprocessors() else DECODE_MANY
-        return DECODE[max(64, padded)]
+        if self.meta.shared is not None:
+            return DECODE_OWN if padded == 128 else DECODE[max(64, padded)]
+        few = DECODE_FEW.get(padded)
+        if few is not None and programs <= few.programs * multiprocessors():
+            return few
+        return DECODE_MANY if padded == 128 and programs <= MANY else DECODE[max(64, padded)]
 
     def prefill_config(self, padded: int) -> Config:
         """Return the tiling of the prefill kernel. padded: head size padded to a power of two."""
         config = PREFILL[max(64, padded)]
         tiles = len(self.q) * self.q.shape[1] // config.rows
-        return config if tiles >= multiprocessors() or config.rows <= PREFILL_FEW.rows else PREFILL_FEW
+        return config if tiles >= multiprocessors() or padded > 128 else PREFILL_FEW
 
     def _divides(self, config: Config) -> bool:
         """Return True if tiles of queries are so few that their contexts may be divided among programs.
@@ -145,20 +166,29 @@ class AttentionCall:
         tiles = len(self.q) * self.q.shape[1] // config.rows
         return self.meta.row_positions is None and tiles < 2 * config.programs * multiprocessors()
 
-    def _fit(self, config: Config) -> Config:
+    def _fit(self, config: Config, needed: int = 1) -> Config:
         """Fit a tiling to this dtype, block size and GPU.
 
-        Sizes become powers of two. Blocks of 64 tokens or more hold whole tiles of keys. Tiles of keys are halved if
-        shared memory does not hold two of them.
+        needed   least number of rows of a tile
+
+        Sizes become powers of two. Blocks of 64 tokens or more hold whole tiles of keys. Tiles of keys are halved while
+        shared memory does not hold two stages, down to 32 keys; then tiles of rows, down to 64; then both further. More
+        warps keep the sums of a thread at 128 numbers.
         """
         half = 2 if self.q.dtype == torch.float32 else 1
         keys, size = max(16, config.keys // half), self.kv.block_size
         keys = min(keys, 1 << size.bit_length() - 1) if size >= 64 else keys
-        rows = max(16, _power(self.q.shape[1] // self.kv.k.shape[1]), config.rows // half)
-        width = self.q.element_size() * max(16, _power(self.q.shape[2]))
-        room = (shared_memory() // width - rows) // 2  # for keys, and as many values
-        keys = keys if room >= 2 * keys else max(16, keys // 2)
-        return replace(config, rows=rows, keys=keys, stages=max(1, min(config.stages, room // keys)))
+        least = max(16, _power(max(needed, self.q.shape[1] // self.kv.k.shape[1])))
+        rows, dim = max(least, config.rows // half), max(16, _power(self.q.shape[2]))
+        held = shared_memory() // (self.q.element_size() * dim)  # rows of queries, keys and values
+        for fewest, some in ((32, 64), (16, 16)):
+            while keys > fewest and held - rows < _two_stages(rows) * keys:
+                keys //= 2
+            while rows > max(some, least) and held - rows < _two_stages(rows) * keys:
+                rows //= 2
+        stages = max((held - rows) // (2 * keys), 1 + (held - rows >= _two_stages(rows) * keys))
+        warps = max(config.warps, min(16, rows * dim >> 12))
+        return replace(config, rows=rows, keys=keys, stages=min(config.stages, stages), warps=warps)
 
     def _options(self, config: Config) -> dict[str, object]:
         """Return the constants that every kernel takes."""
@@ -279,7 +309,7 @@ class AttentionCall:
         assert shared is not None
         group, kv_heads = self.q.shape[1] // self.kv.k.shape[1], self.kv.k.shape[1]
         rows, groups = plan.limit * group, len(shared.starts) - 1
-        lanes = config.rows if len(shared.members) * rows > 32 else 32
+        lanes = config.rows if len(shared.members) * rows > 32 else min(config.rows, 32)
         num_tiles = len(shared.members) * rows // lanes + groups
         prefix_kernel[(num_tiles, kv_heads, plan.prefix_parts)](
             self.q,
@@ -310,3 +340,8 @@ class AttentionCall:
 
 def _power(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
+
+
+def _two_stages(rows: int) -> int:
+    """Return the tiles of keys and values for which two stages need room; with few rows, registers hold one tile."""
+    return 4 if rows >= 64 else 3

@@ -391,7 +391,7 @@ def merge_parts(
     Other arguments as in `decode_kernel`. All lanes are added side by side, parts one after the other; AT_ONCE of them
     are read at the same time.
     """
-    AT_ONCE: tl.constexpr = 4 if M * DP <= 2048 else 1
+    AT_ONCE: tl.constexpr = 4 if M * DP <= 2048 or ROWS * DP <= 1024 else 1
     part, lane, dims = tl.arange(0, PARTS), begin + tl.arange(0, M), tl.arange(0, DP)
     live, total = lane < end, parts + prefix_parts
     place = tl.where(part < parts, first + part, prefix_first + part - parts).to(tl.int64) * HEADS + head

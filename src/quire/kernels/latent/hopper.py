@@ -219,55 +219,19 @@ def _attend(
             mbarrier.arrive(k_free.index(count % STAGES))
             count += 1
             exact, top, weight, _decay = softmax(
-                scores, top, weight, positions, last * TILE, scale, 0.0, True, 0, False, TILE, SCORES
+                scores, top, weight, positions, last * TILE, scale, 0.0, True, 0, False
             )
-            weights = as_operand(exact, keys.dtype, SUMS)
+            state = as_operand(exact, keys.dtype, SUMS), sums, top, weight, count
             for back in range(last - whole):
-                weights, sums, top, weight, count = advance(
-                    queries,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    parts,
-                    values,
-                    bars,
-                    count,
-                    positions,
-                    (last - 1 - back) * TILE,
-                    scale,
-                    0.0,
-                    True,
-                    0,
-                    False,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
+                at = (last - 1 - back) * TILE
+                state = advance(
+                    queries, state, parts, values, bars, (), positions, at, scale, 0.0, True, 0, False, 1, 0
                 )
             for _back in range(whole):
-                weights, sums, top, weight, count = advance(
-                    queries,
-                    weights,
-                    sums,
-                    top,
-                    weight,
-                    parts,
-                    values,
-                    bars,
-                    count,
-                    positions,
-                    0,
-                    scale,
-                    0.0,
-                    False,
-                    0,
-                    False,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    SUMS,
+                state = advance(
+                    queries, state, parts, values, bars, (), positions, 0, scale, 0.0, False, 0, False, 1, 0
                 )
+            weights, sums, top, weight, count = state
             mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)

@@ -161,7 +161,6 @@ def _few_kernel(
     norm, eps           [K] weight of an RMS norm of x, or None; added to the mean square
     M                   rows, padded to a power of two
     BLOCK_N, BLOCK_K    outputs of a program; inputs of an iteration
-    ACT                 see `Epilogue`; a weight with an activation is GATED
     """
     GATED: tl.constexpr = ACT != ""
     if PDL:

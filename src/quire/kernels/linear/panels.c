@@ -176,15 +176,12 @@ INLINE void decode_words(int kind, const char *w, Vec *v) {
             v[2 * j + 1] = as_floats(_mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_andnot_si512(lower, second)));
         }
     } else if (in_words(kind)) { /* the unit looks up 5 bits, of which the fifth does not count */
-        static const uint16_t floats[32] = {
-            0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040,
-            0xC080, 0xC0C0, 0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0,
-            0xC000, 0xC040, 0xC080, 0xC0C0};
-        static const uint16_t integers[32] = {
-            0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-            0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0,
-            0xC080, 0xC040, 0xC000, 0xBF80};
-        const __m512i table = _mm512_loadu_si512(kind == PAIRED_E2M1 ? floats : integers);
+        static const uint16_t integers[16] = {0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+                                              0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80};
+        static const uint16_t floats[16] = {0,      0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
+                                            0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
+        const __m256i half = _mm256_loadu_si256((const __m256i *)(kind == PAIRED_E2M1 ? floats : integers));
+        const __m512i table = _mm512_broadcast_i64x4(half);
         const __m512i words = _mm512_loadu_si512(w);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) v[i] = as_floats(_mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * i), table));

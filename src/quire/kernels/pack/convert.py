@@ -14,7 +14,6 @@ from quire.contracts.params import Param, Part
 from quire.kernels.pack.matrix import (
     MIDDLE,
     MOST_POWER,
-    NO_POWER,
     QuantizedMatrix,
     Room,
     Weight,
@@ -88,16 +87,6 @@ def convert(
     return numbers.to(dtype)
 
 
-def scale_fault(codes: Tensor, device: str) -> tuple[str, Tensor]:
-    """Return the words for a fault in scales of E8M0, and a bool scalar, True if they have it.
-
-    On a GPU, scales above 2 are a fault, too: bf16 does not hold the factor by which the kernels multiply.
-    """
-    if device == "cpu":
-        return "has a scale that is NaN", (codes == NO_POWER).any()
-    return "has a scale that is NaN or above 2, which no kernel for GPUs takes", (codes > MOST_POWER).any()
-
-
 class _Conversion:
     """The conversion of one matrix. Names are those of `raw_tensors` without the parameter's own."""
 
@@ -154,7 +143,8 @@ class _Conversion:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
         if scale.dtype == torch.uint8:
-            self.findings.add(self.param, name, *scale_fault(scale, self.device.type))
+            fault = (scale > MOST_POWER).any()
+            self.findings.add(self.param, name, "has a scale that is NaN or above 2, which no kernel takes", fault)
             return scale
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)

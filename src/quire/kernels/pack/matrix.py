@@ -22,7 +22,7 @@ TYPES = {
 MIDDLE = {"w4": 8, "w8": 128}  # the zero of symmetric unsigned values
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7; a code from 8 on is negative
 NO_POWER = 255  # the code of E8M0 that is NaN
-MOST_POWER = 128  # the largest code, of the scale 2, that kernels for GPUs take
+MOST_POWER = 128  # the largest code that kernels take, of the scale 2: see `weight_only.words.repack_powers`
 
 
 @dataclass(frozen=True)

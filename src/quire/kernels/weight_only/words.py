@@ -131,7 +131,7 @@ def repack_powers(scales: Tensor, gated: bool = False) -> Tensor:
     """Return scales in E8M0, uint8 [N, K / 32], as int32 [N / 16, ceil(K / 128), 16], in the order of packed rows.
 
     A word has the four scales of an output in a step, as exponents of 2^126 times the scale in bf16. The largest scale
-    is 2 (see `convert.scale_fault`): bf16 holds no more.
+    is 2, which `pack.convert` checks: bf16 holds no more.
     """
     exponents = (scales.to(torch.int32) + 126).clamp(max=254).to(torch.uint8)
     exponents = torch.nn.functional.pad(exponents, (0, -scales.shape[1] % 4))

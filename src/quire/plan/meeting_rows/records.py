@@ -10,7 +10,7 @@ from quire.config.connectors import CONNECTOR, tier_options
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.speculation import Speculation
-from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 
 REFUSED = "refused"  # the options contradict each other, or the model
 MISSING = "missing"  # would make sense, and is not implemented yet

@@ -1,0 +1,158 @@
+"""The page of models, docs/models.md, from the families that the reader of config.json knows and the results of tests.
+
+PYTHONPATH=src:. python tools/models_page.py          writes the page
+PYTHONPATH=src:. python tools/models_page.py --run    before that compares every family with transformers (20 minutes),
+                                                      or those that are named behind --run, and keeps the results in
+                                                      docs/models.json
+"""
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from tests.support.tiny_models import FAMILIES as CASES
+from tests.support.tiny_models import Tiny, tiny_config
+
+from quire.args.checkpoint import LACKING, ModelArgs, parse_checkpoint_config
+from quire.args.experts import MoEArgs
+from quire.args.families import FAMILIES
+from quire.args.latent import LatentArgs
+from quire.args.layers import DenseArgs, GroupedArgs
+from quire.args.wrappers import WRAPPERS
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
+INTRODUCTION = """# Models
+
+Made by `PYTHONPATH=src:. python tools/models_page.py` from the families that the reader of config.json knows, and from
+the results of `--run`, which compares every family with transformers. Do not edit.
+
+A checkpoint runs when its `model_type` is in the first or second table. "Ways" are the runs of a random tiny model of
+the family in float32: 64 greedy tokens of seven prompts must be those of transformers, and the log-probabilities of all
+positions must be within 1e-4. A cover of all pairs of these settings is run: heads, tied embeddings, biases, chunks,
+block size, prefix cache, depth of the step pipeline, preemption, drafts. Two more runs have tensor and pipeline
+parallelism of 2. `quire verify MODEL` makes the comparison step by step for any checkpoint.
+
+## Families
+"""
+
+
+def attention(args: ModelArgs) -> str:
+    """Return the mixers of a model in words."""
+    kinds = list(dict.fromkeys(type(one) for one in args.mixers))
+    words = ["latent" if kind is LatentArgs else "grouped" for kind in kinds]
+    grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
+    facts = {
+        "windows": any(one.window for one in grouped),
+        "sinks": any(one.sinks for one in grouped),
+        "soft cap": any(one.soft_cap for one in grouped),
+        "norm of heads": any(one.qk_norm == "head" for one in grouped),
+        "norm over all heads": any(one.qk_norm == "whole" for one in grouped),
+        "layers without rotation": any(one.rope.kind == "none" for one in grouped),
+        "part of a head rotated": any(one.rotary_dim < one.head_dim for one in grouped),
+    }
+    return ", ".join([*words, *(name for name, true in facts.items() if true)])
+
+
+def feed_forward(args: ModelArgs) -> str:
+    """Return the feed-forward parts of a model in words."""
+    found = []
+    for one in dict.fromkeys(one.feed_forward for one in args.layers):
+        if isinstance(one, DenseArgs):
+            found.append(f"gated MLP ({one.act})")
+        elif isinstance(one, MoEArgs):
+            shared = ", shared ones" * (one.shared_size > 0)
+            found.append(f"experts ({one.act}{', biased' * one.biased}{shared})")
+        else:
+            found.append(type(one).__name__)
+    return ", ".join(found)
+
+
+def norms(args: ModelArgs) -> str:
+    """Return the places and the kind of the norms of a model in words."""
+    places = {"before": "before each half", "after": "of results", "both": "before each half and of results"}
+    words = places.get(args.layers[0].norms, "one for both halves")
+    return words + ", 1 + weight" * args.norm.plus_one + ", layer normalization" * args.norm.centered
+
+
+def verified(result: Mapping[str, Any] | None) -> str:
+    """Return the result of the comparison of a family in words."""
+    return f"{result['passed']} of {result['rows']} ({result['date']})" if result else "in CI alone"
+
+
+def rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of families."""
+    yield "model_type", "architecture", "attention", "feed-forward", "norms", "ways equal to transformers"
+    for name, family in FAMILIES.items():
+        args = parse_checkpoint_config(tiny_config(Tiny(family=name)))
+        peer = f" (as {CASES[name].peer})" if CASES[name].peer else ""
+        yield (
+            f"`{name}`",
+            f"`{family.architecture}`",
+            attention(args),
+            feed_forward(args),
+            norms(args),
+            verified(results.get(name)) + peer,
+        )
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """Return the text of the page."""
+    around = [("model_type", "architecture", "language model")]
+    around += [(f"`{name}`", f"`{one.architecture}`", f"`{one.text}`") for name, one in WRAPPERS.items()]
+    lacking: dict[str, list[str]] = {}
+    for name, needs in LACKING.items():
+        if name not in FAMILIES and name not in WRAPPERS:
+            lacking.setdefault(needs, []).append(f"`{name}`")
+    missing = [("model_type", "needs"), *((", ".join(names), needs) for needs, names in lacking.items())]
+    parts = [
+        INTRODUCTION,
+        table(list(rows(results))),
+        "\n## Language models inside models that read images\n",
+        "The language model runs; the weights of the rest are not read. A request with an image gets an error (400).\n",
+        table(around),
+        "\n## Known, and not implemented yet\n",
+        table(missing),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def table(cells: list[tuple[str, ...]]) -> str:
+    """Return a table of Markdown, the first row as its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]])
+
+
+def run(families: Collection[str]) -> dict[str, Any]:
+    """Compare families with transformers. Return family -> rows, passed rows and date."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "families.xml"
+        tests = ["tests/e2e/test_families.py", "-q", "-n", os.environ.get("PROCESSES", "2"), f"--junitxml={report}"]
+        tests += ["-k", " or ".join(f"[{name}-" for name in families)]
+        subprocess.run([sys.executable, "-m", "pytest", *tests], cwd=ROOT, env=os.environ | {"QUIRE_FULL": "1"})
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    found: dict[str, Any] = {}
+    for case in cases:
+        words = re.findall(r"\w+", case.attrib["name"].partition("[")[2])
+        family = next(name for name in FAMILIES if name in words)
+        own = found.setdefault(family, {"rows": 0, "passed": 0, "date": datetime.date.today().isoformat()})
+        own["rows"] += 1
+        own["passed"] += not len(case)
+    return found
+
+
+if __name__ == "__main__":
+    if "--run" in sys.argv:
+        named = sys.argv[sys.argv.index("--run") + 1 :]
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(known | run(named or FAMILIES), indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(json.loads(RESULTS.read_text()) if RESULTS.exists() else {}))
