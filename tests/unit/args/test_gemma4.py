@@ -10,6 +10,7 @@ from quire.args.rope import RopeArgs
 from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
+from quire.weights.match import is_unread
 
 # The language model of the published sizes; its keys lie in text_config, beside those of images.
 TEXT: dict[str, Any] = {
@@ -132,3 +133,12 @@ def test_experts_beside_the_mlp() -> None:
 def test_what_is_not_implemented_is_named(changes: dict[str, Any], kind: type[Exception], named: str) -> None:
     with pytest.raises(kind, match=named):
         read(**changes)
+
+
+def test_projections_of_layers_without_kv_are_not_read() -> None:
+    """Published files have keys and values for every layer."""
+    args = parse_checkpoint_config(SMALL)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        assert is_unread(f"model.layers.18.self_attn.{name}", args)
+        assert not is_unread(f"model.layers.17.self_attn.{name}", args)
+    assert not is_unread("model.layers.18.self_attn.q_proj.weight", args)
