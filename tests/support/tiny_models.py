@@ -69,6 +69,17 @@ _GEMMA4_FEWER: dict[str, Any] = {
     "final_logit_softcapping": 4.0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
+_GROWING: dict[str, Any] = {  # its rotation is always yarn's, of a trained length that prompts exceed
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -116,6 +127,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
     ),
+    "ministral3": FamilyCase(options=_GROWING, ropes=("default",)),
     "smollm3": FamilyCase(
         options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
     ),
