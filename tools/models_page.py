@@ -53,8 +53,8 @@ def attention(args: ModelArgs) -> str:
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
     facts = {
         "windows": any(one.window for one in grouped),
-        "sinks": any(one.sinks for one in grouped),
-        "soft cap": any(one.soft_cap for one in grouped),
+        "sinks": any(one.scores.sinks for one in grouped),
+        "soft cap": any(one.scores.soft_cap for one in grouped),
         "norm of heads": any(one.qk_norm == "head" for one in grouped),
         "norm over all heads": any(one.qk_norm == "whole" for one in grouped),
         "layers without rotation": any(one.rope.kind == "none" for one in grouped),

@@ -43,12 +43,29 @@ def launch(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab:
         cuda.run_float(x, empty(vocab, hidden), None)
 
 
+def launch_values(rows: int) -> None:
+    """Heads of Gemma 4: of layers with a window, of full ones and of those without KV; the last norm of a layer."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for dim, kv_heads, values in ((256, 16, "normed"), (512, 4, "keys"), (256, 16, "kept")):
+        stored = kv_heads * {"normed": 2, "keys": 1, "kept": 0}[values]
+        kv = KVView(*(empty(9, kv_heads, 64, dim) for _ in range(2)))
+        head_norm = empty(32 + kv_heads * (values != "kept"), dim)
+        turn = empty(rows, dim), empty(rows, dim)
+        heads.prepare(empty(rows, 32 + stored, dim), head_norm, EPS, *turn, kv, empty(rows, dtype=torch.int64), values)
+    x, factor = empty(rows, 5376), empty(1, dtype=torch.float32)
+    norm.rms_norm(x, empty(5376), EPS, x, factor)
+
+
 def main() -> None:
-    """qwen3-0.6b with and without dependent launches, then the wider and deeper shapes of an 8b model."""
+    """qwen3-0.6b with and without dependent launches, the wider and deeper shapes of an 8b model, heads of Gemma 4."""
     AbsentGpu()
     for dependent, some in (False, (1, 8, 8192)), (True, (16,)):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for rows in (*some, *full_rows((1, 4, 8, 16, 64, 8192))):
             launch(rows, 1024, (16, 8), 3072, 151936, True)
+    launch_values(4)
     for rows in (4, *full_rows((1, 16))):
         launch(rows, 4096, (32, 8), 14336, 128256, False)

@@ -63,6 +63,12 @@ _GEMMA4: dict[str, Any] = {
     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 8.0, "rope_parameters": None,
 }  # fmt: skip
+# The rounding of more layers reaches 1e-4 in transformers, too.
+_GEMMA4_FEWER: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "final_logit_softcapping": 4.0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
 _GROWING: dict[str, Any] = {  # its rotation is always yarn's, of a trained length that prompts exceed
     "rope_parameters": {
         "rope_type": "yarn",
@@ -92,7 +98,6 @@ class FamilyCase:
     keys      key of the peer's config.json -> the family's own key
     tensors   piece of a tensor's name in the peer's files -> the family's own piece
     of        the family, where several rows describe models of it; "": it has the row's name
-    heads     query and KV heads, where all sizes of heads fit these alone
     A row without `keys` and `tensors` tests the peer's names, not the family's.
     """
 
@@ -105,7 +110,6 @@ class FamilyCase:
     keys: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     of: str = ""
-    heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.peer or not (self.keys or self.tensors), "names of its own need a peer, whose names are replaced"
@@ -136,15 +140,18 @@ FAMILIES: Mapping[str, FamilyCase] = {
     ),
     "gemma4_text": FamilyCase(options=_GEMMA4, biases=("attention_bias",), ropes=("default",)),
     "gemma4_moe": FamilyCase(
-        options=_GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+        options=_GEMMA4
+        | _GEMMA4_FEWER
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
         biases=("attention_bias",),
         ropes=("default",),
         of="gemma4_text",
     ),
     "gemma4_inputs": FamilyCase(
         options=_GEMMA4
-        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-        | {"attention_k_eq_v": False, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        | _GEMMA4_FEWER
+        | {"hidden_size_per_layer_input": 20, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"attention_k_eq_v": False},
         biases=("attention_bias",),
         ropes=("default",),
         of="gemma4_text",

@@ -37,7 +37,7 @@ class OwnInput(nn.Module):
     def __init__(self, args: ModelArgs, layer: int, build: Build, factor: LayerFactor | None) -> None:
         super().__init__()
         at = f"layers.{layer}.input"
-        self.layer, self.act, self.activation = layer, checked(args.layers[layer].act), build.kernels.activation
+        self.number, self.act, self.activation = layer, checked(args.layers[layer].act), build.kernels.activation
         self.gate, self.project = Linear(f"{at}.gate", build), Linear(f"{at}.project", build)
         self.after = Norm(f"{at}_after", args.norm, build)
         self.factor = (factor,)  # in a tuple, so that it stays a child of the layer alone
@@ -45,6 +45,6 @@ class OwnInput(nn.Module):
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, hidden] -> [T, hidden]; it may reuse the memory of x."""
         assert ctx.inputs is not None, "a step of this model has inputs of layers"
-        both = torch.cat((self.gate(x, ctx), ctx.inputs[:, self.layer]), 1)
+        both = torch.cat((self.gate(x, ctx), ctx.inputs[:, self.number]), 1)
         result = self.project(self.activation.gated(both, self.act), ctx)
         return self.after.added(result, x, None if self.factor[0] is None else self.factor[0].weight)

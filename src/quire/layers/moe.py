@@ -42,7 +42,8 @@ class Router(nn.Module):
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
         self.norm, self.eps = build.kernels.norm, moe.router_eps
         self.correction: Tensor | None = None
-        self.scale: Tensor | None = None
+        self.scale: Tensor | None = None  # of the norm, over the root of the hidden size
+        self.stored: Tensor | None = None  # the same as the checkpoint has it
         self.expert_scale: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
@@ -55,6 +56,7 @@ class Router(nn.Module):
         self.correction, self.expert_scale, scale = (
             None if one is None else one.to(self.device) for one in found.values()
         )
+        self.stored = scale
         self.scale = None if scale is None else (scale.float() * len(scale) ** -0.5).to(scale.dtype)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 

@@ -82,7 +82,8 @@ def _kind(value: object) -> object:
     if isinstance(value, partial):
         return _kind([value.func, value.args, value.keywords])
     if isinstance(value, nn.Module):
-        return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
+        own = {name: part for name, part in vars(value).items() if name not in ("at", "number")}  # of the layer
+        return type(value), _kind(own)
     if isinstance(value, msgspec.Struct):
         return type(value), _kind(structs.asdict(value))
     if is_dataclass(value) and not isinstance(value, type):

@@ -10,6 +10,7 @@ from quire.args.rope import RopeArgs
 from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
+from quire.weights.match import is_unread
 
 # The language model of the published sizes; its keys lie in text_config, beside those of images.
 TEXT: dict[str, Any] = {
@@ -19,11 +20,12 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
     "dtype": "bfloat16", "use_bidirectional_attention": "vision",
 }  # fmt: skip
-SMALL = TEXT | {
+CHANGED: dict[str, Any] = {  # of the small ones
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "num_attention_heads": 8,
     "num_key_value_heads": 2, "attention_k_eq_v": False, "num_global_key_value_heads": None,
     "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 12, "use_double_wide_mlp": True, "sliding_window": 512,
 }  # fmt: skip
+SMALL = TEXT | CHANGED
 
 
 def read(**changes: Any) -> ModelArgs:
@@ -116,11 +118,27 @@ def test_experts_beside_the_mlp() -> None:
         ({"num_kv_shared_layers": 61}, ModelError, "num_kv_shared_layers=61"),
         ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9}, UnsupportedModel, "vocab_size_per_layer"),
         ({"enable_moe_block": True, "num_experts": 8}, ModelError, "top_k_experts is missing"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6,
-                                                 "partial_rotary_factor": 1.5}}}, ModelError, "must be at most 1"),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 1.5}
+                }
+            },
+            ModelError,
+            "must be at most 1",
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_not_implemented_is_named(changes: dict[str, Any], kind: type[Exception], named: str) -> None:
     with pytest.raises(kind, match=named):
         read(**changes)
+
+
+def test_projections_of_layers_without_kv_are_not_read() -> None:
+    """Published files have keys and values for every layer."""
+    args = parse_checkpoint_config(SMALL)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        assert is_unread(f"model.layers.18.self_attn.{name}", args)
+        assert not is_unread(f"model.layers.17.self_attn.{name}", args)
+    assert not is_unread("model.layers.18.self_attn.q_proj.weight", args)

@@ -21,7 +21,7 @@ from quire.contracts.params import Param, Part
 from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
-from quire.layers.moe import Experts
+from quire.layers.moe import Experts, Router
 from quire.layers.norm import HeadNorm, Norm, WideNorm
 from quire.plan.as_stored import as_stored
 from quire.plan.layout import layout
@@ -127,7 +127,8 @@ def _packed(owner: Any, name: str) -> Tensor:
         return torch.cat([_dense(getattr(one, name)) for one in each])
     if isinstance(owner, HeadNorm | WideNorm):
         return owner.rows(name)
-    if isinstance(owner, Norm):
+    if isinstance(owner, Norm) or (isinstance(owner, Router) and name == "scale"):
+        assert owner.stored is not None, "run before its weights were taken"
         return owner.stored
     if isinstance(owner, Expansion):
         return owner.weight.flatten(0, 1)
