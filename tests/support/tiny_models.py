@@ -167,6 +167,16 @@ FAMILIES: Mapping[str, FamilyCase] = {
         ropes=tuple(rope for rope in ROPES if rope != "yarn"),
     ),
 }
+# Keys that every published config.json has; in STATED further ones of a family, and values that transformers lacks.
+SIZES = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    max_position_embeddings moe_intermediate_size shared_expert_intermediate_size num_experts num_local_experts
+    n_routed_experts num_experts_per_tok q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim
+    v_head_dim""".split()
+STATED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0}},
+}
 EXPERTS = tuple(family for family in FAMILIES if CONFIGURED[family].experts)  # families with experts
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 
@@ -291,6 +301,14 @@ def as_family(config: dict[str, Any], family: str) -> dict[str, Any]:
 def tiny_config(spec: Tiny, **changes: Any) -> dict[str, Any]:
     """The config.json of a tiny model, with changed keys, which are spelled as the peer does."""
     return as_family(hf_config(spec).to_dict() | changes, spec.family)
+
+
+def default_configs(family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config.json of transformers' defaults, and its keys whose values each checkpoint has: the sizes."""
+    import transformers
+
+    raw = transformers.AutoConfig.for_model(family, **STATED.get(family, {})).to_dict()
+    return raw, {key: raw[key] for key in (*SIZES, *STATED.get(family, {})) if key in raw}
 
 
 def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
