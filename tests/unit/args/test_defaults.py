@@ -10,9 +10,10 @@ import pytest
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ModelError
 
-from ...support.tiny_models import FAMILIES, default_configs
+from ...support.default_configs import default_configs
+from ...support.tiny_models import FAMILIES
 
-OWN = [family for family, case in FAMILIES.items() if not case.peer]
+OWN = [family for family, case in FAMILIES.items() if not (case.peer or case.of)]
 
 
 def read(raw: dict[str, object]) -> ModelArgs:

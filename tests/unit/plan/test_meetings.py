@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.rope import UNROTATED
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.entry.cli.main import main
@@ -84,6 +85,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
+    ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
+    (
+        {"enable_cache_blend": True, "pipeline_parallel_size": 2},
+        {"gemma4": True},
+        {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},
+    ),
     (
         {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
         {},
@@ -150,12 +157,21 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         args = with_mixer(args, num_heads=heads[0], num_kv_heads=heads[1])
     if layers := more.pop("layers", 0):
         args = with_layers(args, layers)
+    if more.pop("unrotated", False):
+        first = structs.replace(args.layers[0], mixer=structs.replace(args.layers[0].mixer, rope=UNROTATED))
+        args = replace(args, layers=(first, *args.layers[1:]))
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
+    if more.pop("gemma4", False):
+        raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
+        raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}
+        kinds = ["sliding_attention", "full_attention"] * 3
+        raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
+        args = parse_checkpoint_config(raw)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
     if length := more.pop("length", 0):

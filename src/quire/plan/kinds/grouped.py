@@ -49,10 +49,12 @@ class GroupedKind:
             "k": rows(args.num_kv_heads, kv_heads, order),
             "v": rows(args.num_kv_heads, kv_heads, ()),
         }
-        yield write.param(AT + "qkv.weight", parts, width, shard="rows", layer=layer)
+        assert args.values != "keys" or not order, "values have the order of keys"
+        own = {side: parts[side] for side in args.projected}
+        yield write.param(AT + "qkv.weight", own, width, shard="rows", layer=layer)
         if args.input_bias:
-            yield write.param(AT + "qkv.bias", parts, shard="rows", layer=layer)
-        for side in ("q", "k") if args.qk_norm == "head" else ():
+            yield write.param(AT + "qkv.bias", own, shard="rows", layer=layer)
+        for side in self._normed:
             yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
         for side in ("q", "k") if args.qk_norm == "whole" else ():
             yield write.param(AT + f"wide_norm.{side}", {"": parts[side]}, layer=layer)
@@ -61,6 +63,11 @@ class GroupedKind:
             rows_of_sinks = StoredRows(args.num_heads, first, end - first)
             yield write.param(AT + "sinks.weight", {"": rows_of_sinks}, dtype="float32", layer=layer)
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
+
+    @property
+    def _normed(self) -> tuple[str, ...]:
+        """The sides whose heads have a norm with weights."""
+        return tuple(side for side in self._args.projected if side != "v") if self._args.qk_norm == "head" else ()
 
     @property
     def window(self) -> int | None:
@@ -105,8 +112,7 @@ class GroupedKind:
         if args.qk_norm == "whole":
             sides = [Call(RMS_NORM, (f"attention.wide_norm.{side}",)) for side in ("q", "k")]
             yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
-        heads = ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm == "head" else ()
-        yield Call("heads.prepare", heads)
+        yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in self._normed))
         yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.sinks else ())
         yield from added("attention.output", args.output_bias, step)
 
@@ -129,4 +135,5 @@ class GroupedKind:
             "soft_cap": args.soft_cap,
             "sinks": args.sinks,
             "bias": args.input_bias,
+            "values": args.values,
         }

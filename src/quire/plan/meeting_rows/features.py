@@ -161,6 +161,11 @@ RANKS: Mapping[str, Feature] = {
     "fewer layers": Feature(of_model(lambda i, m: i.parallel.pp > m.num_layers), "fewer layers than stages"),
     "uneven heads": Feature(of_model(_uneven_heads), "attention heads that ranks cannot share equally"),
     "uneven KV heads": Feature(of_model(_uneven_kv_heads), "KV heads that ranks can neither share nor copy equally"),
+    "shared KV": Feature(
+        of_model(lambda i, m: any(m.kept_by(layer) != layer for layer in range(m.num_layers))),
+        "layers that read the KV of other layers",
+    ),
+    "layer inputs": Feature(of_model(lambda i, m: m.inputs > 0), "embeddings for each layer"),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
@@ -219,6 +224,7 @@ DRAFTS: Mapping[str, Feature] = {
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
     "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
+    "several rotations": Feature(of_model(lambda i, m: len(m.rotations) > 1), "layers that rotate heads otherwise"),
     "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a sliding window"),
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"

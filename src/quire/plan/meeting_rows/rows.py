@@ -14,6 +14,9 @@ RANKS: tuple[Row, ...] = (
         "use -tp {fitting_tp}"),
     Row("-pp", "fewer layers", REFUSED, "-pp {pp}: the model has only {layers} layers, and every stage needs a layer",
         "use -pp {layers} at most"),
+    Row("-pp", "shared KV", MISSING, "they may be on another stage than the layers with their KV",
+        "leave out -pp, or use -tp"),
+    Row("-pp", "layer inputs", MISSING, "the first stage alone has embeddings", "leave out -pp, or use -tp"),
     Row("layer partition", "other layers", REFUSED, "pipeline_layer_partition={partition}: {partition_stages} stages "
         "with {partition_layers} layers do not fit -pp {pp} and the model's {layers} layers",
         "give {pp} numbers that add up to {layers}"),
@@ -102,6 +105,7 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
     Row("CacheBlend", "windows", MISSING, "they have given up the KV of most tokens of a text", OFF),
     Row("CacheBlend", "KV groups", MISSING, "it moves the KV of one group alone", OFF),
+    Row("CacheBlend", "several rotations", MISSING, "moved keys are rotated alike in all layers", OFF),
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
     Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
