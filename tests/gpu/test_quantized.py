@@ -128,10 +128,10 @@ def test_experts_of_integer_weights(kind: str, tokens: int, device: torch.device
         )
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40, 70, 300, 1200])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40, 70, 300, 1200])
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 384), (1184, 1056), (160, 96)])
 def test_experts_of_mxfp4_in_words(hidden: int, inner: int, tokens: int, device: torch.device) -> None:
-    """Every tiling; sizes are whole and odd blocks of 64 outputs, and inputs that are no multiple of 128."""
+    """All tilings and few tokens; sizes are whole and odd blocks of 64 outputs, and inputs are no multiple of 128."""
     if why := missing_hopper():
         pytest.skip(why)
     forms = PLAIN, ExpertForm("swiglu_oai", biased=True), ExpertForm("gelu_tanh")
@@ -153,7 +153,8 @@ def test_experts_of_mxfp4_in_words(hidden: int, inner: int, tokens: int, device:
         )
 
 
-def test_experts_of_mxfp4_in_words_are_the_same_in_a_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_experts_of_mxfp4_in_words_are_the_same_in_a_graph(tokens: int, device: torch.device) -> None:
     """New rows and new experts are read at replay; a second replay has the same bits."""
     if why := missing_hopper():
         pytest.skip(why)
@@ -165,8 +166,8 @@ def test_experts_of_mxfp4_in_words_are_the_same_in_a_graph(device: torch.device)
     packed = kernel.empty(count, *pairs[0], device)
     for place, pair in enumerate(pairs):
         kernel.put(packed, place, *pair)
-    x, weights = torch.randn(64, 512, device=device).bfloat16(), torch.rand(64, 4, device=device)
-    ids = torch.stack([torch.randperm(count)[:4] for _ in range(64)]).int().to(device)
+    x, weights = torch.randn(tokens, 512, device=device).bfloat16(), torch.rand(tokens, 4, device=device)
+    ids = torch.stack([torch.randperm(count)[:4] for _ in range(tokens)]).int().to(device)
     kernel.run(x, weights, ids, packed)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -178,6 +179,31 @@ def test_experts_of_mxfp4_in_words_are_the_same_in_a_graph(device: torch.device)
         first = y.clone()
         graph.replay()
         assert torch.equal(y, first) and torch.equal(y, kernel.run(x, weights, ids, packed))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_few_tokens_have_the_results_of_sorted_pairs(
+    tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gpt-oss-20b: with biases, -1 among the ids, and experts of other ranks."""
+    if why := missing_hopper():
+        pytest.skip(why)
+    kernel, scheme, form = weight_only_hopper_experts, WEIGHT_ONLY["mxfp4"], ExpertForm("swiglu_oai", biased=True)
+    packed = None
+    for place in range(4):
+        pair = make_matrix(scheme, 5760, 2880, device), make_matrix(scheme, 2880, 2880, device)
+        packed = packed or kernel.empty(4, *pair, device, form)
+        kernel.put(packed, place, *pair, (torch.randn(5760, device=device), torch.randn(2880, device=device)))
+    assert packed is not None
+    x, weights = torch.randn(tokens, 2880, device=device).bfloat16(), torch.rand(tokens, 4, device=device)
+    ids = torch.stack([torch.randperm(6)[:4] for _ in range(tokens)]).int().to(device)
+    ids[-1, 1] = -1
+    expert_map = torch.tensor([0, 3, -1, 1, -1, 2], dtype=torch.int32, device=device)
+    found = []
+    for most in (kernel.MOST_FEW, 0):
+        monkeypatch.setattr(kernel, "MOST_FEW", most)
+        found.append(kernel.run(x, weights, ids, packed, expert_map, x.clone()).double())
+    assert (found[0] - found[1]).norm() < 5e-3 * found[1].norm()
 
 
 def test_the_reference_can_be_captured(device: torch.device) -> None:

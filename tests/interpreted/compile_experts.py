@@ -56,6 +56,9 @@ def check(made: Made) -> None:
         assert "wgmma" in ptx and copies == ({"0x10"} if given["ACT"] else set()), (copies, made)
     if made.name == "hopper._pairs_kernel":
         assert "wgmma" in made.ptx and "cp.async.bulk.tensor" in made.ptx, made
+    if made.name in ("_alone_up_kernel", "_alone_down_kernel"):  # numbers go from words to tensor cores in registers
+        assert "mma.sync.aligned.m16n8k16" in made.ptx and "ldmatrix" not in made.ptx, made
+        assert made.stack == 0 and made.shared <= 2048 and made.loads_ahead >= 12, (made.loads_ahead, made)
     if made.name == "hopper._scaled_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
@@ -167,7 +170,7 @@ def integers() -> None:
     launch_quantized(weight_only, 64, 32, 4, 2880, 2880, MXFP4, GPT_OSS)
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens in (64, 8192) if dependent else (1, *full_rows((16, 256, 512, 1024))):
+        for tokens in (1, 64, 8192) if dependent else (5, *full_rows((1, 16, 256, 512, 1024))):
             form = GPT_OSS if dependent else PLAIN
             launch_quantized(weight_only_hopper, tokens, 32 if dependent else 128, 4, 2880, 2880, MXFP4, form)
     gpu.capability, gpu.room = 80, 163 << 10

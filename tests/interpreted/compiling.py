@@ -52,6 +52,12 @@ class Made:
         """Number of loads of single bytes from shared memory."""
         return self._dump("-sass").count("LDS.U8")
 
+    @property
+    def loads_ahead(self) -> int:
+        """Most loads of 16 bytes from memory that run one after the other without a barrier or another wait."""
+        parts = re.split(r"BAR\.SYNC|ACQBULK", self._dump("-sass"))
+        return max(len(re.findall(r"LDG\.\S*\b128\b", part)) for part in parts)
+
     def _dump(self, what: str) -> str:
         command = [triton.knobs.nvidia.cuobjdump.path, what, self.file("cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -312,6 +312,8 @@ def test_cuts_fit_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FEW = {"_few_up_kernel", "_few_down_kernel"}
 SORTED = {"_sort_kernel", "_product_kernel", "_sum_kernel"}
+ALONE = {"_alone_up_kernel", "_alone_down_kernel"}
+IN_WORDS = {"_bring_kernel", "hopper._pairs_kernel"}
 MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
 
 
@@ -321,7 +323,7 @@ MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
         ("decodes", FEW | SORTED | {"_route_kernel"}),
         ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
         ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
-        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel", "_bring_kernel", "hopper._pairs_kernel"}),
+        ("integers", SORTED | MANY | ALONE | IN_WORDS | {"_packed_kernel", "_unpack_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:

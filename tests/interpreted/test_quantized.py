@@ -33,7 +33,7 @@ from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
-from quire.kernels.weight_only import pairs_in_tiles, pairs_in_words, words
+from quire.kernels.weight_only import pairs_alone, pairs_in_tiles, pairs_in_words, words
 
 from ..support.quantized_cases import (
     ACTIVATED,
@@ -305,6 +305,120 @@ def test_experts_of_mxfp4_in_words_hold_their_numbers() -> None:
             given = stack.words[place], stack.scales[place], None, matrix.shape, torch.float32
             found = words.unpack(*given, bits=4, group=32, gated=stack.gated)
             assert torch.equal(found, dequantize(matrix))
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+ALONE = (
+    (1, 4, 160, 96, (), ExpertForm()), (2, 3, 224, 32, (0, 2), FORMS[0]), (3, 2, 104, 40, (), FORMS[1]),
+    (4, 2, 32, 544, (1,), FORMS[2]), (1, 3, 1184, 64, (3,), FORMS[3]), (1, 4, 32, 1568, (), FORMS[4]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "hidden", "inner", "away", "form"), ALONE, ids=str)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_each_pair_of_few_tokens_by_itself(
+    poisoned: None,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    away: tuple[int, ...],
+    form: ExpertForm,
+) -> None:
+    """Inputs are no multiple of a step, outputs none of a unit or a block; a warp has a step, or several, or none."""
+    compare_experts(
+        WEIGHT_ONLY["mxfp4"],
+        tokens,
+        4,
+        top_k,
+        hidden,
+        inner,
+        torch.float16,
+        CPU,
+        4e-3,
+        residual=not away,
+        away=away,
+        kernel=weight_only_hopper_experts,
+        form=form,
+    )
+
+
+def mxfp4_experts(hidden: int, inner: int) -> weight_only_hopper_experts.Packed:
+    """Three experts."""
+    pairs = [
+        (
+            make_matrix(WEIGHT_ONLY["mxfp4"], 2 * inner, hidden, CPU),
+            make_matrix(WEIGHT_ONLY["mxfp4"], hidden, inner, CPU),
+        )
+        for _ in range(3)
+    ]
+    packed = weight_only_hopper_experts.empty(3, *pairs[0], CPU)
+    for place, pair in enumerate(pairs):
+        weight_only_hopper_experts.put(packed, place, *pair)
+    return packed
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_few_tokens_without_an_expert_and_with_one_twice(poisoned: None) -> None:
+    """An id of -1 adds nothing, whatever lies in its row, and its weight; an expert that comes twice counts twice."""
+    packed, x = mxfp4_experts(96, 64), torch.randn(3, 96).half()
+    weights = torch.tensor([[0.5, torch.nan], [torch.nan, torch.nan], [0.25, 0.5]])
+    ids = torch.tensor([[2, -1], [-1, -1], [1, 1]], dtype=torch.int32)
+    x[1] = torch.nan
+    y = weight_only_hopper_experts.run(x, weights, ids, packed)
+    assert torch.equal(y[1], torch.zeros(96).half())
+    for row, expert, weight in ((0, 2, 0.5), (2, 1, 0.75)):
+        one = torch.full((1, 1), expert, dtype=torch.int32)
+        expected = weight_only_hopper_experts.run(x[row : row + 1], torch.full((1, 1), weight), one, packed)
+        torch.testing.assert_close(y[row], expected[0], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_residual_that_comes_late_to_few_tokens(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is joined before the last kernel, which starts early only if nothing else must end first."""
+    packed, x = mxfp4_experts(96, 64), torch.randn(2, 192).half()[:, ::2]
+    weights, ids = torch.rand(2, 2), torch.tensor([[0, 1], [2, 0]], dtype=torch.int32)
+    residual = torch.randn(2, 96).half()
+    expected = weight_only_hopper_experts.run(x.contiguous(), weights, ids, packed, None, residual.clone())
+    late, launched = torch.full_like(residual, torch.nan), []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(pairs_alone, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*given: Any, launch_pdl: bool = False, **options: Any) -> None:
+                assert given[-1] == launch_pdl, "the kernel and its launch"
+                launched.append((self.name, launch_pdl))
+                self.kernel[grid](*given[:-1], False, **options)
+
+            return launch
+
+    def join() -> bool:
+        launched.append(("join", waits))
+        late.copy_(residual)
+        return waits
+
+    for name in ("_alone_up_kernel", "_alone_down_kernel"):
+        monkeypatch.setattr(pairs_alone, name, Kernel(name))
+    monkeypatch.setattr(pairs_alone.pdl, "in_use", lambda: True)
+    assert torch.equal(weight_only_hopper_experts.run(x, weights, ids, packed, None, late, join), expected)
+    assert launched == [("_alone_up_kernel", True), ("join", waits), ("_alone_down_kernel", not waits)]
+
+
+def test_warps_of_few_tokens() -> None:
+    """gpt-oss-20b; half of its inputs; experts that are too large, and too many of a token, whose pairs are sorted."""
+    assert pairs_alone.warps_of(2880, 2880, 4) == pairs_alone.warps_of(2880, 1440, 4) == (4, 8)
+    assert pairs_alone.warps_of(4096, 2048, 8) == (8, 8)
+    assert pairs_alone.warps_of(7168, 3072, 16) == (16, 16)
+    assert not any(pairs_alone.warps_of(*sizes) for sizes in ((2880, 2880, 17), (16384, 512, 1), (512, 16384, 4)))
 
 
 @pytest.mark.parametrize("power", [0, 1, 100, 128])

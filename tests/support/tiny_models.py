@@ -63,6 +63,17 @@ _GEMMA4: dict[str, Any] = {
     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 8.0, "rope_parameters": None,
 }  # fmt: skip
+_GROWING: dict[str, Any] = {  # its rotation is always yarn's, of a trained length that prompts exceed
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -112,6 +123,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
     ),
+    "ministral3": FamilyCase(options=_GROWING, ropes=("default",)),
     "smollm3": FamilyCase(
         options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
     ),

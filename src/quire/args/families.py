@@ -42,7 +42,8 @@ class Heads:
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
                  ones beside others with a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
-    interleaved, sinks, values, scale   as in `GroupedArgs`
+    grow         True: queries grow with their position, by llama_4_scaling_beta of the rotary settings
+    interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
                  attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
     """
@@ -52,6 +53,7 @@ class Heads:
     dim: int | None = None
     unrotated: str = ""
     soft_cap: float | None = None
+    grow: bool = False
     interleaved: bool = False
     sinks: bool = False
     values: str = ""
@@ -144,6 +146,8 @@ FAMILIES: Mapping[str, Family] = {
                     words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(one_kv_each=True, grow=True, dim=128),
+                         form=LayerForm(eps=1e-5), theta=1e6),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
                        output_key="attention_out_bias", heads=Heads(dim=128),
                        words="attention_bias attention_out_bias mlp_bias"),

@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.args.families import Family
 from quire.args.keys import Keys
-from quire.args.layers import GroupedArgs
+from quire.args.layers import GroupedArgs, ScoreArgs
 from quire.args.rope import RopeArgs, rope_settings
 
 
@@ -36,9 +36,13 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> G
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=of_output if family.output_bias is None else family.output_bias,
         qk_norm="head" * keys.flag("use_qk_norm") if own.qk_norm is None else own.qk_norm,
-        scale=own.scale or _scale(keys, family),
-        soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
-        sinks=own.sinks,
+        scores=ScoreArgs(
+            scale=own.scale or _scale(keys, family),
+            soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
+            sinks=own.sinks,
+            growth=_growth(keys, family),
+            trained=rope.original_max_position,
+        ),
         interleaved=own.interleaved,
         values="keys" if full and keys.flag("attention_k_eq_v") and own.by_kind else own.values,
     )
@@ -77,6 +81,13 @@ def _scale(keys: Keys, family: Family) -> float:
     if "query_pre_attn_scalar" in family.keys:
         return float(keys.positive("query_pre_attn_scalar", 256.0) ** -0.5)
     return keys.positive("attention_multiplier", 1.0) if "attention_multiplier" in family.keys else 0.0
+
+
+def _growth(keys: Keys, family: Family) -> float:
+    """Return the growth of queries with their position; a family that has it must say how much."""
+    if not family.heads.grow:
+        return 0.0
+    return Keys(rope_settings(keys), f"{keys.source}: rope settings").positive("llama_4_scaling_beta")
 
 
 def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> float | None:

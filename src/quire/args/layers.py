@@ -13,6 +13,22 @@ from quire.args.latent import LatentArgs
 from quire.args.rope import RopeArgs, Rotation
 
 
+class ScoreArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of attention.
+
+    scale      factor; 0: head_dim^-0.5
+    soft_cap   scores become soft_cap * tanh(score / soft_cap); None: they stay
+    sinks      each query head has a score more, whose weight belongs to no token
+    growth, trained   queries at position p are multiplied by 1 + growth * log(1 + floor(p / trained)); 0: they are not
+    """
+
+    scale: float = 0.0
+    soft_cap: float | None = None
+    sinks: bool = False
+    growth: float = 0.0
+    trained: int = 0
+
+
 class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     """Sizes of grouped-query attention.
 
@@ -21,9 +37,6 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     input_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm                   RMS norm of q and k before rotation: of each "head", or of all heads together ("whole")
     window                    tokens that a token attends to, its own included; None: all before it
-    scale                     factor on scores; 0: head_dim^-0.5
-    soft_cap                  scores become soft_cap * tanh(score / soft_cap); None: they stay
-    sinks                     each query head has a score more, whose weight belongs to no token
     interleaved               True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     values                    "": the v projection; "normed": its RMS norm, which has no weights; "keys": that of the k
                               projection, before its own norm and rotation. Then there is no v projection
@@ -41,9 +54,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     output_bias: bool = False
     qk_norm: str = ""
     window: int | None = None
-    scale: float = 0.0
-    soft_cap: float | None = None
-    sinks: bool = False
+    scores: ScoreArgs = ScoreArgs()
     interleaved: bool = False
     values: str = ""
     kv_from: int = -1
@@ -58,7 +69,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     @property
     def factor(self) -> float:
         """The factor on scores."""
-        return self.scale or self.head_dim**-0.5
+        return self.scores.scale or self.head_dim**-0.5
 
     @property
     def rotation(self) -> Rotation:

@@ -16,7 +16,7 @@ LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary 
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
-    "mrope_section mrope_interleaved short_factor long_factor".split()
+    "llama_4_scaling_beta max_position_embeddings mrope_section mrope_interleaved short_factor long_factor".split()
 )
 
 

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from quire.args.layers import GroupedArgs, NormArgs
+from quire.args.layers import GroupedArgs, NormArgs, ScoreArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Turns
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, WideNorm
+
+MOST_STEPS = 4096  # trained lengths of the longest context for which queries grow on
 
 
 class Sinks(nn.Module):
@@ -24,6 +26,21 @@ class Sinks(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Move the scores to the layer's device. See `Loads`."""
         self.weight = tensors["weight"].to(self.device).float()
+
+
+class Growth(nn.Module):
+    """Queries that grow with their position; see `ScoreArgs`. Formula: Llama 4's, in Hugging Face's Ministral-3."""
+
+    def __init__(self, args: ScoreArgs, device: torch.device) -> None:
+        super().__init__()
+        self.trained = args.trained
+        steps = torch.arange(MOST_STEPS, dtype=torch.float64)
+        self.factors = (1 + args.growth * torch.log1p(steps)).float().to(device)
+
+    def forward(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Return queries q [T, heads, head_dim] at positions [T], times the factor of their position."""
+        steps = (positions // self.trained).clamp_(max=MOST_STEPS - 1)
+        return q * self.factors[steps].to(q.dtype)[:, None, None]
 
 
 class Attention(nn.Module):
@@ -46,11 +63,12 @@ class Attention(nn.Module):
         )
         self.num_heads, self.num_kv_heads = heads["q"], heads.get("k", 0)
         self.values = args.values if self.num_kv_heads else "kept"
-        self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.soft_cap
+        self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.scores.soft_cap
+        self.growth = Growth(args.scores, build.device) if args.scores.growth else None
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
         self.wide_norm: WideNorm | None = None
-        self.sinks = Sinks(f"{at}.sinks", build.device) if args.sinks else None
+        self.sinks = Sinks(f"{at}.sinks", build.device) if args.scores.sinks else None
         if args.qk_norm == "head":
             self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, norm, build.device)
         elif args.qk_norm == "whole":
@@ -80,6 +98,8 @@ class Attention(nn.Module):
         meta = ctx.attention[self.group]
         cos, sin = turns[self.turn]
         q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)
+        if self.growth is not None:
+            q = self.growth(q, ctx.positions)
         sinks = None if self.sinks is None else self.sinks.weight
         attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window, self.soft_cap, sinks)
         joined = attended.view(tokens, self.num_heads * self.head_dim)

@@ -1,7 +1,10 @@
 """Experts with MXFP4 weights and bfloat16 activations on Hopper (compute capability 9.0).
 
 Weights stay packed, in the words of `quire.kernels.weight_only.words`, and become bf16 in registers before tensor cores
-multiply them. See `quire.kernels.weight_only.pairs_in_words`, also for the floor.
+multiply them.
+
+Few tokens     each pair (token, chosen expert) by itself, in two kernels: `quire.kernels.weight_only.pairs_alone`
+Many tokens    pairs are sorted by expert, and tiles of pairs multiplied: `quire.kernels.weight_only.pairs_in_words`
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from quire.kernels.experts.triton import _sort, _sum_kernel
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.weight_only import pairs_alone, words
 from quire.kernels.weight_only import pairs_in_words as products
-from quire.kernels.weight_only import words
 from quire.kernels.words import product_words
 
+MOST_FEW = 4  # tokens; 0: pairs are always sorted
 MOST_ODD = 16  # blocks of 64 outputs up to which an odd number of blocks stays odd: another one would cost too much
 
 
@@ -100,13 +104,45 @@ def run(
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    if not len(x):
-        return y
+    x, added = x if x.stride(1) == 1 else x.contiguous(), None if residual is None else y
+    if 0 < len(x) <= MOST_FEW and pairs_alone.warps_of(x.shape[1], packed.gate_up.outputs, ids.shape[1]):
+        _few(x, pairs_alone.Routed(ids, weights, expert_map), packed, added, y, join)
+    elif len(x):
+        _many(x, pairs_alone.Routed(ids, weights, expert_map), packed, added, y, join)
+    return y
+
+
+def _few(
+    x: Tensor,
+    routed: pairs_alone.Routed,
+    packed: Packed,
+    residual: Tensor | None,
+    y: Tensor,
+    join: Callable[[], bool] | None,
+) -> None:
+    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
+    first, second, act, first_bias, second_bias = packed
+    inner = first.outputs
+    up = pairs_alone.Matrices(first.words, first.scales, first_bias, x.shape[1])
+    down = pairs_alone.Matrices(second.words, second.scales, second_bias, inner)
+    pairs_alone.run(x, up, down, act, routed, residual, y, join)
+
+
+def _many(
+    x: Tensor,
+    routed: pairs_alone.Routed,
+    packed: Packed,
+    residual: Tensor | None,
+    y: Tensor,
+    join: Callable[[], bool] | None,
+) -> None:
+    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert."""
+    ids, weights, expert_map = routed.ids, routed.weights, routed.expert_map
     first, second, act, first_bias, second_bias = packed
     (tokens, k), pairs, hidden, group = ids.shape, ids.numel(), x.shape[1], first.scheme.block[1]
     order, starts = _sort(ids, expert_map, len(first.words))
     cut = products.tiles_of(pairs, len(first.words) if expert_map is None else len(expert_map), first.outputs * 2)
-    given = products.bring(x if x.stride(1) == 1 else x.contiguous(), order, starts, k, cut)
+    given = products.bring(x, order, starts, k, cut)
     h, parts = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (first.outputs, hidden))
     products.product(given, first.words, first.scales, group, products.Ending(h, act, first_bias))
     given = products.Sorted(h, order, given.tiles, cut)
@@ -117,7 +153,7 @@ def run(
         parts,
         ids,
         expert_map,
-        None if residual is None else y,
+        residual,
         y,
         k,
         hidden,
@@ -126,4 +162,3 @@ def run(
         num_warps=4,
         **pdl.options(in_pdl),
     )
-    return y

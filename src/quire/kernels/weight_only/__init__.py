@@ -4,6 +4,7 @@
     words   Hopper, in Gluon: weights in words, in the order of the tensor cores' operand; bits: from words to numbers
 
     pairs_in_tiles, pairs_in_words   the same for experts: the pairs (token, chosen expert) of one expert each
+    pairs_alone                      experts of few tokens, in Triton: weights in words, each pair by itself
 
 Activations are never quantized. The rooms `linear` and `experts` know which weights run here.
 """

@@ -7,7 +7,7 @@ a power of two.
 
 from __future__ import annotations
 
-from quire.kernels.triton_runtime import gl, gluon_jit
+from quire.kernels.triton_runtime import gl, gluon_jit, tl
 
 # Fields of a half-word of E2M1: place of the sign, and of the other three bits. In bf16 they lie at 15 and 6, and are
 # the number times 2^-126. That of 0.5 is below bf16's normal numbers, and just as exact. So one multiplication brings
@@ -75,8 +75,9 @@ if gl is not None:
     PLAIN_4, SCALED_4 = gl.constexpr(_asm_4(False)), gl.constexpr(_asm_4(True))
     PLAIN_8, SCALED_8 = gl.constexpr(_asm_8(False)), gl.constexpr(_asm_8(True))
     PLAIN_4_IN, SCALED_4_IN = gl.constexpr(_constraints(8, "r" * 6)), gl.constexpr(_constraints(8, "r" * 10))
-    E2M1_CODE, E2M1_IN = gl.constexpr(_asm_e2m1()), gl.constexpr(_constraints(8, "r" * 6))
     PLAIN_8_IN, SCALED_8_IN = gl.constexpr(_constraints(4, "rrffff")), gl.constexpr(_constraints(4, "rrffffrrrr"))
+if tl is not None:
+    E2M1_CODE, E2M1_IN = tl.constexpr(_asm_e2m1()), tl.constexpr(_constraints(8, "r" * 6))
 
 
 @gluon_jit

@@ -49,13 +49,16 @@ class GroupedSteps:
                     keep("v_norm", scratch.v[:, :, 0])
             q: Tensor = kernel.prepare(qkv, norm, eps, cos, sin, kv, slots, values)
             block, offset = slots // kv.block_size, slots % kv.block_size
-            keep("queries", q[..., plain])
+            if layer.growth is None:
+                keep("queries", q[..., plain])
             keep("keys", kv.k[block, :, offset][..., plain])
             keep("values", kv.v[block, :, offset])
             return q
 
         layer.qkv.register_forward_hook(projected)
         layer.kernels = replace(layer.kernels, heads=SimpleNamespace(prepare=prepare))
+        if layer.growth is not None:
+            layer.growth.register_forward_hook(lambda module, given, result: keep("queries", result[..., plain]))
         on_sum(layer.output, keep, "attention", "o_proj")
 
     def replace(self, differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
