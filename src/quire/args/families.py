@@ -146,7 +146,7 @@ FAMILIES: Mapping[str, Family] = {
                     words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(one_kv_each=True, grow=True, dim=128),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(grow=True, dim=128),
                          form=LayerForm(eps=1e-5), theta=1e6),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
                        output_key="attention_out_bias", heads=Heads(dim=128),
