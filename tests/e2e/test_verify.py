@@ -199,7 +199,7 @@ def test_an_error_in_what_the_configuration_says_is_named(checkpoint: Any, plant
     assert "differs in 3 of 3 layers" in report.render() and "leaves the rotation (rope_theta" in report.render()
     report = planted(folder, config=lambda args: replace(args, norm=structs.replace(args.norm, eps=10 * args.norm.eps)))
     assert report.first_divergent == ("layer 0 attention", "input_layernorm")
-    assert "leaves rms_norm_eps of config.json" in report.render()
+    assert "leaves the norm (rms_norm_eps, " in report.render()
 
 
 @pytest.mark.parametrize("family", [family for family in PLANTED if family in EXPERTS])

@@ -81,7 +81,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
@@ -232,9 +232,9 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, fro
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,
-        scaling=keys.positive("routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0),
+        scaling=keys.positive("routed_scaling_factor", {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8}.get(kind, 1.0)),
     )
-    width, shared = keys.size("moe_intermediate_size"), keys.count("n_shared_experts", 1)
+    width, shared = keys.size("moe_intermediate_size"), keys.count("n_shared_experts", 2 if old else 1)
     moe = MoEArgs(
         routing=routing,
         expert_size=width,
@@ -257,7 +257,7 @@ def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
         raise keys.wrong(f"mlp_layer_types must name {num_layers} layers, each dense or sparse.")
     if kinds and keys.get("first_k_dense_replace") is None:
         return named
-    dense = keys.count("first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(kind, 0)) or 0
+    dense = keys.count("first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1, "glm4_moe_lite": 1}.get(kind, 0)) or 0
     every = keys.size("moe_layer_freq", 1)
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:

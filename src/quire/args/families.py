@@ -135,9 +135,9 @@ OWN_KV = Heads(one_kv_each=True)
 QWEN3 = Heads(qk_norm="head", dim=128)
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
-GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping hidden_activation"
+GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
 GEMMA4_KEYS = (
-    "attention_bias final_logit_softcapping hidden_activation global_head_dim num_global_key_value_heads "
+    "attention_bias final_logit_softcapping global_head_dim num_global_key_value_heads "
     "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
     "hidden_size_per_layer_input vocab_size_per_layer_input"
 )
@@ -146,13 +146,13 @@ FAMILIES: Mapping[str, Family] = {
                     words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(one_kv_each=True, grow=True, dim=128),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(grow=True, dim=128),
                          form=LayerForm(eps=1e-5), theta=1e6),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
-                       output_key="attention_out_bias", heads=Heads(one_kv_each=True, dim=128),
+                       output_key="attention_out_bias", heads=Heads(dim=128),
                        words="attention_bias attention_out_bias mlp_bias"),
     "smollm3": Family(architecture="SmolLM3ForCausalLM", qkv_bias=None, output_bias=None,
-                      heads=Heads(one_kv_each=True, unrotated="listed"),
+                      heads=Heads(unrotated="listed"), form=LayerForm(tied=True), theta=2e6,
                       window=Window(by_flag=True, layers="unrotated"),
                       words="attention_bias mlp_bias no_rope_layers no_rope_layer_interval"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
@@ -225,5 +225,5 @@ FAMILIES: Mapping[str, Family] = {
                        form=LayerForm(eps=1e-5), rotated=0.5, experts="glm4_moe",
                        words="attention_bias partial_rotary_factor use_qk_norm num_nextn_predict_layers"),
     "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
-                            experts="glm4_moe", latent="deepseek_v3", words="num_nextn_predict_layers"),
+                            experts="glm4_moe_lite", latent="deepseek_v3", words="num_nextn_predict_layers"),
 }  # fmt: skip

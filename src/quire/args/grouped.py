@@ -67,7 +67,8 @@ def _alike(keys: Keys, layers: dict[str, Any]) -> dict[str, int]:
     kinds = keys.names("layer_types")
     first: Any = next(iter(layers.values()), {})
     full = [str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention" or layer == len(kinds) - 1]
-    every = not layers or (sorted(layers) == sorted(full) and all(one == first for one in layers.values()))
+    numbers = [layer.lstrip("0") or "0" for layer in layers]  # transformers writes "05" in a model of more than ten
+    every = not layers or (sorted(numbers) == sorted(full) and all(one == first for one in layers.values()))
     if not every or not isinstance(first, dict) or set(first) - {"head_dim", "num_key_value_heads"}:
         raise keys.unsupported(
             "per_layer_config is implemented with the same head_dim and num_key_value_heads for all layers of full "

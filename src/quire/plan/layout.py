@@ -31,7 +31,8 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
     if args.eagle is not None:
         at, fc = args.eagle.at, args.eagle.fc
         names = {key: one.replace("{at}", at).replace("{fc}", fc) for key, one in names.items()}
-    write = ParamWriter(names, rank, rank.expert_ids if experts is None else experts, args.hidden_size)
+    stacked = rank.expert_ids if experts is None else experts
+    write = ParamWriter(names, rank, stacked, args.hidden_size, args.model_type)
     return tuple(_params(args, write))
 
 

@@ -54,7 +54,7 @@ def test_heads_by_kind_of_layer() -> None:
 
 
 def test_a_wrapped_file_and_sizes_by_layer_mean_the_same() -> None:
-    own = {str(layer): {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)}
+    own = {f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)}
     saved = {key: value for key, value in TEXT.items() if "global" not in key}
     kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(60)]
     assert parse_checkpoint_config(saved | {"per_layer_config": own, "layer_types": kinds}) == read()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/add-a-model.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

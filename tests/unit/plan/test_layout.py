@@ -11,6 +11,8 @@ from quire.contracts.errors import UnsupportedModel
 from quire.models import qwen3
 from quire.plan.layout import checkpoint_names, layout, parameters_per_token, stored_names
 
+from ...support.tiny_models import Tiny, tiny_config
+
 # billions of parameters: in all, as the model cards say; in the experts, layers x experts x 3 x width x hidden
 SIZES = {
     "DeepSeek-V3": (671.0, 653.9),
@@ -62,3 +64,24 @@ def test_a_tensor_that_is_named_twice_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(qwen3, "NAME_MAP", (*qwen3.NAME_MAP, ("other.norm.weight", "norm.weight", "")))
     with pytest.raises(AssertionError, match=r"models/qwen3\.py names the tensor of \('norm.weight', ''\) twice"):
         checkpoint_names("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        (
+            ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
+            r"mlp\.gate_up\.weight \(part up\)",
+        ),
+        (("model.norm.weight", "norm.weight", ""), r"norm\.weight"),
+    ],
+)
+def test_a_tensor_without_a_name_names_the_file_and_the_row(
+    monkeypatch: pytest.MonkeyPatch, lost: tuple[str, str, str], named: str
+) -> None:
+    assert lost in qwen3.NAME_MAP
+    monkeypatch.setattr(qwen3, "NAME_MAP", tuple(row for row in qwen3.NAME_MAP if row != lost))
+    with pytest.raises(
+        UnsupportedModel, match=f"'qwen3' needs a tensor for .*{named}, .* models/qwen3\\.py, .* FAMILIES"
+    ):
+        layout(parse_checkpoint_config(tiny_config(Tiny())))

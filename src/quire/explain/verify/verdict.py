@@ -8,16 +8,19 @@ from quire.explain.verify.parameters import Changed
 
 TIE = 1e-3  # of the largest logit: rounding in many layers may reverse a smaller lead
 SHOWN = 6  # lines of a list before "and N more"
-# Where to look for the error of a step whose parameters are right: what it computes beside their product.
+# Where to look for the error of a step whose parameters are right: what it computes beside their product. The names in
+# brackets are keys of config.json, and fields of the family's row in FAMILIES.
 BESIDE = {
-    "queries": "the rotation (rope_theta and rope_scaling of config.json)",
-    "keys": "the rotation (rope_theta and rope_scaling of config.json), or the write to the cache",
+    "embed_tokens": "the factor on embeddings (embedding_multiplier, root_embeddings)",
+    "queries": "the rotation (rope_theta, rope_scaling, interleaved, rotated)",
+    "keys": "the rotation (rope_theta, rope_scaling, interleaved, rotated), or the write to the cache",
     "values": "the write to the cache",
-    "attention": "the scale of the scores, the mask, or the cache",
-    "router": "how experts are scored and chosen (norm_topk_prob, routed_scaling_factor and groups of config.json)",
-    "gate_proj, up_proj": "the activation",
+    "attention": "the scale of the scores, their soft cap, the window, the mask, or the cache",
+    "router": "how experts are scored and chosen (norm_topk_prob, routed_scaling_factor, groups)",
+    "gate_proj, up_proj": "the activation (hidden_act, act)",
     "shared gate_proj, up_proj": "the activation",
-    "sum": "the sum of the layer's input and what the layer adds",
+    "sum": "the sum of the layer's input and what the layer adds (residual_multiplier)",
+    "lm_head": "the factor or the soft cap of logits (logit_scale, logits_scaling, final_logit_softcapping)",
 }
 
 
@@ -194,6 +197,8 @@ class Report:
                 yield f"    and {len(self.changed) - SHOWN} more"
         elif self.first_divergent is not None:
             step = self.first_divergent[1]
-            beside = "rms_norm_eps of config.json, or the norm itself" if step.endswith("norm") else BESIDE.get(step)
+            beside = "the norm (rms_norm_eps, plus_one, centered)" if step.endswith("norm") else BESIDE.get(step)
             beside = beside or "the code of this step"
             yield f"  Every parameter is bit for bit the checkpoint's, which leaves {beside}."
+            if "(" in beside:
+                yield "  The names are keys of config.json, and fields of the family's row in args/families.py."

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.args.layers import LayerArgs
 from quire.contracts.blocks import KVComponent
+from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Wire
@@ -32,10 +33,19 @@ class ParamWriter:
     names     (parameter, part) -> name of the tensor in the checkpoint
     experts   numbers of the rank's experts, in the order in which they are stacked
     hidden    size of the hidden states
+    family    model_type, whose file has the names
     """
 
-    def __init__(self, names: Mapping[tuple[str, str], str], rank: Rank, experts: Collection[int], hidden: int) -> None:
+    def __init__(
+        self,
+        names: Mapping[tuple[str, str], str],
+        rank: Rank,
+        experts: Collection[int],
+        hidden: int,
+        family: str,
+    ) -> None:
         self.names, self.rank, self.experts, self.hidden = names, rank, experts, hidden
+        self.family = family
 
     def share(self, size: int) -> tuple[int, int]:
         """Return start and count of this rank's part of `size` rows or columns."""
@@ -63,9 +73,10 @@ class ParamWriter:
 
         width     columns of the stored matrix, 0 for a vector
         columns   start and count of the columns that are read; None: all
+        Raises UnsupportedModel if the family's file has no name for a part.
         """
         made, before = [], dict[str, int]()  # stored tensor -> rows of its parts so far
-        names = {key: self.names[name, key].replace("{i}", str(layer)) for key in parts}
+        names = {key: self.stored_name(name, key).replace("{i}", str(layer)) for key in parts}
         whole = Counter[str]()
         for key, rows in parts.items():
             whole[names[key]] += rows.stored
@@ -83,6 +94,16 @@ class ParamWriter:
         inner = columns[1] if columns else width
         shape = (total, inner) if width else (total,)
         return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def stored_name(self, name: str, part: str) -> str:
+        """Return the name in the checkpoint of a part of a parameter. Raises UnsupportedModel if it has none."""
+        if (name, part) not in self.names:
+            of = f" (part {part})" if part else ""
+            raise UnsupportedModel(
+                f"model_type {self.family!r} needs a tensor for {name}{of}, which has no name: add a row to "
+                f"models/{self.family}.py, or correct the family's row in FAMILIES of args/families.py."
+            )
+        return self.names[name, part]
 
     def stacked(self, one: Param) -> Param:
         """Make the parameter that stacks the rank's experts from the parameter of one expert.

@@ -62,7 +62,7 @@ class StoredExperts:
     ) -> Param:
         write, form, num_experts = self._write, self._form, self._moe.routing.num_experts
         assert form is not None, "a tensor for each expert has no form"
-        stored = write.names[AT + name, self._moe.stored].replace("{i}", str(self._layer))
+        stored = write.stored_name(AT + name, self._moe.stored).replace("{i}", str(self._layer))
         parts = list[Part]()
         for part, one in rows.items():
             matrix = (one.stored, width) if width else (one.stored,)
