@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +26,7 @@ from quire.args.checkpoint import LACKING, ModelArgs, parse_checkpoint_config
 from quire.args.experts import MoEArgs
 from quire.args.families import FAMILIES
 from quire.args.latent import LatentArgs
-from quire.args.layers import DenseArgs, GroupedArgs
+from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs
 from quire.args.wrappers import WRAPPERS
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +58,13 @@ def attention(args: ModelArgs) -> str:
         "norm of heads": any(one.qk_norm == "head" for one in grouped),
         "norm over all heads": any(one.qk_norm == "whole" for one in grouped),
         "layers without rotation": any(one.rope.kind == "none" for one in grouped),
-        "part of a head rotated": any(one.rotary_dim < one.head_dim for one in grouped),
+        "part of a head rotated": any(
+            one.rotary_dim < one.head_dim or one.rope.kind == "proportional" for one in grouped
+        ),
+        "several sizes of heads": len({(one.num_kv_heads, one.head_dim) for one in grouped}) > 1,
+        "normalized values": any(one.values == "normed" for one in grouped),
+        "values from keys": any(one.values == "keys" for one in grouped),
+        "KV of earlier layers": any(one.kv_from >= 0 for one in grouped),
     }
     return ", ".join([*words, *(name for name, true in facts.items() if true)])
 
@@ -71,9 +78,12 @@ def feed_forward(args: ModelArgs) -> str:
         elif isinstance(one, MoEArgs):
             shared = ", shared ones" * (one.shared_size > 0)
             found.append(f"experts ({one.act}{', biased' * one.biased}{shared})")
+        elif isinstance(one, BesideArgs):
+            found.append(f"gated MLP beside experts ({one.dense.act})")
         else:
             found.append(type(one).__name__)
-    return ", ".join(found)
+    found += ["embeddings for each layer"] * any(one.inputs for one in args.layers)
+    return ", ".join(dict.fromkeys(found))
 
 
 def norms(args: ModelArgs) -> str:
@@ -88,11 +98,17 @@ def verified(result: Mapping[str, Any] | None) -> str:
     return f"{result['passed']} of {result['rows']} ({result['date']})" if result else "in CI alone"
 
 
+def cases_of(family: str) -> list[str]:
+    """Return the rows of the tests that describe models of a family."""
+    return [row for row, case in CASES.items() if (case.of or row) == family]
+
+
 def rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of families."""
     yield "model_type", "architecture", "attention", "feed-forward", "norms", "ways equal to transformers"
     for name, family in FAMILIES.items():
-        args = parse_checkpoint_config(tiny_config(Tiny(family=name)))
+        each = [parse_checkpoint_config(tiny_config(Tiny(family=one))) for one in cases_of(name)]
+        args = replace(each[0], layers=tuple(layer for one in each for layer in one.layers))
         peer = f" (as {CASES[name].peer})" if CASES[name].peer else ""
         yield (
             f"`{name}`",
@@ -137,13 +153,13 @@ def run(families: Collection[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "families.xml"
         tests = ["tests/e2e/test_families.py", "-q", "-n", os.environ.get("PROCESSES", "2"), f"--junitxml={report}"]
-        tests += ["-k", " or ".join(f"[{name}-" for name in families)]
+        tests += ["-k", " or ".join(f"[{row}-" for name in families for row in cases_of(name))]
         subprocess.run([sys.executable, "-m", "pytest", *tests], cwd=ROOT, env=os.environ | {"QUIRE_FULL": "1"})
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     found: dict[str, Any] = {}
     for case in cases:
         words = re.findall(r"\w+", case.attrib["name"].partition("[")[2])
-        family = next(name for name in FAMILIES if name in words)
+        family = next(name for name in FAMILIES if set(cases_of(name)) & set(words))
         own = found.setdefault(family, {"rows": 0, "passed": 0, "date": datetime.date.today().isoformat()})
         own["rows"] += 1
         own["passed"] += not len(case)

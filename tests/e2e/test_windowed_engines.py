@@ -1,4 +1,7 @@
-"""Windows with what else an engine does: ranks, stages, drafts, tiers. Tokens are those of one engine without them."""
+"""Windows with what else an engine does: ranks, stages, drafts, tiers. Tokens are those of one engine without them.
+
+"unequal": KV groups with different heads, and blocks of different sizes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ ALL = (("sliding_window", 11),)
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["mixed", "all"])
+@pytest.fixture(scope="module", params=["mixed", "all", "unequal"])
 def checkpoint(request: pytest.FixtureRequest, oracle: Any, tiny: Any) -> Any:
-    family, changes = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL)}[request.param]
+    kinds = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL), "unequal": ("gemma4_text", ())}
+    family, changes = kinds[request.param]
     return oracle(tiny(family=family, changes=changes))
 
 

@@ -32,6 +32,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "siglip_vision_model"},
         {"mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92},
     ),
+    "gemma4": (
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "global_head_dim": 24,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_bidirectional_attention": "vision",
+            "pad_token_id": 0,
+        },
+        {"model_type": "gemma4_vision"},
+        dict.fromkeys(
+            ("image_token_id", "audio_token_id", "video_token_id"), 1000
+        )  # else transformers embeds them as 0
+        | {"boi_token_id": 91, "eoi_token_id": 92, "boa_token_id": 95, "eoa_token_index": 89, "audio_config": None},
+    ),
     "mistral3": ({"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", "head_dim": 8}, {}),
     "qwen3_vl": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "mrope_section": [4, 2, 2]}},

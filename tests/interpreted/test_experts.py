@@ -58,6 +58,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def test_routing(plan: Routing, kind: str) -> None:
     logits, bias = routing_inputs.make(plan, 5, kind)
     expected = routing_ref.route(logits, bias, plan)
+    expert_scale = torch.rand(plan.num_experts) + 0.5
+    scaled = routing.route(logits, bias, plan, None, expert_scale)
+    torch.testing.assert_close(scaled[0], expected[0] * expert_scale[expected[1].long()])
     for actual, wanted in zip(routing.route(logits, bias, plan), expected, strict=True):
         assert actual.dtype == wanted.dtype and actual.is_contiguous()
         torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)

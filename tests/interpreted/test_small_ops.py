@@ -64,6 +64,13 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert norm.rms_norm(x[:0], weight, EPS).shape == (0, *shape[1:])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rms_norm_with_a_residual_and_a_factor(dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make((7, 100), dtype)
+    residual, factor = norm_inputs.make((7, 100), dtype, 1)[0], torch.tensor([0.625])
+    close(norm.rms_norm(x, weight, EPS, residual, factor), norm_ref.rms_norm(x, weight, EPS, residual, factor))
+
+
 def test_rms_norm_uses_eps() -> None:
     x, weight = torch.full((1, 8), 1e-3), torch.ones(8)
     close(norm.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
@@ -91,7 +98,7 @@ def test_an_activation_of_what_is_far_out(act: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", heads_inputs.CASES, ids=str)
+@pytest.mark.parametrize("case", (*heads_inputs.CASES, *heads_inputs.VALUE_CASES), ids=str)
 def test_heads(case: heads_inputs.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, and the whole cache: what was not written is NaN as before. With few rows to a program, and with many."""
     if case.tokens > 9:
@@ -99,10 +106,10 @@ def test_heads(case: heads_inputs.Case, dtype: torch.dtype, monkeypatch: pytest.
     *given, _, slots = heads_inputs.make(case, dtype)
     qkv, weight, cos, sin = given
     kv, other, again = (heads_inputs.make(case, dtype)[4] for _ in range(3))
-    expected = heads_ref.prepare(qkv, weight, EPS, cos, sin, other, slots)
-    close(heads.prepare(qkv, weight, EPS, cos, sin, kv, slots), expected)
+    expected = heads_ref.prepare(qkv, weight, EPS, cos, sin, other, slots, case.values)
+    close(heads.prepare(qkv, weight, EPS, cos, sin, kv, slots, case.values), expected)
     monkeypatch.setattr(heads, "FEW", 0)
-    close(heads.prepare(qkv, weight, EPS, cos, sin, again, slots), expected)
+    close(heads.prepare(qkv, weight, EPS, cos, sin, again, slots, case.values), expected)
     for written in (kv, again):
         for actual, wanted in ((written.k, other.k), (written.v, other.v)):
             assert torch.equal(actual.isnan(), wanted.isnan())

@@ -6,7 +6,6 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import DenseArgs, LayerArgs
 
@@ -22,8 +21,7 @@ def with_experts(args: ModelArgs, **changes: Any) -> ModelArgs:
     """Change the experts of all layers that have experts."""
 
     def changed(one: LayerArgs) -> LayerArgs:
-        moe = one.feed_forward
-        return structs.replace(one, feed_forward=structs.replace(moe, **changes)) if isinstance(moe, MoEArgs) else one
+        return one if one.experts is None else one.with_experts(structs.replace(one.experts, **changes))
 
     return replace(args, layers=tuple(map(changed, args.layers)))
 

@@ -28,7 +28,7 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.sampling import specification
 from quire.kernels.sampling.sampled import joined
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, run_layers
+from quire.layers.stack import Model, embedded, run_layers
 from quire.plan.kv_geometry import kv_components
 
 from .row_logprobs import row_logprobs
@@ -141,7 +141,7 @@ class NaiveRunner:
             block_tables=torch.zeros(1, 1, dtype=torch.int32),
         )
         ctx = StepContext(positions, (meta,) * self.num_groups, kv_views([one.mixer for one in model.held], caches))
-        return run_layers(model, model.embed(ids), ctx)
+        return run_layers(model, *embedded(model, ids, ctx))
 
 
 def draw(logits: Tensor, request: NaiveRequest, mask: I32 | None) -> tuple[int, str]:

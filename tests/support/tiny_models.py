@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.args.families import FAMILIES as CONFIGURED
+from quire.args.families import Family
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 
@@ -56,6 +57,23 @@ _WINDOW: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_GEMMA4: dict[str, Any] = {
+    "sliding_window": 9, "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 8.0, "rope_parameters": None,
+}  # fmt: skip
+_GROWING: dict[str, Any] = {  # its rotation is always yarn's, of a trained length that prompts exceed
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -73,6 +91,8 @@ class FamilyCase:
               cannot read the family's files: `write_model` writes a copy for it
     keys      key of the peer's config.json -> the family's own key
     tensors   piece of a tensor's name in the peer's files -> the family's own piece
+    of        the family, where several rows describe models of it; "": it has the row's name
+    heads     query and KV heads, where all sizes of heads fit these alone
     A row without `keys` and `tensors` tests the peer's names, not the family's.
     """
 
@@ -84,6 +104,8 @@ class FamilyCase:
     peer: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
+    of: str = ""
+    heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.peer or not (self.keys or self.tensors), "names of its own need a peer, whose names are replaced"
@@ -101,6 +123,7 @@ FAMILIES: Mapping[str, FamilyCase] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
     ),
+    "ministral3": FamilyCase(options=_GROWING, ropes=("default",)),
     "smollm3": FamilyCase(
         options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
     ),
@@ -110,6 +133,21 @@ FAMILIES: Mapping[str, FamilyCase] = {
     ),
     "gemma3_text": FamilyCase(
         options=_WINDOW | {"query_pre_attn_scalar": 24}, biases=("attention_bias",), by_layer=500.0
+    ),
+    "gemma4_text": FamilyCase(options=_GEMMA4, biases=("attention_bias",), ropes=("default",)),
+    "gemma4_moe": FamilyCase(
+        options=_GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+        biases=("attention_bias",),
+        ropes=("default",),
+        of="gemma4_text",
+    ),
+    "gemma4_inputs": FamilyCase(
+        options=_GEMMA4
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"attention_k_eq_v": False, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        biases=("attention_bias",),
+        ropes=("default",),
+        of="gemma4_text",
     ),
     "olmo2": FamilyCase(options={"head_dim": None}, biases=("attention_bias",)),
     "olmo3": FamilyCase(options=_WINDOW | {"head_dim": None}, biases=("attention_bias",), by_layer=10_000.0),
@@ -167,7 +205,19 @@ FAMILIES: Mapping[str, FamilyCase] = {
         ropes=tuple(rope for rope in ROPES if rope != "yarn"),
     ),
 }
-EXPERTS = tuple(family for family in FAMILIES if CONFIGURED[family].experts)  # families with experts
+
+
+def configured(family: str) -> Family:
+    """Return the family of a row."""
+    return CONFIGURED[FAMILIES[family].of or family]
+
+
+def _has_experts(family: str) -> bool:
+    own = configured(family)
+    return bool(own.experts) and (not own.beside or bool(FAMILIES[family].options.get(own.beside)))
+
+
+EXPERTS = tuple(family for family in FAMILIES if _has_experts(family))  # rows of models with experts
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 
 
@@ -265,7 +315,7 @@ def hf_config(spec: Tiny) -> Any:
     options |= {**dict.fromkeys(family.biases, spec.bias), **family.options, **dict(spec.changes)}
     if spec.family in EXPERTS:
         options["experts_implementation"] = "eager"
-    if CONFIGURED[spec.family].latent:
+    if configured(spec.family).latent:
         options["num_key_value_heads"] = heads
         del options["head_dim"]  # is that of the rotated part there
         if spec.rope == "yarn":
@@ -279,13 +329,13 @@ def hf_config(spec: Tiny) -> Any:
         options["rope_parameters"] = {"full_attention": options["rope_parameters"], "sliding_attention": plain}
     if part := options.pop("partial_rotary_factor", None):
         options["rope_parameters"]["partial_rotary_factor"] = part
-    return transformers.AutoConfig.for_model(family.peer or spec.family, **options)
+    return transformers.AutoConfig.for_model(family.peer or family.of or spec.family, **options)
 
 
 def as_family(config: dict[str, Any], family: str) -> dict[str, Any]:
     """Return a config.json of the family's peer as one of the family, with the family's own keys."""
     own = {FAMILIES[family].keys.get(key, key): value for key, value in config.items()}
-    return own | {"model_type": family, "architectures": [CONFIGURED[family].architecture]}
+    return own | {"model_type": FAMILIES[family].of or family, "architectures": [configured(family).architecture]}
 
 
 def tiny_config(spec: Tiny, **changes: Any) -> dict[str, Any]:
@@ -344,10 +394,12 @@ def random_model(spec: Tiny, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_proj_bias"):
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (("norm" in name) or name.endswith("scale")))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
     return model
 
 

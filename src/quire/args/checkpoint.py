@@ -20,7 +20,16 @@ from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import read_latent
-from quire.args.layers import DenseArgs, EndArgs, FeedForwardArgs, GroupedArgs, LayerArgs, MixerArgs, NormArgs
+from quire.args.layers import (
+    BesideArgs,
+    DenseArgs,
+    EndArgs,
+    FeedForwardArgs,
+    GroupedArgs,
+    LayerArgs,
+    MixerArgs,
+    NormArgs,
+)
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.windows import LayerRule, read_layer_rules
 from quire.args.wrappers import WRAPPERS, WrapperArgs, unwrapped
@@ -95,7 +104,7 @@ class ModelArgs:
     @cached_property
     def moe(self) -> MoEArgs | None:
         """The experts of the layers that have experts, which are alike in all of them; None: no layer has."""
-        found = dict.fromkeys(one.feed_forward for one in self.layers if isinstance(one.feed_forward, MoEArgs))
+        found = dict.fromkeys(one.experts for one in self.layers if one.experts is not None)
         assert len(found) <= 1, "layers with other experts"
         return next(iter(found), None)
 
@@ -103,7 +112,17 @@ class ModelArgs:
     def expert_layers(self) -> tuple[int, ...]:
         """The numbers of the layers with experts, without those that predict several tokens."""
         own = self.layers[: self.num_layers]
-        return tuple(layer for layer, one in enumerate(own) if isinstance(one.feed_forward, MoEArgs))
+        return tuple(layer for layer, one in enumerate(own) if one.experts is not None)
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of the further embedding that each layer has of a token; 0: there is none."""
+        return self.layers[0].inputs
+
+    def kept_by(self, layer: int) -> int:
+        """Return the number of the layer whose KV cache a layer reads: most often its own."""
+        mixer = self.layers[layer].mixer
+        return mixer.kv_from if isinstance(mixer, GroupedArgs) and mixer.kv_from >= 0 else layer
 
 
 def read_checkpoint_config(folder: Path, head: str = "") -> ModelArgs:
@@ -137,6 +156,10 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
+    if family.heads.by_kind and keys.get("rope_parameters") is None:
+        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.rotated}
+        ropes = {"full_attention": full, "sliding_attention": {"rope_theta": family.window.theta}}
+        keys = Keys({**keys, "rope_parameters": ropes}, keys.source)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
@@ -215,26 +238,61 @@ def _layers(
     ropes   rotations of layers with full attention and of those with a window
     Layers that predict several tokens have full attention, and experts where any layer has.
     """
-    own = of_layers(keys, "full_attention")
-    full = read_latent(own, family.latent, ropes[0]) if family.latent else read_grouped(own, family, ropes[0])
-    mixers: list[MixerArgs] = [full] * (len(rules) + extra)
-    for layer, rule in enumerate(rules):
-        if isinstance(full, GroupedArgs):
-            rope = ropes[rule.sliding] if rule.rotated else UNROTATED
-            mixers[layer] = structs.replace(full, window=rule.window, rope=rope)
-        assert isinstance(full, GroupedArgs) or rule.window is None, "a family with latent attention has no windows"
+    mixers = _mixers(keys, family, ropes, rules, extra)
     act = _activation(keys, family)
     width, bias = keys.size("intermediate_size"), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
-    parts: list[FeedForwardArgs] = [DenseArgs(width=width, bias=bias, act=act)] * len(mixers)
-    if family.experts:
+    dense = DenseArgs(width=width, bias=bias, act=act)
+    parts: list[FeedForwardArgs] = [dense] * len(mixers)
+    if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
+        shares = [isinstance(one, GroupedArgs) and one.kv_from >= 0 for one in mixers]
+        parts = [structs.replace(dense, width=2 * width) if shared else dense for shared in shares]
+    if family.experts and (not family.beside or keys.flag(family.beside)):
         moe, sparse = read_moe(keys, family.experts, len(rules))
         for layer in (*sparse, *range(len(rules), len(mixers))):
-            parts[layer] = moe
+            mlp = parts[layer]
+            assert isinstance(mlp, DenseArgs)
+            parts[layer] = BesideArgs(dense=mlp, experts=structs.replace(moe, act=act)) if family.beside else moe
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
+    inputs, form = _layer_inputs(keys, family), family.form
     return tuple(
-        LayerArgs(mixer=one, feed_forward=part, norms=family.form.norms, residual=residual)
+        LayerArgs(mixer=one, feed_forward=part, norms=form.norms, residual=residual, scaled=form.scaled, inputs=inputs)
         for one, part in zip(mixers, parts, strict=True)
     )
+
+
+def _mixers(
+    keys: Keys, family: Family, ropes: tuple[RopeArgs, RopeArgs], rules: Sequence[LayerRule], extra: int
+) -> list[MixerArgs]:
+    """Return the mixer of each layer. See `_layers`."""
+    own = of_layers(keys, "full_attention")
+    if family.latent:
+        assert all(rule.window is None for rule in rules), "a family with latent attention has no windows"
+        return [read_latent(own, family.latent, ropes[0])] * (len(rules) + extra)
+    full = windowed = read_grouped(own, family, ropes[0], full=True)
+    if family.heads.by_kind:
+        windowed = read_grouped(of_layers(keys, "sliding_attention"), family, ropes[1], full=False)
+    mixers: list[MixerArgs] = [full] * (len(rules) + extra)
+    sources = _kv_sources(keys, family, rules)
+    for layer, rule in enumerate(rules):
+        rope = ropes[rule.sliding] if rule.rotated else UNROTATED
+        kind = windowed if rule.sliding else full
+        mixers[layer] = structs.replace(kind, window=rule.window, rope=rope, kv_from=sources.get(layer, -1))
+    return mixers
+
+
+def _kv_sources(keys: Keys, family: Family, rules: Sequence[LayerRule]) -> dict[int, int]:
+    """Return each layer that reads the keys and values of another layer, and that layer.
+
+    The last num_kv_shared_layers read those of the last layer before them of their kind.
+    """
+    if "num_kv_shared_layers" not in family.keys:
+        return {}
+    first = len(rules) - (keys.count("num_kv_shared_layers", 0, most=len(rules)) or 0)
+    last = {rule.sliding: layer for layer, rule in enumerate(rules[:first])}
+    if lacking := {rule.sliding for rule in rules} - last.keys():
+        kind = "a window" if lacking.pop() else "full attention"
+        raise keys.wrong(f"num_kv_shared_layers={len(rules) - first} leaves no layer with {kind} that has its own KV.")
+    return {layer: last[rules[layer].sliding] for layer in range(first, len(rules))}
 
 
 def _sliding_rope(keys: Keys, family: Family, max_positions: int, full: RopeArgs) -> RopeArgs:
@@ -255,6 +313,19 @@ def _ends(keys: Keys, family: Family, hidden: int) -> EndArgs:
         logit_scale=logits / scale.get("logits_scaling", 1.0),
         logit_cap=read_cap(keys, family, "final_logit_softcapping", family.form.logit_cap),
     )
+
+
+def _layer_inputs(keys: Keys, family: Family) -> int:
+    """Return the width of the embedding that each layer has of a token; 0: none."""
+    if "hidden_size_per_layer_input" not in family.keys:
+        return 0
+    width = keys.count("hidden_size_per_layer_input", 256) or 0
+    if width and (rows := keys.size("vocab_size_per_layer_input", 262_144)) != keys.size("vocab_size"):
+        raise keys.unsupported(
+            f"vocab_size_per_layer_input={rows} beside vocab_size={keys.size('vocab_size')} is not implemented: use a "
+            "model whose embeddings have the same tokens."
+        )
+    return width
 
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:
@@ -285,6 +356,9 @@ def _refuse_math(keys: Keys, family: Family) -> None:
         if key in keys and key not in family.reads and neutral is not None and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise keys.unsupported(f"{key}={shown} changes the math and is not implemented: use another model.")
+    images = "use_bidirectional_attention"  # Gemma 4: "vision" concerns the tokens of images alone
+    if images in family.keys and keys.get(images) not in (None, False, "vision"):
+        raise keys.unsupported(f"{images}={keys[images]!r} changes the math and is not implemented: use another model.")
 
 
 def _activation(keys: Keys, family: Family) -> str:

@@ -85,6 +85,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
+    "gemma4": frozenset("enable_moe_block num_experts top_k_experts moe_intermediate_size".split()),
     "minimax_m2": frozenset(
         "num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias shared_intermediate_size "
         "use_qk_norm qk_norm_type attn_type_list".split()
@@ -105,6 +106,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
         "minimax_m2": _read_minimax,
+        "gemma4": _read_gemma4,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -167,6 +169,20 @@ def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froz
         act="swiglu_oai",
         biased=True,
         stored="paired blocks" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
+    )
+    return moe, frozenset(range(num_layers))
+
+
+def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    spelled = Keys({**keys, "num_experts_per_tok": keys.size("top_k_experts")}, keys.source)
+    moe = MoEArgs(
+        routing=_routing(spelled, "num_experts", scoring="softmax", normalize=True, expert_scale=True),
+        expert_size=keys.size("moe_intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+        router_eps=keys.positive("rms_norm_eps", 1e-6),
+        stored="each" if keys.get("quantization_config") else "rows",
     )
     return moe, frozenset(range(num_layers))
 

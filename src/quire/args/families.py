@@ -18,6 +18,7 @@ class Window:
               "from" max_window_layers on, the "even below" it, the "unrotated" ones, those "between" each `period`-th
               layer; "": the family has no windows
     period    of full layers, when config.json lacks the key sliding_window_pattern
+    last_full True: the last layer has no window, whatever layer_types says
     plain     True: layers with the window rotate heads without the scaling of the others
     theta     rope_theta of these, when config.json lacks the key rope_local_base_freq; 0: that of the others
     """
@@ -26,6 +27,7 @@ class Window:
     by_flag: bool = False
     layers: str = ""
     period: int = 0
+    last_full: bool = False
     plain: bool = False
     theta: float = 0.0
 
@@ -40,7 +42,10 @@ class Heads:
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
                  ones beside others with a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
-    interleaved, sinks   as in `GroupedArgs`
+    grow         True: queries grow with their position, by llama_4_scaling_beta of the rotary settings
+    interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
+    by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
+                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
     """
 
     qk_norm: str | None = ""
@@ -48,8 +53,12 @@ class Heads:
     dim: int | None = None
     unrotated: str = ""
     soft_cap: float | None = None
+    grow: bool = False
     interleaved: bool = False
     sinks: bool = False
+    values: str = ""
+    scale: float = 0.0
+    by_kind: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class LayerForm:
     root_embeddings   True: embeddings are multiplied by the root of hidden_size
     tied              tie_word_embeddings when config.json lacks the key
     logit_cap         final_logit_softcapping when config.json lacks the key
+    scaled            as in `LayerArgs`
     """
 
     norms: str = "before"
@@ -73,6 +83,7 @@ class LayerForm:
     root_embeddings: bool = False
     tied: bool = False
     logit_cap: float | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +94,8 @@ class Family:
     biased       value of attention_bias when config.json lacks the key
     output_key   key that decides of output_bias
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
+    beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
+                 have experts, in place of the MLP
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
@@ -97,6 +110,7 @@ class Family:
     biased: bool = False
     output_key: str = "attention_bias"
     experts: str = ""
+    beside: str = ""
     latent: str = ""
     window: Window = Window()
     heads: Heads = Heads()
@@ -122,11 +136,18 @@ QWEN3 = Heads(qk_norm="head", dim=128)
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
 GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping hidden_activation"
+GEMMA4_KEYS = (
+    "attention_bias final_logit_softcapping hidden_activation global_head_dim num_global_key_value_heads "
+    "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
+    "hidden_size_per_layer_input vocab_size_per_layer_input"
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                     words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(one_kv_each=True, grow=True, dim=128),
+                         form=LayerForm(eps=1e-5), theta=1e6),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
                        output_key="attention_out_bias", heads=Heads(one_kv_each=True, dim=128),
                        words="attention_bias attention_out_bias mlp_bias"),
@@ -150,6 +171,13 @@ FAMILIES: Mapping[str, Family] = {
                           heads=Heads(qk_norm="head", dim=256), form=GEMMA, theta=1e6,
                           window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
                           words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
+    "gemma4_text": Family(architecture="Gemma4ForCausalLM", qkv_bias=None, output_bias=None, experts="gemma4",
+                          beside="enable_moe_block", rotated=0.25,
+                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True),
+                          form=replace(GEMMA, plus_one=False, scaled=True), theta=1e6,
+                          window=Window(default=512, layers="between", period=6, last_full=True, plain=True,
+                                        theta=10_000.0),
+                          words=GEMMA4_KEYS),
     "olmo2": Family(architecture="Olmo2ForCausalLM", qkv_bias=None, output_bias=None,
                     heads=Heads(qk_norm="whole", one_kv_each=True), form=LayerForm(norms="after", eps=1e-5),
                     words="attention_bias"),

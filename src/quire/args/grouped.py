@@ -1,13 +1,20 @@
 """Reader of grouped-query attention in config.json. No torch."""
 
+from typing import Any
+
 from quire.args.families import Family
 from quire.args.keys import Keys
-from quire.args.layers import GroupedArgs
+from quire.args.layers import GroupedArgs, ScoreArgs
 from quire.args.rope import RopeArgs, rope_settings
 
 
-def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
-    """Return the grouped-query attention that config.json describes. Raises ModelError or UnsupportedModel."""
+def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> GroupedArgs:
+    """Return the grouped-query attention of a kind of layers. Raises ModelError or UnsupportedModel.
+
+    full   True: of layers with full attention; False: of those with a window
+    """
+    if full and family.heads.by_kind:
+        keys = _of_full_layers(keys)
     heads, own = keys.size("num_attention_heads"), family.heads
     kv_heads = _kv_heads(keys, family, heads)
     head_dim = _head_dim(keys, family, keys.size("hidden_size"), heads)
@@ -29,17 +36,57 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs) -> GroupedArgs:
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=of_output if family.output_bias is None else family.output_bias,
         qk_norm="head" * keys.flag("use_qk_norm") if own.qk_norm is None else own.qk_norm,
-        scale=_scale(keys, family),
-        soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
-        sinks=own.sinks,
+        scores=ScoreArgs(
+            scale=own.scale or _scale(keys, family),
+            soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
+            sinks=own.sinks,
+            growth=_growth(keys, family),
+            trained=rope.original_max_position,
+        ),
         interleaved=own.interleaved,
+        values="keys" if full and keys.flag("attention_k_eq_v") and own.by_kind else own.values,
     )
+
+
+def _of_full_layers(keys: Keys) -> Keys:
+    """Return the keys with the sizes of heads in layers with full attention.
+
+    Published files have them as global_head_dim and num_global_key_value_heads, files of transformers 5 in
+    per_layer_config, by the number of the layer.
+    """
+    own = {"head_dim": keys.size("global_head_dim", 512)}
+    if keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = keys.size("num_global_key_value_heads")
+    if (layers := keys.object("per_layer_config")) is not None:
+        own = _alike(keys, layers)
+    return Keys({**keys, **own}, keys.source)
+
+
+def _alike(keys: Keys, layers: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of per_layer_config, which must be those of all layers with full attention and of no others."""
+    kinds = keys.names("layer_types")
+    first: Any = next(iter(layers.values()), {})
+    full = [str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention" or layer == len(kinds) - 1]
+    every = not layers or (sorted(layers) == sorted(full) and all(one == first for one in layers.values()))
+    if not every or not isinstance(first, dict) or set(first) - {"head_dim", "num_key_value_heads"}:
+        raise keys.unsupported(
+            "per_layer_config is implemented with the same head_dim and num_key_value_heads for all layers of full "
+            "attention, and for no others: use another model."
+        )
+    return {key: Keys(first, f"{keys.source}: per_layer_config").size(key) for key in first}
 
 
 def _scale(keys: Keys, family: Family) -> float:
     if "query_pre_attn_scalar" in family.keys:
         return float(keys.positive("query_pre_attn_scalar", 256.0) ** -0.5)
     return keys.positive("attention_multiplier", 1.0) if "attention_multiplier" in family.keys else 0.0
+
+
+def _growth(keys: Keys, family: Family) -> float:
+    """Return the growth of queries with their position; a family that has it must say how much."""
+    if not family.heads.grow:
+        return 0.0
+    return Keys(rope_settings(keys), f"{keys.source}: rope settings").positive("llama_4_scaling_beta")
 
 
 def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> float | None:
@@ -52,6 +99,8 @@ def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> flo
 def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> int:
     """Return the number of rotated dimensions of a head. Their two halves come first in the checkpoint."""
     nested = rope_settings(keys)
+    if rope.kind == "proportional":
+        return head_dim
     if "rotary_dim" in family.keys and keys.get("rotary_dim") is not None and "partial_rotary_factor" not in nested:
         nested = {**nested, "partial_rotary_factor": keys.size("rotary_dim", most=head_dim) / head_dim}
     if "partial_rotary_factor" not in family.keys:

@@ -6,10 +6,27 @@ A kind is a type of arguments. `plan/kinds` has what the plan knows of each kind
 from typing import ClassVar
 
 import msgspec
+from msgspec import structs
 
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.rope import RopeArgs, Rotation
+
+
+class ScoreArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of attention.
+
+    scale      factor; 0: head_dim^-0.5
+    soft_cap   scores become soft_cap * tanh(score / soft_cap); None: they stay
+    sinks      each query head has a score more, whose weight belongs to no token
+    growth, trained   queries at position p are multiplied by 1 + growth * log(1 + floor(p / trained)); 0: they are not
+    """
+
+    scale: float = 0.0
+    soft_cap: float | None = None
+    sinks: bool = False
+    growth: float = 0.0
+    trained: int = 0
 
 
 class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
@@ -20,10 +37,10 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     input_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm                   RMS norm of q and k before rotation: of each "head", or of all heads together ("whole")
     window                    tokens that a token attends to, its own included; None: all before it
-    scale                     factor on scores; 0: head_dim^-0.5
-    soft_cap                  scores become soft_cap * tanh(score / soft_cap); None: they stay
-    sinks                     each query head has a score more, whose weight belongs to no token
     interleaved               True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
+    values                    "": the v projection; "normed": its RMS norm, which has no weights; "keys": that of the k
+                              projection, before its own norm and rotation. Then there is no v projection
+    kv_from                   number of the layer whose keys and values it reads; -1: it has its own
     """
 
     one_scale: ClassVar[bool] = False  # keys and values of an 8-bit cache have a scale each
@@ -37,15 +54,22 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     output_bias: bool = False
     qk_norm: str = ""
     window: int | None = None
-    scale: float = 0.0
-    soft_cap: float | None = None
-    sinks: bool = False
+    scores: ScoreArgs = ScoreArgs()
     interleaved: bool = False
+    values: str = ""
+    kv_from: int = -1
+
+    @property
+    def projected(self) -> tuple[str, ...]:
+        """The projections of its input: of queries, keys and values, as far as it has these."""
+        if self.kv_from >= 0:
+            return ("q",)
+        return ("q", "k") if self.values == "keys" else ("q", "k", "v")
 
     @property
     def factor(self) -> float:
         """The factor on scores."""
-        return self.scale or self.head_dim**-0.5
+        return self.scores.scale or self.head_dim**-0.5
 
     @property
     def rotation(self) -> Rotation:
@@ -64,8 +88,15 @@ class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     act: str = "silu"
 
 
+class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
+    """A gated MLP and experts that read the same states. Their results are normalized and added."""
+
+    dense: DenseArgs
+    experts: MoEArgs
+
+
 MixerArgs = GroupedArgs | LatentArgs
-FeedForwardArgs = DenseArgs | MoEArgs
+FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
 
 
 class NormArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,12 +131,40 @@ class LayerArgs(msgspec.Struct, frozen=True, kw_only=True):
     norms      norms of each half: "before" it, "after" it, "both", or "shared": one before both halves, which run in
                parallel
     residual   factor on the result of each half before it is added to the residual stream
+    scaled     True: the layer's result is multiplied by a number of the checkpoint
+    inputs     numbers of the further embedding that the layer has of each token; 0: it has none
     """
 
     mixer: MixerArgs
     feed_forward: FeedForwardArgs
     norms: str = "before"
     residual: float = 1.0
+    scaled: bool = False
+    inputs: int = 0
+
+    @property
+    def act(self) -> str:
+        """The activation of its MLP, or of its experts."""
+        part = self.feed_forward
+        return part.dense.act if isinstance(part, BesideArgs) else part.act
+
+    @property
+    def experts(self) -> MoEArgs | None:
+        """Its experts; None: it has none."""
+        part = self.feed_forward
+        if isinstance(part, BesideArgs):
+            return part.experts
+        return part if isinstance(part, MoEArgs) else None
+
+    def with_experts(self, experts: MoEArgs) -> "LayerArgs":
+        """Return the layer with other experts in place of its own."""
+        assert self.experts is not None, "the layer has experts"
+        part = (
+            structs.replace(self.feed_forward, experts=experts)
+            if isinstance(self.feed_forward, BesideArgs)
+            else experts
+        )
+        return structs.replace(self, feed_forward=part)
 
     @property
     def before(self) -> bool:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from quire.args.keys import MAX_NUMBER, Keys
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 DEFAULT_THETA = 10_000.0
 LAYERS = ("full_attention", "sliding_attention")  # kinds of layers with rotary settings of their own
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor "
-    "mrope_section mrope_interleaved short_factor long_factor".split()
+    "llama_4_scaling_beta max_position_embeddings mrope_section mrope_interleaved short_factor long_factor".split()
 )
 
 
@@ -25,7 +25,8 @@ class RopeArgs:
     """Rotary position settings.
 
     kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn |
-           longrope (a divisor for each pair, of two lists) | none
+           longrope (a divisor for each pair, of two lists) | proportional (the first `part` of the pairs of a whole
+           head are rotated) | none
     original_max_position   trained length in tokens, for llama3, yarn and longrope
     attention_factor        multiplies cos and sin (yarn, longrope); None = from factor, mscale and mscale_all_dim
     divisors                of each pair of dimensions: for contexts up to the trained length, and for longer ones
@@ -46,6 +47,7 @@ class RopeArgs:
     truncate: bool = True
     divisors: tuple[tuple[float, ...], ...] = ()
     long: bool = False
+    part: float = 1.0
 
     @property
     def extended_positions(self) -> int:
@@ -119,6 +121,11 @@ def read_rope(
     theta, notes = raw.positive("rope_theta"), _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
+    if kind == "proportional":
+        part = raw.positive("partial_rotary_factor", 1.0)
+        if part > 1:
+            raise keys.wrong(f"partial_rotary_factor={part} must be at most 1.")
+        return RopeArgs(theta=theta, kind=kind, factor=raw.positive("factor", 1.0), part=part), notes
     if kind == "longrope":
         return _longrope(raw, theta, keys, max_positions), notes
     if (factor := raw.positive("factor")) < 1:

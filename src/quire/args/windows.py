@@ -38,6 +38,8 @@ def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) 
         raise keys.wrong("sliding_window=0 lets a token attend to nothing: give its length, or null for none.")
     short = not off and window is not None and window < context
     sliding: Collection[int] = ()
+    if off and family.heads.by_kind:
+        raise keys.wrong("sliding_window=null leaves open which layers have a window: give its length.")
     if short or (not off and (family.window.plain or family.heads.unrotated)):
         sliding = _sliding(keys, family, limit, listed)
     unrotated: Collection[int] = listed if family.heads.unrotated == "listed" else ()
@@ -58,9 +60,9 @@ def _sliding(keys: Keys, family: Family, limit: int, unrotated: Collection[int])
     if named and rule.layers != "all":
         if len(named) < num_layers:
             raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
-        return [layer for layer in range(num_layers) if KINDS[named[layer]]]
+        return [layer for layer in range(num_layers - rule.last_full) if KINDS[named[layer]]]
     if rule.layers == "between":
-        return _between(keys, rule.period, num_layers)
+        return [layer for layer in _between(keys, rule.period, num_layers) if layer < num_layers - rule.last_full]
     own: dict[str, Collection[int]] = {
         "all": range(num_layers),
         "each": range(num_layers),

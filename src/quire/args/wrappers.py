@@ -37,12 +37,17 @@ class Wrapper(NamedTuple):
 
 # Places of a language model in checkpoints, newer ones first: begin of its tensors' names, and its head.
 PLACES = (("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight"))
-_GEMMA3 = {
+_GEMMA3: Mapping[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "head_dim": 256,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rope_theta": 1e6,
 }  # fmt: skip
+_GEMMA4: Mapping[str, Any] = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+}  # fmt: skip
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA4),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),

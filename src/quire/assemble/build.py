@@ -65,17 +65,17 @@ def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:
     for layer in range(*rank.layers):
         if layer not in plan.args.expert_layers:
             continue
-        mlp = model.layers[layer - rank.layers[0]].mlp
+        experts = model.layers[layer - rank.layers[0]].experts
         if redundant is not None:
             slots = (one.to(model.device) for one in initial_slots(num_experts, redundant))
-            mlp.balance(
+            experts.balance(
                 ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
                 range(*rank.experts),
                 num_experts + redundant,
             )
         if routed != "model":
             draw = routing.drawing(routed, layer, num_experts, model.device)
-            mlp.choose = partial(draw, model.kernels.routing, moe.routing)
+            experts.choose = partial(draw, model.kernels.routing, moe.routing)
 
 
 def owners(plan: EnginePlan) -> tuple[int, ...]:

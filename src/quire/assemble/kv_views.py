@@ -1,7 +1,7 @@
 """Views of a KV cache: the tensors of each layer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from quire.args.layers import MixerArgs
@@ -41,8 +41,9 @@ def model_views(
     views   returns the tensors of a layer's cache, as `KVArena.views`
     """
     mixers = [one.mixer for one in model.held]
-    found = kv_views(mixers, map(views, range(len(mixers))), scales)
+    found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
     if model.draft is not None:
         mixers = [one.mixer for one in model.draft.held]
-        found += kv_views(mixers, map(views, count(len(found))))
+        first = len(found)
+        found += kv_views(mixers, (views(first + model.draft.args.kept_by(i)) for i in range(len(mixers))))
     return found

@@ -68,7 +68,7 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         block_size=None,
         sizes=plan.geometry.block_sizes,
     )
-    return joined(own, _whole(plan.draft)) if plan.draft else own
+    return joined(own, _whole(plan.draft), plan.args.num_layers) if plan.draft else own
 
 
 def make_store(

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from quire.args.layers import GroupedArgs, NormArgs
+from quire.args.layers import GroupedArgs, NormArgs, ScoreArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Turns
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, WideNorm
+
+MOST_STEPS = 4096  # trained lengths of the longest context for which queries grow on
 
 
 class Sinks(nn.Module):
@@ -26,11 +28,27 @@ class Sinks(nn.Module):
         self.weight = tensors["weight"].to(self.device).float()
 
 
+class Growth(nn.Module):
+    """Queries that grow with their position; see `ScoreArgs`. Formula: Llama 4's, in Hugging Face's Ministral-3."""
+
+    def __init__(self, args: ScoreArgs, device: torch.device) -> None:
+        super().__init__()
+        self.trained = args.trained
+        steps = torch.arange(MOST_STEPS, dtype=torch.float64)
+        self.factors = (1 + args.growth * torch.log1p(steps)).float().to(device)
+
+    def forward(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Return queries q [T, heads, head_dim] at positions [T], times the factor of their position."""
+        steps = (positions // self.trained).clamp_(max=MOST_STEPS - 1)
+        return q * self.factors[steps].to(q.dtype)[:, None, None]
+
+
 class Attention(nn.Module):
     """Grouped-query attention of one layer, with the heads of this rank.
 
-    Its steps: q, k and v projection, optional RMS norm of queries and keys, rotation, write to the KV cache, attention,
-    output projection. `group` is the number of the layer's KV group, `turn` that of its rotation. The
+    Its steps: q, k and v projection, optional RMS norm of queries, keys and values, rotation, write to the KV cache,
+    attention, output projection. A layer that reads the keys and values of another one projects queries alone, and
+    writes nothing. `group` is the number of the KV group that the layer reads, `turn` that of its rotation. The
     projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
     """
 
@@ -39,12 +57,18 @@ class Attention(nn.Module):
         self.kernels, self.head_dim, self.rotary_dim = build.kernels, args.head_dim, args.rotary_dim
         self.interleaved = args.interleaved
         self.group, self.turn, self.window = group, turn, build.window(group)
-        self.num_heads, self.num_kv_heads, _ = (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight"))
-        self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.soft_cap
+        self.projected = args.projected
+        heads = dict(
+            zip(args.projected, (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight")), strict=True)
+        )
+        self.num_heads, self.num_kv_heads = heads["q"], heads.get("k", 0)
+        self.values = args.values if self.num_kv_heads else "kept"
+        self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.scores.soft_cap
+        self.growth = Growth(args.scores, build.device) if args.scores.growth else None
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
         self.wide_norm: WideNorm | None = None
-        self.sinks = Sinks(f"{at}.sinks", build.device) if args.sinks else None
+        self.sinks = Sinks(f"{at}.sinks", build.device) if args.scores.sinks else None
         if args.qk_norm == "head":
             self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, norm, build.device)
         elif args.qk_norm == "whole":
@@ -69,10 +93,13 @@ class Attention(nn.Module):
         tokens, qkv = x.shape[0], branch.project(self.qkv, x, ctx)
         if self.wide_norm is not None:
             qkv = self.wide_norm(qkv)
-        qkv = qkv.view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qkv = qkv.view(tokens, -1, self.head_dim)
         head_norm = None if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
-        q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *turns[self.turn], kv, meta.kv_slots)
+        cos, sin = turns[self.turn]
+        q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)
+        if self.growth is not None:
+            q = self.growth(q, ctx.positions)
         sinks = None if self.sinks is None else self.sinks.weight
         attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window, self.soft_cap, sinks)
         joined = attended.view(tokens, self.num_heads * self.head_dim)

@@ -5,21 +5,26 @@ from torch import Tensor, nn
 from quire.args.layers import LayerArgs, NormArgs
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm
+from quire.layers.norm import LayerFactor, Norm
 
 
 class Branch(nn.Module):
-    """Half of a layer beside the residual stream: residual + scale * after(half(before(x))).
+    """Half of a layer beside the residual stream: (residual + scale * after(half(before(x)))) * factor.
 
     before, after   norms; None: there is none
+    factor          multiplies the result of the layer, whose last part this is; None: 1
     plain           True: the result of the half is added as it is, so that its last projection may add it
     """
 
-    def __init__(self, at: str, layer: LayerArgs, norm: NormArgs, build: Build) -> None:
+    def __init__(
+        self, at: str, layer: LayerArgs, norm: NormArgs, build: Build, factor: LayerFactor | None = None
+    ) -> None:
         super().__init__()
         self.before = Norm(f"{at}_norm", norm, build) if layer.before else None
         self.after = Norm(f"{at}_after", norm, build) if layer.after else None
         self.scale = layer.residual
+        self.factor = (factor,)  # in a tuple, so that it stays a child of the layer alone
+        assert factor is None or self.after is not None, "no family has the factor without the norm"
         self.plain = self.after is None and self.scale == 1.0
 
     def read(self, x: Tensor) -> Tensor:
@@ -39,5 +44,5 @@ class Branch(nn.Module):
     def join(self, result: Tensor, residual: Tensor) -> Tensor:
         """Return the residual with the whole result of the half, [T, hidden]."""
         if self.after is not None:
-            return self.after.added(result, residual)
+            return self.after.added(result, residual, None if self.factor[0] is None else self.factor[0].weight)
         return residual + result * self.scale

@@ -124,6 +124,7 @@ class StepContext:
     attention   metadata of attention, one for each KV group
     kv          view of the KV cache of each layer
     replicas    tokens of the replicas in lock-step; None: there are no other replicas
+    inputs      [T, layers, numbers] further embeddings of the tokens, one for each layer; None: the model has none
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
@@ -131,4 +132,5 @@ class StepContext:
     attention: tuple[AttentionMeta, ...]
     kv: list[KVView]
     replicas: ReplicaTokens | None = None
+    inputs: Tensor | None = None
     live: Tensor | None = None

@@ -9,20 +9,22 @@ from torch import Tensor, nn
 from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.layers.attention import Attention
+from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
+from quire.layers.layer_inputs import LayerInputs, OwnInput
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
-from quire.layers.norm import Norm
+from quire.layers.norm import LayerFactor, Norm
 
 MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
@@ -30,9 +32,10 @@ MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
 }
 
 
-FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE]] = {
-    DenseArgs: lambda args, at, hidden_size, build: GatedMLP(at, build, args.act),
-    MoEArgs: MoE,
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
+    DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
+    MoEArgs: lambda args, at, hidden_size, build, norm: MoE(args, at, hidden_size, build),
+    BesideArgs: MLPBesideExperts,
 }
 
 
@@ -53,13 +56,15 @@ class DecoderBlock(nn.Module):
             f"{at}.attention",
             args.norm,
             build,
-            build.group_of(layer),
+            build.group_of(args.kept_by(layer)),
             args.rotations.index(own.mixer.rotation),
         )
-        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build)
+        self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, None if own.inputs else self.factor)
+        self.own_input = OwnInput(args, layer, build, self.factor) if own.inputs else None
         self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
         part = FEED_FORWARDS[type(own.feed_forward)]
-        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build)
+        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
 
     def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
@@ -68,12 +73,19 @@ class DecoderBlock(nn.Module):
             hidden = self.attention(x, self.attention_branch, turns, ctx, kv, hidden)
             return self.mlp(x, self.mlp_branch, ctx, hidden)
         hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
-        return self.mlp(hidden, self.mlp_branch, ctx)
+        hidden = self.mlp(hidden, self.mlp_branch, ctx)
+        return hidden if self.own_input is None else self.own_input(hidden, ctx)
+
+    @property
+    def experts(self) -> MoE | None:
+        """The layer's experts; None: it has none."""
+        part = self.mlp.moe if isinstance(self.mlp, MLPBesideExperts) else self.mlp
+        return part if isinstance(part, MoE) else None
 
     def join(self, ctx: StepContext) -> None:
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
-        if isinstance(self.mlp, MoE):
-            self.mlp.join(ctx)
+        if self.experts is not None:
+            self.experts.join(ctx)
 
 
 class DraftLayer(nn.Module):
@@ -131,6 +143,7 @@ class Decoder(nn.Module):
             self.norm = Norm("norm", args.norm, build)
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
+        self.inputs = LayerInputs(args, build) if args.inputs else None
         own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None

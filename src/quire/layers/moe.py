@@ -48,7 +48,8 @@ class Router(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Pack the weight, and move weight, bias, correction and scales to the layer's device. See `Loads`.
 
-        The projection adds the bias to the logits, the routing kernel the correction to the scores.
+        The projection adds the bias to the logits, the routing kernel the correction to the scores. It multiplies
+        weights by the scales of experts.
         """
         found = {name: tensors.pop(name, None) for name in ("correction", "expert_scale", "scale")}
         self.correction, self.expert_scale, scale = (
@@ -67,9 +68,7 @@ class Router(nn.Module):
         if self.scale is not None:
             x = self.norm.rms_norm(x, self.scale, self.eps)
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
-        weights, ids = self.kernel.route(logits, self.correction, self.routing, live)
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[ids.clamp_min(0).long()]
+        weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.expert_scale)
         return weights, ids
 
 
@@ -191,10 +190,10 @@ class MoE(nn.Module):
         residual, read = x if residual is None else residual, branch.read(x)
         scored = x if self.router.eps else read
         if branch.plain:
-            return self._added(read, scored, residual, ctx)
-        return branch.join(self._added(read, scored, torch.zeros_like(residual), ctx), residual)
+            return self.added(read, scored, residual, ctx)
+        return branch.join(self.added(read, scored, torch.zeros_like(residual), ctx), residual)
 
-    def _added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
+    def added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`. scored: what the router reads."""
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden

@@ -28,10 +28,13 @@ class Norm(nn.Module):
             return self.kernel.layer_norm(x, self.weight, self.eps)
         return self.kernel.rms_norm(x, self.weight, self.eps)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + the norm of x, [T, width]; it may reuse the memory of `residual`."""
+    def added(self, x: Tensor, residual: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Return (residual + the norm of x) * factor, [T, width]; it may reuse the memory of `residual`.
+
+        factor   [1] float32; None: 1
+        """
         assert not self.args.centered, "no family adds a layer normalization"
-        return self.kernel.rms_norm(x, self.weight, self.eps, residual)
+        return self.kernel.rms_norm(x, self.weight, self.eps, residual, factor)
 
 
 def scale_of(weight: Tensor, args: NormArgs) -> Tensor:
@@ -39,8 +42,25 @@ def scale_of(weight: Tensor, args: NormArgs) -> Tensor:
     return weight.float() + 1 if args.plus_one else weight
 
 
+class LayerFactor(nn.Module):
+    """The number by which the result of a layer is multiplied."""
+
+    weight: Tensor  # [1] float32
+
+    def __init__(self, at: str, device: torch.device) -> None:
+        super().__init__()
+        self.at, self.device = at, device
+
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """Move the number to the layer's device. See `Loads`."""
+        self.weight = tensors["weight"].to(self.device).float()
+
+
 class HeadNorm(nn.Module):
-    """Weights of the RMS norms of query and key heads, stacked by head, so that one call normalizes both."""
+    """Weights of the RMS norms of query and key heads, stacked by head, so that one call normalizes both.
+
+    Without KV heads, keys are not normalized here.
+    """
 
     weight: Tensor  # [query heads + KV heads, head_dim]
 
@@ -50,8 +70,8 @@ class HeadNorm(nn.Module):
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Repeat the weights "q" and "k" for every head and stack them, on the layer's device. See `Loads`."""
-        q, k = (tensors[name].expand(heads, -1) for name, heads in zip("qk", self._heads, strict=True))
-        self.stored = torch.cat((q, k)).to(self.device)
+        sides = (tensors[name].expand(heads, -1) for name, heads in zip("qk", self._heads, strict=True) if heads)
+        self.stored = torch.cat(list(sides)).to(self.device)
         self.weight = scale_of(self.stored, self.args)
 
     def rows(self, name: str) -> Tensor:

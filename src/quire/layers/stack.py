@@ -1,7 +1,7 @@
 """`run_layers`, the only loop over layers. `Model` is the decoder of every family."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 
 import msgspec
@@ -17,6 +17,14 @@ from quire.layers.decoder import Decoder as Model
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
 PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
+
+
+def embedded(model: Model, token_ids: Tensor, ctx: StepContext) -> tuple[Tensor, StepContext]:
+    """Return the input [T, hidden] of the layers for ids [T], and the step with the further inputs of the layers."""
+    hidden = model.embed(token_ids)
+    if model.inputs is None:
+        return hidden, ctx
+    return hidden, replace(ctx, inputs=model.inputs(token_ids, hidden, ctx))
 
 
 def run_layers(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import MoEArgs
 from quire.args.wrappers import PLACES, placed
 from quire.models.names import EACH, STACKED_FORMS
 from quire.plan.formats import MARKS
@@ -43,9 +42,7 @@ def _with_experts(args: ModelArgs, stored: Collection[str], shape_of: Shapes | N
     if len(found) > 1 and shape_of is not None:
         form = next((one for one in found if one != EACH and _fits(args, one, map(shape_of, found[one]))), form)
     moe = structs.replace(args.moe, stored=form)
-    layers = (
-        structs.replace(one, feed_forward=moe) if isinstance(one.feed_forward, MoEArgs) else one for one in args.layers
-    )
+    layers = (one if one.experts is None else one.with_experts(moe) for one in args.layers)
     return replace(args, layers=tuple(layers))
 
 

@@ -68,7 +68,9 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     """Return the plan of an engine with a draft model or EAGLE head, whose layers follow those of the model in each
     page."""
     drafting = msgspec.structs.replace(plan.drafting, model=draft)
-    return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, draft.geometry))
+    return msgspec.structs.replace(
+        plan, drafting=drafting, geometry=joined(plan.geometry, draft.geometry, plan.args.num_layers)
+    )
 
 
 def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
@@ -86,13 +88,15 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
     return (*(plan.speculation.notes if plan.speculation else ()), *long)
 
 
-def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:
+def joined(geometry: KVGeometry, draft: KVGeometry, first: int | None = None) -> KVGeometry:
     """Return the KV cache of a model and its draft model, whose layers follow those of the model.
 
+    first   number of the draft model's first layer, which follows those of the model; None: all of these have a cache
     A group of the draft model joins the model's group with the same window that has the fewest layers, and takes its
     blocks. If there is none, it stands alone.
     """
-    first = sum(len(group.layers) for group in geometry.groups)
+    if first is None:
+        first = sum(len(group.layers) for group in geometry.groups)
     groups = list(geometry.groups)
     for other in draft.groups:
         alike = [one for one in groups if one.window == other.window and not one.num_drafts]

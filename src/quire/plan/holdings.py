@@ -90,7 +90,7 @@ class Holdings:
             block_size=None,
             sizes=self.plan.geometry.block_sizes,
         )
-        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
+        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry, self.plan.args.num_layers)
 
     @cached_property
     def headers(self) -> Mapping[str, StoredTensor]:

@@ -97,11 +97,12 @@ def layer_groups(args: ModelArgs) -> list[list[int]]:
     A group has layers with the same window and components, whatever else they differ in. A page holds a block of the
     largest group, so a kind with many layers is divided: groups have as many layers as the rarest kind has, or as the
     most frequent one if that has less than half as many more. Neighbouring layers of a kind go to different groups, so
-    that the stages of a pipeline have equally many of each.
+    that the stages of a pipeline have equally many of each. A layer that reads the cache of another one is in no group.
     """
     kinds: dict[object, list[int]] = {}
     for layer in range(args.num_layers):
-        kinds.setdefault(_kept(args, layer), []).append(layer)
+        if args.kept_by(layer) == layer:
+            kinds.setdefault(_kept(args, layer), []).append(layer)
     few, most = (bound(map(len, kinds.values())) for bound in (min, max))
     size = most if most < 1.5 * few else few
     groups = [own[i::num] for own in kinds.values() for num in (-(-len(own) // size),) for i in range(num)]

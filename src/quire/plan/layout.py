@@ -14,7 +14,7 @@ from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
 from quire.models.names import NameMap
-from quire.plan.kinds.blocks import block_params, head_params, prediction_params
+from quire.plan.kinds.blocks import block_params, head_params, input_params, prediction_params
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
 from quire.quantization.formats import spare_names, tensor_names
@@ -85,6 +85,8 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
         return
     if rank.first:
         yield write.param("embed.weight", {"": vocab}, hidden, shard="rows")
+    if args.inputs:
+        yield from input_params(args, write, vocab)
     for layer in range(*rank.layers):
         yield from block_params(args, write, layer)
     if not rank.last:

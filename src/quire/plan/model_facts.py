@@ -5,58 +5,85 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.plan.kinds import mixer, mixers
+from quire.plan.kinds import mixer
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
     """Return plain values about a model under the names "attention", "rope" and "router".
 
-    The value of "router" is None for a model without experts.
+    The value of "router" is None for a model without experts. Layers of full attention come first, where there are any.
     """
-    moe, facts = args.moe, [kind.facts() for kind in mixers(args)]
-    attention = facts[0]
+    moe, kinds = args.moe, sorted(args.mixers, key=lambda one: mixer(one).window is not None)
+    facts = [mixer(one).facts() for one in kinds]
+    more = {
+        "others": [one for one in _each(facts)[1:] if _sizes(one) != _sizes(facts[0])],
+        "sharing": sum(args.kept_by(layer) != layer for layer in range(args.num_layers)),
+        "inputs": args.inputs,
+    }
     windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
     full = windows.pop(None, 0)
-    by_window = sorted(args.layers, key=lambda one: mixer(one.mixer).window is not None)  # full layers first
-    rotations = list(dict.fromkeys(one.mixer.rotation for one in by_window))
+    rotations = list(dict.fromkeys(one.rotation for one in kinds))
     turning = [one for one in rotations if one.rope.kind != "none"]
     rotation = (turning or rotations)[0]
     unrotated = sum(one.mixer.rope.kind == "none" for one in args.layers[: args.num_layers])
     return {
-        "attention": attention | {"windows": [[count, window] for window, count in windows.items()], "full": full},
+        "attention": facts[0]
+        | {"windows": [[count, window] for window, count in windows.items()], "full": full}
+        | more,
         "rope": asdict(rotation.rope)
-        | {"rotary_dim": rotation.rotated, "head_dim": args.mixers[0].head_dim, "without": unrotated}
+        | {"rotary_dim": rotation.rotated, "head_dim": kinds[0].head_dim, "without": unrotated}
         | {"others": [asdict(one.rope) for one in turning[1:]]},
         "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 
 
+def _sizes(facts: dict[str, Any]) -> list[Any]:
+    return [facts[key] for key in ("heads", "kv_heads", "head_dim")]
+
+
+def _each(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each of the facts once."""
+    return [one for i, one in enumerate(facts) if one not in facts[:i]]
+
+
 def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str, Any] | None) -> list[str]:
     """Return the values of `model_facts` as lines of text."""
     latent = attention["kind"] == "latent"
-    kept = f"; values of {attention['value_dim']}" if latent else f" and {attention['kv_heads']} KV heads"
-    heads = (
-        f"{attention['heads']} query heads of {attention['head_dim']} dimensions{kept}"
-        if latent
-        else (f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
-    )
+    heads = _heads(attention)
     normed = {"": "", "head": ", normalized queries and keys", "whole": ", queries and keys normalized over all heads"}
     more: str = normed[attention["qk_norm"]] + ", biased q, k and v" * attention["bias"]
     more += f", scores capped at {attention['soft_cap']:g}" if attention.get("soft_cap") else ""
     more += ", a sink for each head" * attention.get("sinks", False)
+    more += {"normed": ", normalized values", "keys": ", normalized keys as values"}.get(
+        attention.get("values", ""), ""
+    )
+    others = [f"layers with a window: {_heads(one)}" for one in attention["others"]]
+    others += [f"{attention['sharing']} layers read the KV of an earlier one"] * bool(attention["sharing"])
+    others += [f"each layer has an embedding of {attention['inputs']} numbers"] * bool(attention["inputs"])
     windows = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
     windows += [f"{attention['full']} layers without"] * (bool(windows) and attention["full"] > 0)
     lines = [
-        "; ".join((f"attention: {attention['kind']}, {heads}{more}", *([", ".join(windows)] if windows else []))),
+        "; ".join(
+            (f"attention: {attention['kind']}, {heads}{more}", *others, *([", ".join(windows)] if windows else []))
+        ),
         f"rope: {_rope(rope, ' (partial)' * (not latent))}",
     ]
     return lines + ([f"router: {_router(router)}"] if router else [])
 
 
+def _heads(attention: dict[str, Any]) -> str:
+    queries, dims = f"{attention['heads']} query heads", f"{attention['head_dim']} dimensions"
+    if attention["kind"] == "latent":
+        return f"{queries} of {dims}; values of {attention['value_dim']}"
+    return f"{queries} and {attention['kv_heads']} KV heads of {dims}"
+
+
 def _rope(rope: dict[str, Any], partial: str) -> str:
     part, whole = rope["rotary_dim"], rope["head_dim"]
     rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
-    words = [*_scaling(rope), f"all {whole} dimensions of a head rotated" if part == whole else rotated]
+    words = _scaling(rope)
+    if rope["kind"] != "proportional":
+        words += [f"all {whole} dimensions of a head rotated" if part == whole else rotated]
     others = "".join(f"; layers with a window: {', '.join(_scaling(one))}" for one in rope["others"])
     without = f"; {rope['without']} layers without" if rope["without"] else ""
     return ", ".join(words) + others + without
@@ -64,6 +91,8 @@ def _rope(rope: dict[str, Any], partial: str) -> str:
 
 def _scaling(rope: dict[str, Any]) -> list[str]:
     words = [rope["kind"], f"theta {rope['theta']:,.10g}"]
+    if rope["kind"] == "proportional":
+        return [*words, f"the first {100 * rope['part']:g} % of a head's pairs rotated"]
     if rope["kind"] not in ("default", "none"):
         trained = rope["original_max_position"]
         words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))

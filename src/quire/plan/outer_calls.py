@@ -28,12 +28,13 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
             "sinks.weight",
             ".kv_up.weight",
             ".correction",
+            "factor.weight",
             "scale",
             "bias",
         )
     ):
         return ""
-    if name == "embed.weight" and not args.tie_word_embeddings:
+    if name == "inputs.embed.weight" or (name == "embed.weight" and not args.tie_word_embeddings):
         return ""
     gated = name.endswith("gate_up.weight") and "gated" in linear(name.rpartition(".")[0])
     return "linear.pack_gated" if gated else "linear.pack"
@@ -49,6 +50,13 @@ def embedding_calls(args: ModelArgs, linear: Features, sliced: bool = False) -> 
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
     if sliced:
         yield Call(SUM)
+    if args.inputs:
+        yield Call("linear.run", ("inputs.project.weight",))
+        yield Call(RMS_NORM, ("inputs.norm.weight",))
+        rows = "plain" in linear("inputs.embed")
+        yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("inputs.embed.weight",))
+        if sliced:
+            yield Call(SUM)
 
 
 def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:

@@ -1,6 +1,6 @@
 """An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, groupby
@@ -389,9 +389,9 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
-def _kind(calls: Iterable[Call]) -> str:
+def _kind(calls: Sequence[Call]) -> str:
     called = {call.function.partition(".")[0] for call in calls}
     if not called & {"attention", "latent"}:
-        return "norm and head" if "norm" in called else "embedding"
+        return "embedding" if calls[0].function.endswith((".rows", ".embedding")) else "norm and head"
     attention = "latent" if "latent" in called else "grouped-query"
     return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"

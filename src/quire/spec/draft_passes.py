@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.kernels.attention import KVView
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
-from quire.layers.stack import Model, run_layers
+from quire.layers.stack import Model, embedded, run_layers
 
 
 class Pass(Protocol):
@@ -108,8 +108,8 @@ class ModelPass:
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run all layers. See `Pass`."""
-        own = replace(ctx, kv=self._kv)
-        return run_layers(self._model, self._model.embed(token_ids), own)
+        hidden, own = embedded(self._model, token_ids, replace(ctx, kv=self._kv))
+        return run_layers(self._model, hidden, own)
 
     def state(self, out: Tensor) -> Tensor:
         """Return the rows after the final norm. See `Pass`."""

@@ -29,6 +29,9 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
     """
     found = list[tuple[str, str]]()
     for layer, one in enumerate(args.layers[: args.num_layers]):
+        if (source := args.kept_by(layer)) != layer:
+            found.append(found[source])
+            continue
         at = f"model.layers.{layer}.self_attn."
         k, v = (next((at + name for name in side if at + name in names), "") for side in NAMES)
         found.append((k, k if one.mixer.one_scale else v))

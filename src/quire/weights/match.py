@@ -27,6 +27,7 @@ CACHE_SCALES = (
     ".v_zero_point",
 )
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and head, in an MTP layer
+SHARED = re.compile(r".*\.self_attn\.[kv]_(proj|norm)\.")  # of a layer that reads the KV of another one
 _LAYER = re.compile(r"[a-z_.]*\blayers\.(\d+)\.")
 
 
@@ -66,8 +67,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
     These are those of a model around the language model, rotary tables of older checkpoints, a head that is tied to
-    the embedding, scales of a quantized KV cache, and the layers of multi-token prediction (MTP) that draft nothing. Of
-    the others, and of EAGLE heads, copies of embedding and head.
+    the embedding, scales of a quantized KV cache, projections of keys and values that another layer has, and the layers
+    of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of embedding and head.
     """
     if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:
         return True
@@ -78,6 +79,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     if args.eagle is not None and name.rpartition("embed_tokens.")[2] in ("weight", "lm_head.weight", "d2t", "t2d"):
         return True
     layer = _LAYER.match(name)
+    if layer is not None and int(layer[1]) < args.num_layers and args.kept_by(int(layer[1])) != int(layer[1]):
+        return SHARED.match(name) is not None
     first = args.num_layers + args.draft_layers * (not name.endswith(COPIES))
     return layer is not None and first <= int(layer[1]) < args.num_layers + args.extra_layers
 

@@ -104,6 +104,7 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
             plans={},
         )
 
+    assert ctx.inputs is None, "no model with inputs of layers is blended"
     live = None if ctx.live is None else ctx.live[kept]
     return replace(ctx, positions=positions, attention=tuple(chosen(meta) for meta in ctx.attention), live=live)
 

@@ -170,5 +170,5 @@ def _exchanging(
     if limits.replicas > 1:
         yield ReplicaAgreement(model, upload.step, limits)
     if groups.movers is not None:
-        layers = [layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), MoE)]
+        layers = [layer.experts for layer in model.layers if isinstance(getattr(layer, "experts", None), MoE)]
         yield RankBalancing(layers, groups.movers)

@@ -18,7 +18,7 @@ from quire.kernels.step import StepBuffers
 from quire.kernels.step.state import DeviceState, Limits, zeros
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
 from quire.layers.context import StepContext
-from quire.layers.stack import Model
+from quire.layers.stack import Model, embedded
 from quire.worker.features import Features
 from quire.worker.recorder import Key, Recorder, StepShape
 
@@ -189,8 +189,10 @@ class Programs:
 
     def _run_layers(self, token_ids: Tensor, ctx: StepContext, plan: StepPlan | None) -> Tensor:
         """Run the embedding and the layers, or the features that stand in their place."""
-        entrance = self.features.embed[0] if self.features.embed else self.model
-        hidden = entrance.embed(token_ids)
+        if self.features.embed:
+            hidden = self.features.embed[0].embed(token_ids)
+        else:
+            hidden, ctx = embedded(self.model, token_ids, ctx)
         for feature in self.features.run_layers:
             if plan is not None and (ran := feature.run_layers(plan, hidden, ctx, self.some)) is not None:
                 return ran

@@ -74,7 +74,7 @@ class LayerRecordings(Recorder):
         self._groups = groups
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
         kind = len(hidden), any(meta.shared is not None for meta in ctx.attention)
-        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles and ctx.inputs is None
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)

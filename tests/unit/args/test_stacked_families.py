@@ -37,8 +37,10 @@ def read(raw: dict[str, Any], **changes: Any) -> ModelArgs:
 
 def windows(args: ModelArgs) -> list[int | None]:
     mixers = [one.mixer for one in args.layers]
-    assert all(isinstance(one, GroupedArgs) and one.sinks and one.input_bias and one.output_bias for one in mixers)
-    return [one.window for one in mixers if isinstance(one, GroupedArgs)]
+    grouped = [one for one in mixers if isinstance(one, GroupedArgs)]
+    assert len(grouped) == len(mixers)
+    assert all(one.scores.sinks and one.input_bias and one.output_bias for one in grouped)
+    return [one.window for one in grouped]
 
 
 def test_gpt_oss_as_published(published: dict[str, Any]) -> None:

@@ -291,18 +291,43 @@ def test_weights_of_either_type_give_the_accuracy_of_float32(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", heads_inputs.CASES, ids=str)
+@pytest.mark.parametrize("case", (*heads_inputs.CASES, *heads_inputs.VALUE_CASES), ids=str)
 @fast(heads_cpu, heads_native)
 def test_heads(impl: ModuleType, case: heads_inputs.Case, dtype: torch.dtype) -> None:
     """q, and the whole cache: what was not written is NaN as before."""
     *given, kv, slots = heads_inputs.make(case, dtype)
     qkv, weight, cos, sin = given
     other = heads_inputs.make(case, dtype)[4]
-    expected = heads_ref.prepare(qkv, weight, 1e-5, cos, sin, other, slots)
-    close(impl.prepare(qkv, weight, 1e-5, cos, sin, kv, slots), expected)
+    expected = heads_ref.prepare(qkv, weight, 1e-5, cos, sin, other, slots, case.values)
+    close(impl.prepare(qkv, weight, 1e-5, cos, sin, kv, slots, case.values), expected)
     for actual, expected in ((kv.k, other.k), (kv.v, other.v)):
         assert torch.equal(actual.isnan(), expected.isnan())
         close(actual.nan_to_num(), expected.nan_to_num())
+
+
+def test_values_are_those_of_keys_before_their_norm() -> None:
+    """By the formula: k over its root mean square, without weights or rotation. Kept values are not written."""
+    case = heads_inputs.VALUE_CASES[2]
+    qkv, weight, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
+    k = qkv[:, case.heads[0] :]
+    heads_ref.prepare(qkv, weight, 1e-5, cos, sin, kv, slots, "keys")
+    written = kv.v[slots // case.block_size, :, slots % case.block_size]
+    torch.testing.assert_close(written, k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    q, kept = heads_ref.prepare(qkv, None, 1e-5, cos, sin, kv, slots, "keys"), heads_inputs.make(case, torch.float32)[4]
+    alone = heads_ref.prepare(qkv[:, : case.heads[0]], None, 1e-5, cos, sin, kept, slots, "kept")
+    assert torch.equal(alone, q) and kept.k.isnan().all() and kept.v.isnan().all()
+
+
+@fast(norm_cpu, norm_native)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_with_a_residual_and_a_factor(impl: ModuleType, dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make((7, 100), dtype)
+    residual, factor = norm_inputs.make((7, 100), dtype, 1)[0], torch.tensor([0.625])
+    normed = norm_ref.rms_norm(x.float(), weight, 1e-5)
+    for added in (None, residual):
+        expected = ((normed if added is None else normed + added.float()) * 0.625).to(dtype)
+        close(impl.rms_norm(x, weight, 1e-5, added, factor), expected)
+        close(norm_ref.rms_norm(x, weight, 1e-5, added, factor), expected)
 
 
 def linear_misuses(native: ModuleType) -> dict[str, Any]:
@@ -335,6 +360,7 @@ def small_misuses() -> dict[str, Any]:
         "activation strides": lambda: activation_native.gated(x.t()),
         "norm dtype": lambda: normalize(x.half(), torch.ones(8).half(), 1e-5),
         "norm weight": lambda: normalize(x, torch.ones(8).bfloat16(), 1e-5),
+        "norm factor": lambda: normalize(x, torch.ones(8), 1e-5, None, torch.ones(1).double()),
         "norm width": lambda: normalize(x, torch.ones(4), 1e-5),
         "heads slots": lambda: prepare(qkv, weight, 1e-5, cos, sin, kv, slots.int()),
         "heads few slots": lambda: prepare(qkv, weight, 1e-5, cos, sin, kv, slots[:-1]),

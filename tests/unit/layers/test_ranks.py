@@ -35,8 +35,9 @@ def arguments(family: str) -> ModelArgs:
 
 
 def last_layer(args: ModelArgs) -> int:
-    """The last layer, of those with experts if there are any."""
-    return max(args.expert_layers) if args.moe else args.num_layers - 1
+    """The last layer with a KV cache, of those with experts if there are any."""
+    layers = args.expert_layers if args.moe else range(args.num_layers)
+    return max(layer for layer in layers if args.kept_by(layer) == layer)
 
 
 def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | None) -> DecoderBlock:
@@ -96,7 +97,9 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
         table,
         BLOCK + positions,
     )
-    out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), StepContext(positions, (meta,), [kv]), kv)
+    inputs = torch.randn(TOKENS, args.num_layers, args.inputs, generator=torch.Generator().manual_seed(2))
+    ctx = StepContext(positions, (meta,), [kv], inputs=inputs if args.inputs else None)
+    out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), ctx, kv)
     return out
 
 

@@ -87,6 +87,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
+        {"enable_cache_blend": True, "pipeline_parallel_size": 2},
+        {"gemma4": True},
+        {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},
+    ),
+    (
         {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
         {},
         {(one, "no host memory") for one in ("sharing", "peers", "disk", "tier policy")},
@@ -161,6 +166,12 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
+    if more.pop("gemma4", False):
+        raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
+        raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}
+        kinds = ["sliding_attention", "full_attention"] * 3
+        raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
+        args = parse_checkpoint_config(raw)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
     if length := more.pop("length", 0):

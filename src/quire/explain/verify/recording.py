@@ -1,13 +1,18 @@
 """Results of the steps of a model, and the wrappers that record them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.layers.context import StepContext
+from quire.layers.norm import Norm
 
 ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a layer
+# The use of a layer's embedding of each token: modules of the reference's layer, and inputs of the first two of them.
+INPUT_STEPS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+INPUT_SUM, INPUT_PRODUCT = "sum before its embedding", "product with its embedding"
 
 
 class Recording:
@@ -43,6 +48,17 @@ def stage_name(layer: int, half: str) -> str:
 def on_result(module: Any, keep: Any, step: str) -> None:
     """Record the result of a module."""
     module.register_forward_hook(lambda module, given, result: keep(step, result))
+
+
+def on_added(norm: Norm, keep: Callable[[str, Tensor], None], step: str) -> None:
+    """Record the result of a norm that also adds the residual, without the residual."""
+    added = norm.added
+
+    def tapped(x: Tensor, residual: Tensor, factor: Tensor | None = None) -> Tensor:
+        keep(step, added(x, torch.zeros_like(residual)))
+        return added(x, residual, factor)
+
+    norm.added = tapped  # type: ignore[method-assign]
 
 
 def on_sum(linear: Any, keep: Any, given: str, step: str) -> None:

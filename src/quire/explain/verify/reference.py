@@ -14,7 +14,15 @@ from torch import Tensor
 
 from quire.contracts.errors import ModelError
 from quire.explain.verify.differences import Differences
-from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, stage_name
+from quire.explain.verify.recording import (
+    ATTENTION,
+    FEED_FORWARD,
+    INPUT_PRODUCT,
+    INPUT_STEPS,
+    INPUT_SUM,
+    Recording,
+    stage_name,
+)
 
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
 
@@ -98,7 +106,8 @@ def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple
     """Yield (step, module) for the steps of a stage that are the result of a module."""
     kind = differences.ours.kinds[stage]
     for step in differences.ours.pieces.get(stage, {}):
-        norm = _at(layer, step) if step.endswith("layernorm") else None  # of a layer, not of one of its halves
+        whole = step.endswith("layernorm") or step in INPUT_STEPS  # of a layer, not of one of its halves
+        norm = _at(layer, step) if whole else None
         paths = kind.paths.get(step, (f"{kind.room}.{step}",))
         module = norm or (layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths))
         if module is not None:
@@ -111,6 +120,10 @@ def _feed_products(layer: Any, differences: Differences, index: int) -> None:
         for step, paths in differences.ours.kinds[stage].inputs.items():
             if (module := _first_at(layer, paths)) is not None and differences.has(stage, step):
                 _on_given(module, differences, stage, step)
+    stage = stage_name(index, FEED_FORWARD)
+    for step, path in zip((INPUT_SUM, INPUT_PRODUCT), INPUT_STEPS, strict=False):
+        if differences.has(stage, step):
+            _on_given(_at(layer, path), differences, stage, step)
     if differences.ours.after[index]:
         _on_given(_at(layer, differences.ours.after[index]), differences, stage_name(index, ATTENTION), "sum")
 

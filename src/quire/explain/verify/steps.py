@@ -8,13 +8,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from quire.explain.verify.recording import ATTENTION, FEED_FORWARD, Recording, on_result, stage_name
+from quire.explain.verify.recording import (
+    ATTENTION,
+    FEED_FORWARD,
+    INPUT_PRODUCT,
+    INPUT_STEPS,
+    INPUT_SUM,
+    Recording,
+    on_added,
+    on_result,
+    stage_name,
+)
 from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
 from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
+from quire.layers.layer_inputs import OwnInput
 
 
 def watch(model: Decoder, recording: Recording) -> None:
@@ -41,6 +49,17 @@ def watch(model: Decoder, recording: Recording) -> None:
         _watch_norms(block.mlp_branch, keep, stored, name("mlp_{}"))
         recording.kinds[stage] = FEED_FORWARDS[type(block.mlp)]
         recording.kinds[stage].watch(block.mlp, keep)
+        if block.own_input is not None:
+            _watch_input(block.own_input, keep)
+
+
+def _watch_input(layer: OwnInput, keep: Any) -> None:
+    """Record the steps by which a layer uses its embedding of each token, under the names of Gemma 4."""
+    layer.gate.register_forward_hook(lambda module, given, result: keep(INPUT_SUM, given[0]))
+    on_result(layer.gate, keep, INPUT_STEPS[0])
+    layer.project.register_forward_hook(lambda module, given, result: keep(INPUT_PRODUCT, given[0]))
+    on_result(layer.project, keep, INPUT_STEPS[1])
+    on_added(layer.after, keep, INPUT_STEPS[2])
 
 
 def _watch_norms(branch: Branch, keep: Any, stored: Mapping[str, str], name: str) -> None:
@@ -51,10 +70,4 @@ def _watch_norms(branch: Branch, keep: Any, stored: Mapping[str, str], name: str
     if branch.before is not None:
         on_result(branch.before, keep, stored[name.format("norm")])
     if branch.after is not None:
-        step, added = stored[name.format("after")], branch.after.added
-
-        def tapped(x: Tensor, residual: Tensor) -> Tensor:
-            keep(step, added(x, torch.zeros_like(residual)))
-            return added(x, residual)
-
-        branch.after.added = tapped  # type: ignore[method-assign]
+        on_added(branch.after, keep, stored[name.format("after")])

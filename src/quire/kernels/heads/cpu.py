@@ -1,21 +1,30 @@
 """The three operations one after the other, through PyTorch."""
 
-import torch
 from torch import Tensor
 
 from quire.kernels.attention import KVView
 from quire.kernels.attention.cpu import write_kv
+from quire.kernels.heads import num_heads
 from quire.kernels.norm.cpu import rms_norm
 from quire.kernels.rope.cpu import apply_rope
 
 
 def prepare(
-    qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
+    qkv: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: KVView,
+    kv_slots: Tensor,
+    values: str = "",
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
-    kv_heads = kv.k.shape[1]
-    qk, v = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
+    heads, kv_heads = num_heads(qkv, kv.k.shape[1], values)
+    qk = qkv[:, : heads + kv_heads]
     rotated = apply_rope(qk if norm is None else rms_norm(qk, norm, eps), cos, sin)
-    q, k = torch.split(rotated, [rotated.shape[1] - kv_heads, kv_heads], dim=1)
-    write_kv(k, v, kv, kv_slots)
-    return q
+    if kv_heads:
+        v = qkv[:, -kv_heads:]
+        v = rms_norm(v, v.new_ones(v.shape[2]), eps) if values else v
+        write_kv(rotated[:, heads:], v, kv, kv_slots)
+    return rotated[:, :heads]

@@ -12,6 +12,7 @@ from quire.kernels.attention import KVView
 class Case:
     """A test case: T tokens, (Hq, Hkv) heads of size `dim`.
 
+    values   of `prepare`
     normed   True: q and k are normalized; False: there is no norm
     """
 
@@ -20,6 +21,7 @@ class Case:
     dim: int
     block_size: int
     normed: bool = True
+    values: str = ""
 
 
 CASES = (
@@ -32,6 +34,13 @@ CASES = (
     Case(70, (6, 2), 256, 32, normed=False),
     Case(4, (14, 2), 64, 8),
 )
+VALUE_CASES = (
+    Case(5, (4, 2), 16, 8, values="normed"),
+    Case(7, (6, 1), 80, 16, values="normed", normed=False),
+    Case(5, (3, 3), 20, 16, values="keys"),
+    Case(33, (8, 2), 512, 32, values="keys"),
+    Case(4, (6, 2), 64, 8, values="kept"),
+)
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, KVView, Tensor]:
@@ -41,9 +50,11 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor 
     """
     generator = torch.Generator().manual_seed(seed)
     (num_heads, kv_heads), dim, size = case.heads, case.dim, case.block_size
-    wide = torch.randn(case.tokens, (num_heads + 2 * kv_heads + 1) * dim, generator=generator).mul_(2).to(dtype)
+    stored = kv_heads * {"keys": 1, "kept": 0}.get(case.values, 2)
+    wide = torch.randn(case.tokens, (num_heads + stored + 1) * dim, generator=generator).mul_(2).to(dtype)
     qkv = wide[:, dim:].view(case.tokens, -1, dim)
-    norm = torch.rand(num_heads + kv_heads, dim, generator=generator).add_(0.5).to(dtype) if case.normed else None
+    normed = num_heads + kv_heads * (case.values != "kept")
+    norm = torch.rand(normed, dim, generator=generator).add_(0.5).to(dtype) if case.normed else None
     angles = torch.rand(case.tokens, dim // 2, generator=generator) * 6.28
     cos, sin = angles.cos(), angles.sin()
     num_blocks = -(-case.tokens // size) + 3

@@ -4,19 +4,27 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import KVView
+from quire.kernels.heads import VALUES, num_heads
 from quire.kernels.native.library import loaded
 
 
 def prepare(
-    qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
+    qkv: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: KVView,
+    kv_slots: Tensor,
+    values: str = "",
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
-    rows, heads, dim = qkv.shape
+    rows, _, dim = qkv.shape
     k, v = kv.k, kv.v
-    num_kv_heads, block_size = k.shape[1], k.shape[2]
-    num_heads = heads - 2 * num_kv_heads
-    _check(qkv, norm, cos, sin, kv, kv_slots)
-    q = qkv.new_empty(rows, num_heads, dim)
+    block_size = k.shape[2]
+    own_heads, kv_heads = num_heads(qkv, k.shape[1], values)
+    _check(qkv, norm, cos, sin, kv, kv_slots, own_heads + kv_heads)
+    q = qkv.new_empty(rows, own_heads, dim)
     loaded().quire_heads(
         qkv.data_ptr(),
         None if norm is None else norm.data_ptr(),
@@ -27,8 +35,8 @@ def prepare(
         v.data_ptr(),
         kv_slots.data_ptr(),
         rows,
-        num_heads,
-        num_kv_heads,
+        own_heads,
+        kv_heads,
         dim,
         qkv.stride(0),
         block_size,
@@ -37,14 +45,20 @@ def prepare(
         eps,
         qkv.dtype == torch.bfloat16,
         norm is None or norm.dtype == torch.bfloat16,
+        VALUES.index(values),
         torch.get_num_threads(),
     )
     return q
 
 
-def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """Check types, devices, shapes and strides, which the C code does not check; raise ValueError."""
-    (rows, heads, dim), dtype, k, v = qkv.shape, qkv.dtype, kv.k, kv.v
+def _check(
+    qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor, normed: int
+) -> None:
+    """Check types, devices, shapes and strides, which the C code does not check; raise ValueError.
+
+    normed   heads of q and k
+    """
+    (rows, _, dim), dtype, k, v = qkv.shape, qkv.dtype, kv.k, kv.v
     if dtype not in (torch.float32, torch.bfloat16) or not cos.dtype == sin.dtype == k.dtype == v.dtype == dtype:
         raise ValueError(
             f"native heads: qkv, cos, sin and the cache must all be float32 or all bfloat16; they are "
@@ -70,10 +84,10 @@ def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVVie
             f"the shapes of qkv, K, V, cos and sin are {tuple(qkv.shape)}, {tuple(shape)}, "
             f"{tuple(v.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
-    fits = norm is None or (norm.shape == (heads - shape[1], dim) and norm.dtype in (dtype, torch.float32))
+    fits = norm is None or (norm.shape == (normed, dim) and norm.dtype in (dtype, torch.float32))
     if norm is not None and not (fits and norm.is_contiguous()):
         raise ValueError(
-            f"native heads: the weight of the norm must be contiguous {dtype} or float32 {(heads - shape[1], dim)}, "
+            f"native heads: the weight of the norm must be contiguous {dtype} or float32 {(normed, dim)}, "
             f"a row for each head of q and k; it is {norm.dtype} {tuple(norm.shape)} with strides "
             f"{norm.stride()}"
         )

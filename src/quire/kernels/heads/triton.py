@@ -14,27 +14,35 @@ from quire.kernels import pdl
 from quire.kernels.attention import KVView
 from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_tiles import coded, finite
+from quire.kernels.heads import num_heads
 from quire.kernels.triton_runtime import jit, tl
 
 FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: more programs hide latency
 
 
 def prepare(
-    qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
+    qkv: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: KVView,
+    kv_slots: Tensor,
+    values: str = "",
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
-    tokens, heads, dim = qkv.shape
+    tokens, _, dim = qkv.shape
     k, v = kv.k, kv.v
-    kv_heads, block_size = k.shape[1], k.shape[2]
-    num_heads = heads - 2 * kv_heads
+    block_size = k.shape[2]
+    own_heads, kv_heads = num_heads(qkv, k.shape[1], values)
     if qkv.stride()[1:] != (dim, 1) or k.stride()[2:] != (dim, 1) or v.stride() != k.stride():
         raise ValueError(
             f"heads: qkv must be contiguous inside a token, the cache inside a head of a block, and K and "
             f"V must have the same strides; the strides of qkv, K and V are {qkv.stride()}, "
             f"{k.stride()}, {v.stride()}"
         )
-    q = qkv.new_empty(tokens, num_heads, dim)
-    rows = tokens * heads
+    q = qkv.new_empty(tokens, own_heads, dim)
+    rows = tokens * (own_heads + 2 * kv_heads)
     if not rows:
         return q
     block = 1 << (dim // 2 - 1).bit_length()
@@ -56,8 +64,10 @@ def prepare(
         k.stride(1),
         eps,
         *inverse,
-        num_heads,
+        own_heads,
         kv_heads,
+        values in ("normed", "keys"),
+        values == "keys",
         dim // 2,
         block_size,
         block,
@@ -99,6 +109,8 @@ def _heads_kernel(
     v_inverse,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+    KEYS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -109,7 +121,9 @@ def _heads_kernel(
 
     A row is a pair (token, head); per token come HEADS query heads, then KV_HEADS of k, then KV_HEADS of v.
 
-    qkv                         [T, HEADS + 2 KV_HEADS, 2 HALF]; qkv_stride  elements from token to token
+    qkv                         [T, HEADS + 2 KV_HEADS, 2 HALF]; qkv_stride  elements from token to token. KEYS: it has
+                                no v, whose rows read those of k
+    NORMED                      v is divided by its root mean square
     norm                        [HEADS + KV_HEADS, 2 HALF], or None: no norm;  eps  of the norm
     cos, sin                    [T, 2 HALF] contiguous; sin is signed, and only its second half is read
     q                           [T, HEADS, 2 HALF] contiguous, output
@@ -128,22 +142,27 @@ def _heads_kernel(
     live = row < rows
     inside = live & (col < HALF)
     turned = inside & (head < HEADS + KV_HEADS)
+    read = tl.where(head < HEADS + KV_HEADS, head, head - KV_HEADS) if KEYS else head
     if norm is not None:
         scale = norm + head * (2 * HALF) + col
         scale_first = tl.load(scale, mask=turned, other=0.0)
         scale_second = tl.load(scale + HALF, mask=turned, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    given = qkv + token * qkv_stride + head * (2 * HALF) + col
+    given = qkv + token * qkv_stride + read * (2 * HALF) + col
     first = tl.load(given, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(given + HALF, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(kv_slots + token, mask=live & (head >= HEADS), other=0)
     angle = token * (2 * HALF) + col
     c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + angle + HALF, mask=turned, other=0.0).to(tl.float32)
-    if norm is not None:
+    if (norm is not None) or NORMED:
         squares = tl.sum(first * first + second * second, 1, keep_dims=True)
         inverse = tl.rsqrt(squares / (2 * HALF) + eps)
+    if NORMED:
+        first = tl.where(head < HEADS + KV_HEADS, first, first * inverse)
+        second = tl.where(head < HEADS + KV_HEADS, second, second * inverse)
+    if norm is not None:
         first = tl.where(turned, first * inverse * scale_first.to(tl.float32), first)
         second = tl.where(turned, second * inverse * scale_second.to(tl.float32), second)
     left = tl.where(turned, first * c - second * s, first).to(q.dtype.element_ty)

@@ -1,7 +1,9 @@
 """Normalization over the last dimension, computed in float32, returned in x's dtype.
 
-rms_norm(x [..., D], weight [D] or [H, D] with x [..., H, D], eps, residual [..., D] or None) -> [..., D]
-    y = residual + x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019). The result may overwrite the residual.
+rms_norm(x [..., D], weight [D] or [H, D] with x [..., H, D], eps, residual [..., D] or None,
+         factor [1] float32 or None) -> [..., D]
+    y = (residual + x / sqrt(mean(x^2) + eps) * weight) * factor (Zhang & Sennrich, 2019). The result may overwrite the
+    residual.
     A weight of two dimensions gives each head its own, so that q and k are normalized in one call.
 layer_norm(x [..., D], weight [D], eps) -> [..., D]
     y = (x - mean(x)) / sqrt(variance(x) + eps) * weight (Ba et al., 2016)

@@ -6,10 +6,15 @@ from torch import Tensor
 from quire.kernels.norm import ref
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
-    if weight.dtype != x.dtype or residual is not None:
-        return ref.rms_norm(x, weight, eps, residual)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return (residual + x / sqrt(mean(x^2) + eps) * weight) * factor, over the last dimension.
+
+    See `quire.kernels.norm`.
+    """
+    if weight.dtype != x.dtype or residual is not None or factor is not None:
+        return ref.rms_norm(x, weight, eps, residual, factor)
     width = x.shape[-1:]
     if weight.dim() == 1:
         return F.rms_norm(x, width, weight, eps)

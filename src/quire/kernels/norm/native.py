@@ -8,17 +8,24 @@ from quire.kernels.native.library import loaded
 TYPES = (torch.float32, torch.bfloat16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, residual, centered=False)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return (residual + x / sqrt(mean(x^2) + eps) * weight) * factor, over the last dimension.
+
+    See `quire.kernels.norm`.
+    """
+    return _norm(x, weight, eps, residual, factor, centered=False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, None, centered=True)
+    return _norm(x, weight, eps, None, None, centered=True)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, centered: bool) -> Tensor:
+def _norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: Tensor | None, *, centered: bool
+) -> Tensor:
     rows = x.flatten(0, -2)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -41,10 +48,16 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, cen
                 f"{tuple(residual.shape)} on {residual.device}"
             )
         residual = residual.contiguous()
+    if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1 or not factor.is_cpu):
+        raise ValueError(
+            f"native norm: the factor must be a float32 on the CPU; it is {factor.dtype} {tuple(factor.shape)} on "
+            f"{factor.device}"
+        )
     loaded().quire_norm(
         rows.data_ptr(),
         weight.data_ptr(),
         None if residual is None else residual.data_ptr(),
+        None if factor is None else factor.data_ptr(),
         y.data_ptr(),
         rows.shape[0],
         rows.shape[1],

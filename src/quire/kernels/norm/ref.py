@@ -4,11 +4,17 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return (residual + x / sqrt(mean(x^2) + eps) * weight) * factor, over the last dimension.
+
+    See `quire.kernels.norm`.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-    return (normed if residual is None else residual.float() + normed).to(x.dtype)
+    summed = normed if residual is None else residual.float() + normed
+    return (summed if factor is None else summed * factor).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,17 +13,24 @@ from quire.kernels.triton_runtime import jit, tl
 NARROW = 1024  # a program normalizes this many numbers at least
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Return residual + x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, residual, centered=False)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return (residual + x / sqrt(mean(x^2) + eps) * weight) * factor, over the last dimension.
+
+    See `quire.kernels.norm`.
+    """
+    return _norm(x, weight, eps, residual, factor, centered=False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, None, centered=True)
+    return _norm(x, weight, eps, None, None, centered=True)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, centered: bool) -> Tensor:
+def _norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: Tensor | None, *, centered: bool
+) -> Tensor:
     width = x.shape[-1]
     if x.dim() != 2 and x.dim() != 3 or x.stride(-1) != 1:
         x = x.reshape(-1, *weight.shape).contiguous()
@@ -42,6 +49,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, cen
         x,
         weight,
         residual,
+        factor,
         y,
         rows,
         x.stride(0),
@@ -65,6 +73,7 @@ def _norm_kernel(
     x,
     weight,
     residual,
+    factor,
     y,
     rows,
     stride_t,
@@ -83,6 +92,7 @@ def _norm_kernel(
     x                    [T, HEADS, WIDTH]; stride_t, stride_h  its strides of tokens and heads, in elements
     weight               [WEIGHTS, WIDTH]: row r uses weight r % WEIGHTS
     residual, y          [rows, WIDTH] contiguous; the residual is added, None: nothing;  rows  T * HEADS
+    factor               [1] float32, of the results; None: 1
     WIDTH, BLOCK         elements of a row; padded to a power of two
     CENTERED             layer normalization: the mean is subtracted
     """
@@ -102,4 +112,6 @@ def _norm_kernel(
     normed = given * inverse * scale.to(tl.float32)
     if residual is not None:
         normed += tl.load(residual + row.to(tl.int64) * WIDTH + col, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        normed *= tl.load(factor)
     tl.store(y + row.to(tl.int64) * WIDTH + col, normed.to(y.dtype.element_ty), mask=inside)

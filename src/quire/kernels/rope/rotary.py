@@ -72,6 +72,9 @@ def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
     if args.kind == "none":
         return torch.zeros_like(exponents), 1.0
     unscaled = 1.0 / (args.theta**exponents)
+    if args.kind == "proportional":
+        turned = torch.arange(head_dim // 2) < int(args.part * head_dim // 2)
+        return torch.where(turned, unscaled / args.factor, 0.0), 1.0
     if args.kind == "linear":
         return unscaled / args.factor, 1.0
     if args.kind == "llama3":

@@ -1,7 +1,7 @@
 """Routing of tokens to experts: choice and weight of each token's k experts (formulas: `quire.args.experts.Routing`).
 
-route(logits [T, E], correction [E] float32 or None, routing, live [T] bool or None) -> weights [T, k] float32,
-    ids [T, k] int32
+route(logits [T, E], correction [E] float32 or None, routing, live [T] bool or None, expert_scale [E] float32 or None)
+    -> weights [T, k] float32, ids [T, k] int32
     All arithmetic is float32, for logits of any dtype. The ids of a token are k different numbers in [0, E), even if
     its logits are NaN; those of a token that is not live are -1. Does not wait for the device.
 """

@@ -7,7 +7,11 @@ from quire.args.experts import Routing
 
 
 def route(
-    logits: Tensor, correction: Tensor | None, routing: Routing, live: Tensor | None = None
+    logits: Tensor,
+    correction: Tensor | None,
+    routing: Routing,
+    live: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
@@ -22,8 +26,9 @@ def route(
     weights = scores.gather(1, ids)
     if routing.normalize:
         weights = weights / (weights.sum(1, keepdim=True) + routing.normalize_eps)
+    weights = weights * routing.scaling if expert_scale is None else weights * routing.scaling * expert_scale[ids]
     ids = ids.int()
-    return weights * routing.scaling, ids if live is None else ids.masked_fill(~live[:, None], -1)
+    return weights, ids if live is None else ids.masked_fill(~live[:, None], -1)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -17,7 +17,11 @@ from quire.kernels.triton_runtime import jit, tl
 
 
 def route(
-    logits: Tensor, correction: Tensor | None, routing: Routing, live: Tensor | None = None
+    logits: Tensor,
+    correction: Tensor | None,
+    routing: Routing,
+    live: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     rows, k = logits.shape[0], routing.top_k
@@ -30,6 +34,7 @@ def route(
             logits,
             correction,
             live,
+            expert_scale,
             weights,
             ids,
             logits.stride(0),
@@ -76,6 +81,7 @@ def _route_kernel(
     logits,
     correction,
     live,
+    expert_scale,
     weights,
     ids,
     stride,
@@ -98,6 +104,7 @@ def _route_kernel(
 
     logits               [T, EXPERTS], any float type; stride  elements from token to token
     correction           [EXPERTS] float32, added to scores for the choice alone; or None
+    expert_scale              [EXPERTS] float32, of the weights; or None
     live                 [T] bool, False: the token's ids are -1; or None
     weights, ids         [T, K] float32 and int32, contiguous, outputs
     eps, scaling         added to the sum of weights before dividing by it; factor of the weights
@@ -153,7 +160,10 @@ def _route_kernel(
         key = tl.where(key == most, NEVER, key)
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + eps)
-    tl.store(weights + row * K + col, weight * scaling, mask=col < K)
+    weight *= scaling
+    if expert_scale is not None:
+        weight *= tl.load(expert_scale + name, mask=col < K, other=0.0)
+    tl.store(weights + row * K + col, weight, mask=col < K)
     if live is not None:
         name = tl.where(tl.load(live + row), name, -1)
     tl.store(ids + row * K + col, name, mask=col < K)

@@ -1,7 +1,7 @@
 """The kinds of layers, one object for each: parameters, KV cache, division among ranks, kernels, calls, facts.
 
     mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention)
-    feed-forward    dense.py (gated MLP) experts.py (mixture of experts)
+    feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
 `MIXERS` and `FEED_FORWARDS` are the only places of the plan that ask for the kind of a layer.
@@ -13,7 +13,8 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
@@ -24,6 +25,7 @@ MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {GroupedArgs: Grouped
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
     MoEArgs: ExpertsKind,
+    BesideArgs: BesideKind,
 }
 
 

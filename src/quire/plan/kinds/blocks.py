@@ -30,6 +30,23 @@ def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Pa
     yield from mixer(own.mixer).params(write, layer, args.hidden_size)
     yield from _norms("mlp", own, write, layer)
     yield from feed_forward(own.feed_forward).params(write, layer)
+    if own.inputs:
+        yield write.param(AT + "input.gate.weight", {"": StoredRows(own.inputs)}, write.hidden, layer=layer)
+        yield write.param(AT + "input.project.weight", {"": StoredRows(write.hidden)}, own.inputs, layer=layer)
+        yield write.norm(AT + "input_after.weight", layer)
+    if own.scaled:
+        yield write.param(AT + "factor.weight", {"": StoredRows(1)}, dtype="float32", layer=layer)
+
+
+def input_params(args: ModelArgs, write: ParamWriter, vocab: StoredRows) -> Iterator[Param]:
+    """Yield the parameters of the further embeddings of tokens, of which each layer has one.
+
+    vocab   rows of this rank's slice of the vocabulary
+    """
+    width = args.num_layers * args.inputs
+    yield write.param("inputs.embed.weight", {"": vocab}, width, shard="rows")
+    yield write.param("inputs.project.weight", {"": StoredRows(width)}, write.hidden)
+    yield write.norm("inputs.norm.weight", width=args.inputs)
 
 
 def _norms(half: str, own: LayerArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
@@ -49,6 +66,11 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
         yield Call(step.norm, ("norm.weight",))
     yield from mixer(own.mixer).calls(step)
     yield from feed_forward(own.feed_forward).calls(step)
+    if own.inputs:
+        yield Call("linear.run", ("input.gate.weight",))
+        yield Call("activation.gated")
+        yield Call("linear.run", ("input.project.weight",))
+        yield Call(RMS_NORM, ("input_after.weight", *["factor.weight"] * own.scaled))
     if drafts:
         yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
 
@@ -92,7 +114,7 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
 def widest(args: ModelArgs) -> int:
     """Return the most numbers that a token has inside a layer, of all ranks, without those of routed experts."""
     inside = ((mixer(one.mixer).width, feed_forward(one.feed_forward).width) for one in set(args.layers))
-    return max(max(both) for both in inside)
+    return max(args.num_layers * args.inputs, *(max(both) for both in inside))
 
 
 def score_features(args: ModelArgs) -> frozenset[str]:

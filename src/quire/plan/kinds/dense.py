@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from quire.args.layers import DenseArgs
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
+    SUM,
     Call,
     ExchangedRows,
     LayerStep,
@@ -13,6 +14,7 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     added,
     normed,
+    product,
     weights,
 )
 
@@ -47,6 +49,13 @@ class DenseKind:
         """Yield the projection with its activation, and the projection back."""
         yield from gated(self._at, self._bias, step, "mlp_norm.weight")
         yield from added(f"{self._at}down", self._bias, step)
+
+    def product(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the same calls without the way to the residual stream."""
+        yield from gated(self._at, self._bias, step, "mlp_norm.weight")
+        yield product(f"{self._at}down", self._bias, ())
+        if step.sliced:
+            yield Call(SUM)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs."""

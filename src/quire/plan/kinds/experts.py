@@ -72,9 +72,14 @@ class ExpertsKind:
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield norm, router, experts and shared experts, with the exchanges between ranks and replicas."""
-        moe = self._moe
         if step.before:
             yield Call(step.norm, ("mlp_norm.weight",))
+        yield from self.routed(step)
+        yield from joined("mlp", step)
+
+    def routed(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the same calls without the norms around them."""
+        moe = self._moe
         if step.routing != "model":
             yield Call(f"quire.kernels.routing.{step.routing}")
         else:
@@ -90,12 +95,11 @@ class ExpertsKind:
         if step.spread:  # shared experts first: their result goes into the residual, and does not travel
             summed = (Call(SUM),) if step.sliced and shared else ()
             ways = (_way(step, to_experts=there) for there in (True, False))
-            yield from (*shared, *summed, *next(ways), experts, *next(ways), *joined("mlp", step))
+            yield from (*shared, *summed, *next(ways), experts, *next(ways))
             return
         yield from (*shared, experts)
         if step.sliced:  # once for both kinds of experts
             yield Call(SUM)
-        yield from joined("mlp", step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs, or the ways of rows to the experts of other replicas and back."""

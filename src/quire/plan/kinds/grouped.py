@@ -49,18 +49,25 @@ class GroupedKind:
             "k": rows(args.num_kv_heads, kv_heads, order),
             "v": rows(args.num_kv_heads, kv_heads, ()),
         }
-        yield write.param(AT + "qkv.weight", parts, width, shard="rows", layer=layer)
+        assert args.values != "keys" or not order, "values have the order of keys"
+        own = {side: parts[side] for side in args.projected}
+        yield write.param(AT + "qkv.weight", own, width, shard="rows", layer=layer)
         if args.input_bias:
-            yield write.param(AT + "qkv.bias", parts, shard="rows", layer=layer)
-        for side in ("q", "k") if args.qk_norm == "head" else ():
+            yield write.param(AT + "qkv.bias", own, shard="rows", layer=layer)
+        for side in self._normed:
             yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
         for side in ("q", "k") if args.qk_norm == "whole" else ():
             yield write.param(AT + f"wide_norm.{side}", {"": parts[side]}, layer=layer)
-        if args.sinks:
+        if args.scores.sinks:
             first, end = share(args.num_heads, tp, place)
             rows_of_sinks = StoredRows(args.num_heads, first, end - first)
             yield write.param(AT + "sinks.weight", {"": rows_of_sinks}, dtype="float32", layer=layer)
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
+
+    @property
+    def _normed(self) -> tuple[str, ...]:
+        """The sides whose heads have a norm with weights."""
+        return tuple(side for side in self._args.projected if side != "v") if self._args.qk_norm == "head" else ()
 
     @property
     def window(self) -> int | None:
@@ -71,7 +78,7 @@ class GroupedKind:
     def scores(self) -> frozenset[str]:
         """Features of attention kernels that its scores need, beside a window."""
         args = self._args
-        return frozenset(["soft_cap"] * (args.soft_cap is not None) + ["sinks"] * args.sinks)
+        return frozenset(["soft_cap"] * (args.scores.soft_cap is not None) + ["sinks"] * args.scores.sinks)
 
     @property
     def num_heads(self) -> int:
@@ -105,9 +112,8 @@ class GroupedKind:
         if args.qk_norm == "whole":
             sides = [Call(RMS_NORM, (f"attention.wide_norm.{side}",)) for side in ("q", "k")]
             yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
-        heads = ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm == "head" else ()
-        yield Call("heads.prepare", heads)
-        yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.sinks else ())
+        yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in self._normed))
+        yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.scores.sinks else ())
         yield from added("attention.output", args.output_bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
@@ -126,7 +132,8 @@ class GroupedKind:
             "head_dim": args.head_dim,
             "value_dim": args.head_dim,
             "qk_norm": args.qk_norm,
-            "soft_cap": args.soft_cap,
-            "sinks": args.sinks,
+            "soft_cap": args.scores.soft_cap,
+            "sinks": args.scores.sinks,
             "bias": args.input_bias,
+            "values": args.values,
         }

@@ -307,7 +307,8 @@ def added(name: str, bias: bool, step: LayerStep) -> Iterator[Call]:
 def joined(half: str, step: LayerStep) -> Iterator[Call]:
     """Yield the norm of the result of a half of a layer, "attention" or "mlp", if there is one."""
     if step.layer is not None and step.layer.after:
-        yield Call(RMS_NORM, (f"{half}_after.weight",))
+        last = half == "mlp" and step.layer.scaled and not step.layer.inputs
+        yield Call(RMS_NORM, (f"{half}_after.weight", *["factor.weight"] * last))
 
 
 def product(name: str, bias: bool, features: Collection[str]) -> Call:

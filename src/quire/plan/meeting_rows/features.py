@@ -161,6 +161,11 @@ RANKS: Mapping[str, Feature] = {
     "fewer layers": Feature(of_model(lambda i, m: i.parallel.pp > m.num_layers), "fewer layers than stages"),
     "uneven heads": Feature(of_model(_uneven_heads), "attention heads that ranks cannot share equally"),
     "uneven KV heads": Feature(of_model(_uneven_kv_heads), "KV heads that ranks can neither share nor copy equally"),
+    "shared KV": Feature(
+        of_model(lambda i, m: any(m.kept_by(layer) != layer for layer in range(m.num_layers))),
+        "layers that read the KV of other layers",
+    ),
+    "layer inputs": Feature(of_model(lambda i, m: m.inputs > 0), "embeddings for each layer"),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,

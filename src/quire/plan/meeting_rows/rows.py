@@ -14,6 +14,9 @@ RANKS: tuple[Row, ...] = (
         "use -tp {fitting_tp}"),
     Row("-pp", "fewer layers", REFUSED, "-pp {pp}: the model has only {layers} layers, and every stage needs a layer",
         "use -pp {layers} at most"),
+    Row("-pp", "shared KV", MISSING, "they may be on another stage than the layers with their KV",
+        "leave out -pp, or use -tp"),
+    Row("-pp", "layer inputs", MISSING, "the first stage alone has embeddings", "leave out -pp, or use -tp"),
     Row("layer partition", "other layers", REFUSED, "pipeline_layer_partition={partition}: {partition_stages} stages "
         "with {partition_layers} layers do not fit -pp {pp} and the model's {layers} layers",
         "give {pp} numbers that add up to {layers}"),

@@ -29,30 +29,36 @@ class GroupedSteps:
         plain = torch.tensor(
             head_order(layer.rotary_dim, width, interleaved=layer.interleaved) or range(width)
         ).argsort()
-        kernel = layer.kernels.heads
+        kernel, sizes = layer.kernels.heads, {"q": heads, "k": kv_heads, "v": kv_heads}
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
-            q, k, v = result.view(len(result), -1, width).split([heads, kv_heads, kv_heads], 1)
-            for name, part in {"q_proj": q[..., plain], "k_proj": k[..., plain], "v_proj": v}.items():
-                keep(name, part)
+            parts = result.view(len(result), -1, width).split([sizes[side] for side in layer.projected], 1)
+            for side, part in zip(layer.projected, parts, strict=True):
+                keep(f"{side}_proj", part if side == "v" else part[..., plain])
 
         def prepare(qkv: Tensor, norm: Tensor | None, eps: float, *rest: Any) -> Tensor:
-            cos, sin, kv, slots = rest
+            cos, sin, kv, slots, values = rest
             if norm is not None:
                 places, shape = torch.arange(len(qkv)), (len(qkv), kv_heads, 1, width)
                 scratch = KVView(qkv.new_zeros(shape), qkv.new_zeros(shape))
                 unturned = torch.ones_like(cos), torch.zeros_like(sin)
-                keep("q_norm", kernel.prepare(qkv.clone(), norm, eps, *unturned, scratch, places)[..., plain])
-                keep("k_norm", scratch.k[:, :, 0][..., plain])
-            q: Tensor = kernel.prepare(qkv, norm, eps, cos, sin, kv, slots)
+                keep("q_norm", kernel.prepare(qkv.clone(), norm, eps, *unturned, scratch, places, values)[..., plain])
+                if kv_heads:
+                    keep("k_norm", scratch.k[:, :, 0][..., plain])
+                if values in ("normed", "keys"):
+                    keep("v_norm", scratch.v[:, :, 0])
+            q: Tensor = kernel.prepare(qkv, norm, eps, cos, sin, kv, slots, values)
             block, offset = slots // kv.block_size, slots % kv.block_size
-            keep("queries", q[..., plain])
+            if layer.growth is None:
+                keep("queries", q[..., plain])
             keep("keys", kv.k[block, :, offset][..., plain])
             keep("values", kv.v[block, :, offset])
             return q
 
         layer.qkv.register_forward_hook(projected)
         layer.kernels = replace(layer.kernels, heads=SimpleNamespace(prepare=prepare))
+        if layer.growth is not None:
+            layer.growth.register_forward_hook(lambda module, given, result: keep("queries", result[..., plain]))
         on_sum(layer.output, keep, "attention", "o_proj")
 
     def replace(self, differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
