@@ -368,12 +368,12 @@ def mxfp4_experts(hidden: int, inner: int) -> weight_only_hopper_experts.Packed:
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_few_tokens_without_an_expert_and_with_one_twice(poisoned: None) -> None:
     """An id of -1 adds nothing, whatever lies in its row, and its weight; an expert that comes twice counts twice."""
-    packed, x = mxfp4_experts(96, 64), torch.randn(3, 96).half()
+    packed, x = mxfp4_experts(104, 64), torch.randn(3, 104).half()
     weights = torch.tensor([[0.5, torch.nan], [torch.nan, torch.nan], [0.25, 0.5]])
     ids = torch.tensor([[2, -1], [-1, -1], [1, 1]], dtype=torch.int32)
     x[1] = torch.nan
     y = weight_only_hopper_experts.run(x, weights, ids, packed)
-    assert torch.equal(y[1], torch.zeros(96).half())
+    assert torch.equal(y[1], torch.zeros(104).half())
     for row, expert, weight in ((0, 2, 0.5), (2, 1, 0.75)):
         one = torch.full((1, 1), expert, dtype=torch.int32)
         expected = weight_only_hopper_experts.run(x[row : row + 1], torch.full((1, 1), weight), one, packed)

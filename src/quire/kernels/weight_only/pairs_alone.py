@@ -28,11 +28,10 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.kernels.weight_only.bits import E2M1_CODE, E2M1_IN
 from quire.kernels.weight_only.words import STEP
 
-MOST_TURNS = (
-    6  # steps of 128 inputs of a warp of `_alone_up_kernel`, which reads the weights of all before it multiplies
-)
-MOST_DOWN_TURNS = 24  # of a warp of `_alone_down_kernel`, which reads them a few at a time
+MOST_TURNS = 6  # steps of 128 inputs of a warp of `_alone_up_kernel`: it reads the weights of all before it multiplies
+MOST_DOWN_TURNS = 24  # of a warp of `_alone_down_kernel`: it reads the weights of a few ahead
 MOST_WARPS = 16
+READ_AHEAD = 48  # steps whose weights a program of `_alone_down_kernel` holds; with more, no other has room beside it
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,10 @@ def warps_of(hidden: int, inner: int, k: int) -> tuple[int, int] | None:
 
     hidden, inner, k   inputs H of gate and up; inputs I of down; experts of a token
     """
-    steps, own, experts = -(-hidden // STEP), -(-inner // STEP), bucket(k)
+    steps, own_steps, experts = -(-hidden // STEP), -(-inner // STEP), bucket(k)
     up = next((warps for warps in (4, 8, MOST_WARPS) if steps <= warps * MOST_TURNS), 0)
-    down = next(
-        (warps for warps in (8, MOST_WARPS) if own * experts <= warps * MOST_DOWN_TURNS and experts <= warps), 0
-    )
+    most = max(own_steps * experts / MOST_DOWN_TURNS, experts)
+    down = next((warps for warps in (8, MOST_WARPS) if most <= warps), 0)
     return (up, down) if up and down else None
 
 
@@ -88,7 +86,7 @@ def run(
 ) -> None:
     """Write residual + the weighted sum of the outputs of each token's experts to y [T, H].
 
-    x                [T, H], each row contiguous. Its sizes must be such that `warps_of` returns warps
+    x                [T, H], each row contiguous, of sizes for which `warps_of` returns warps
     first, second    the matrices of gate and up, and of down;  act  activation (`quire.kernels.activation`)
     residual, join   see `quire.kernels.experts`; contiguous
     """
@@ -133,7 +131,7 @@ def run(
         hidden,
         inner,
         warps[1],
-        48 // warps[1],
+        READ_AHEAD // warps[1],
         not INTERPRETED,
         in_pdl,
         num_warps=warps[1],
@@ -321,8 +319,8 @@ def _alone_up_kernel(
     x                  [T, K];  stride  elements from token to token
     words, scales      [experts, UNITS, ..], see `Matrices`;  bias  [experts, 2 N] or None
     ids, expert_map    see `Routed`
-    h                  [pairs, 16 ceil(N / 16)], output, in the order of `_place_of`, zeros behind N. Rows of pairs
-                       without an expert here are not written
+    h                  [pairs, 16 ceil(N / 16)], output, in the order of `_place_of`, with zeros behind N. Rows of
+                       pairs without an expert here are not written
     ASM                False: in Triton's interpreter, in float32
     """
     if PDL:
@@ -351,7 +349,7 @@ def _alone_up_kernel(
         bias += place.to(tl.int64) * (2 * N) + col
         one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
         two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
-    value = tl.where(col < N, gated_of(one, two, ACT), 0.0)
+    value = gated_of(one, two, ACT)  # 0 behind N, where weights are
     tl.store(h + pair.to(tl.int64) * ((N + 15) // 16 * 16) + _place_of(col), value.to(h.dtype.element_ty))
 
 
