@@ -11,7 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, SamplingParams
+from quire import LLM, EngineConfig, SamplingParams
+from quire.explain.verify.parity import verify
 
 from ..support.tiny_models import CONTEXT, VOCAB, generate
 
@@ -105,6 +106,8 @@ def check(engine: Callable[..., LLM], folder: Path, model: Any) -> None:
 
 def test_the_text_half_runs(stored: tuple[Path, Any], engine: Callable[..., LLM]) -> None:
     check(engine, *stored)
+    report = verify(str(stored[0]), EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False))
+    assert report.ok, report.render()
 
 
 def test_older_names_of_tensors(stored: tuple[Path, Any], engine: Callable[..., LLM]) -> None:

@@ -40,6 +40,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
 SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
 WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
+LONG = (
+    "LongRoPE: the context is longer than the trained {0} tokens, so all requests rotate by the divisors of long "
+    "contexts; --max-model-len {0} chooses the others"
+)
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -222,7 +226,9 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
         rope = replace(rope, long=length > rope.original_max_position)
         return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
 
-    return replace(args, layers=tuple(map(fitted, args.layers)))
+    args = replace(args, layers=tuple(map(fitted, args.layers)))
+    trained = max((one.mixer.rope.original_max_position for one in args.layers if one.mixer.rope.long), default=0)
+    return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
 
 
 def _extra_layers(keys: Keys, family: Family) -> int:
@@ -365,7 +371,7 @@ def _activation(keys: Keys, family: Family) -> str:
     """Return the activation of a gated MLP, by its name in `quire.kernels.activation`."""
     key = "hidden_activation" if keys.get("hidden_activation") is not None else "hidden_act"
     value = keys.get(key, family.form.act)
-    if value not in ACTS:
+    if not isinstance(value, str) or value not in ACTS:
         raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(ACTS)}.")
     return ACTS[value]
 

@@ -40,9 +40,10 @@ class Heads:
     one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
     dim          head_dim when config.json lacks the key; None: hidden_size / heads
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
-                 ones beside others with a window, or ""
+                 ones if the model has a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
     grow         True: queries grow with their position, by llama_4_scaling_beta of the rotary settings
+    settings     True: config.json must have rotary settings, since the family's own default is no plain rotation
     interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
                  attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
@@ -54,6 +55,7 @@ class Heads:
     unrotated: str = ""
     soft_cap: float | None = None
     grow: bool = False
+    settings: bool = False
     interleaved: bool = False
     sinks: bool = False
     values: str = ""
@@ -210,7 +212,7 @@ FAMILIES: Mapping[str, Family] = {
                         experts="qwen3_moe", words="attention_bias"),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
                       dtype="bfloat16",
-                      heads=Heads(dim=64, sinks=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
+                      heads=Heads(dim=64, sinks=True, settings=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
                       window=Window(default=128, layers="between", period=2),
                       words="attention_bias initial_context_length"),
     "minimax_m2": Family(architecture="MiniMaxM2ForCausalLM", heads=Heads(qk_norm="whole", dim=128), theta=5e6,

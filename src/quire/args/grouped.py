@@ -22,6 +22,8 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> G
         keys.flag(key, family.biased and key == "attention_bias") if key in family.keys else False
         for key in ("attention_bias", family.output_key)
     )
+    if own.settings and not rope_settings(keys):
+        raise keys.wrong("rope_scaling and rope_parameters are missing: take the config.json of the published model.")
     rotated = _rotary_dim(keys, family, head_dim, rope)
     if any(len(one) != rotated // 2 for one in rope.divisors):
         raise keys.wrong(

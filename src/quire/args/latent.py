@@ -71,6 +71,8 @@ def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs:
         if keys.flag(key):
             raise keys.unsupported(f"{key}=true is not implemented with latent attention: use another model.")
     nope, rotated = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim")
+    if rope.divisors:
+        raise keys.unsupported("rope type 'longrope' is not implemented with latent attention: use another model.")
     if rotated % 2:
         raise keys.wrong(f"qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
     heads, kv_heads = keys.size("num_attention_heads"), keys.get("num_key_value_heads")

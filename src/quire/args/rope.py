@@ -136,8 +136,9 @@ def read_rope(
         return common, notes
     trained = "original_max_position_embeddings"
     original = keys.get(trained) or raw.get(trained) or keys.get("initial_context_length") or max_positions
-    if not isinstance(original, int) or original < 1:
-        raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
+    original = Keys({trained: original}, keys.source).size(trained)
+    if kind == "yarn" and theta <= 1:
+        raise keys.wrong(f"rope_theta={theta} must be above 1 with rope type 'yarn'.")
     return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes
 
 

@@ -43,7 +43,7 @@ def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) 
     if short or (not off and (family.window.plain or family.heads.unrotated)):
         sliding = _sliding(keys, family, limit, listed)
     unrotated: Collection[int] = listed if family.heads.unrotated == "listed" else ()
-    if family.heads.unrotated == "without window" or (family.heads.unrotated == "full" and sliding):
+    if family.heads.unrotated == "without window" or (family.heads.unrotated == "full" and not off):
         unrotated = [layer for layer in range(num_layers) if layer not in sliding]
     return tuple(
         LayerRule(layer in sliding, window if short and layer in sliding else None, layer not in unrotated)
@@ -89,7 +89,11 @@ def _listed(keys: Keys, family: Family, num_layers: int) -> Collection[int]:
     every = keys.size("no_rope_layer_interval", 4)
     listed = keys.checked(
         "no_rope_layers",
-        lambda value: not value or (isinstance(value, list) and len(value) >= num_layers and set(value) <= {0, 1}),
+        lambda value: not value or (isinstance(value, list) and len(value) >= num_layers and _bits(value)),
         f"a list of {num_layers} numbers, 1 for a layer with RoPE and 0 for one without",
     )
     return [layer for layer in range(num_layers) if not (listed[layer] if listed else (layer + 1) % every)]
+
+
+def _bits(values: list[object]) -> bool:
+    return all(type(one) is int and one in (0, 1) for one in values)

@@ -63,10 +63,15 @@ def unwrapped(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], W
     wrapper = WRAPPERS.get(str(raw.get("model_type")))
     if wrapper is None or raw.get("text_config") is None:
         return raw, None
-    inner = Keys(raw, source).object("text_config") or {}
-    found = (
-        dict(wrapper.defaults) | {"model_type": wrapper.text} | inner | {key: raw[key] for key in AROUND if key in raw}
-    )
+    keys = Keys(raw, source)
+    named, known = keys.names("architectures"), wrapper.architecture
+    if named and known not in named and known.replace("ForConditionalGeneration", "Model") not in named:
+        raise keys.unsupported(
+            f"architecture {named[0]!r} of model_type {raw['model_type']!r} is not implemented: use a {known}."
+        )
+    beside = {key: raw[key] for key in AROUND if raw.get(key) is not None}
+    inner = keys.object("text_config") or {}
+    found = dict(wrapper.defaults) | {"model_type": wrapper.text} | inner | beside
     found.pop("architectures", None)  # of the model around it, if any
     root, head = PLACES[0]
     return found, WrapperArgs(model_type=str(raw["model_type"]), root=root, head=head)

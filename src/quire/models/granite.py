@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (IBM), dense: as Llama, with factors on embeddings, scores, residuals and logits."""
+"""Granite 3 (IBM), dense: as Llama, with factors on embeddings, scores, residuals and logits."""
 
 from quire.models.llama import NAME_MAP
 

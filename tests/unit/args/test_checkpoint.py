@@ -1,14 +1,16 @@
 """Reading config.json: spellings, refusals by name, notes, and every real configuration at hand."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.args.checkpoint import parse_checkpoint_config, read_checkpoint_config
+from quire.args.checkpoint import LACKING, parse_checkpoint_config, read_checkpoint_config
 from quire.args.families import FAMILIES
 from quire.args.layers import DenseArgs, GroupedArgs
+from quire.args.wrappers import WRAPPERS
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 QWEN3 = {
@@ -383,3 +385,59 @@ def test_seed_oss_has_biases_unless_it_says_otherwise() -> None:
     assert biases(attention_out_bias=True) == (True, True)
     with pytest.raises(UnsupportedModel, match="attention_out_bias"):
         parse_checkpoint_config(changed(attention_out_bias=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act="),
+        ("smollm3", {"no_rope_layers": [[], 1, 1, 1]}, "no_rope_layers=.* must be a list of 4 numbers"),
+        ("llama", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_theta=1.0 must be above 1"),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3 | {"type": "llama3", "original_max_position_embeddings": 10**40}},
+            "original_max_position_embeddings=1000.* must be a positive integer",
+        ),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "rope_scaling and rope_parameters are missing"),
+        (
+            "ministral3",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "llama_4_scaling_beta=None must be a positive n",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_read(family: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        parse_checkpoint_config(family_config(family, **changes))
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 4, ["sliding_attention"] * 3 + ["full_attention"], None])
+def test_exaone_rotates_layers_with_a_window(kinds: list[str] | None) -> None:
+    """And all layers, if there is no window: as transformers' Exaone4Attention."""
+    raw = family_config("exaone4", layer_types=kinds, sliding_window=32)
+    sliding = kinds or ["sliding_attention"] * 3 + ["full_attention"]
+    turning = [one.mixer.rope.kind != "none" for one in parse_checkpoint_config(raw).layers]
+    assert turning == [kind == "sliding_attention" for kind in sliding]
+    without = parse_checkpoint_config(raw | {"sliding_window": None, "layer_types": ["full_attention"] * 4})
+    assert all(one.mixer.rope.kind == "default" for one in without.layers)
+
+
+def test_keys_around_a_language_model() -> None:
+    """Null means nothing; a class that is no generator is refused."""
+    inner = family_config("gemma3_text", tie_word_embeddings=False, dtype="bfloat16")
+    raw = {"model_type": "gemma3", "text_config": inner, "architectures": ["Gemma3ForConditionalGeneration"]}
+    args = parse_checkpoint_config(raw | {"tie_word_embeddings": None, "dtype": None})
+    assert (args.tie_word_embeddings, args.dtype) == (False, "bfloat16")
+    assert parse_checkpoint_config(raw | {"tie_word_embeddings": True}).tie_word_embeddings
+    assert "gemma3 also reads images" in " ".join(args.notes)
+    with pytest.raises(UnsupportedModel, match="'Gemma3ForSequenceClassification' of model_type 'gemma3'"):
+        parse_checkpoint_config(raw | {"architectures": ["Gemma3ForSequenceClassification"]})
+
+
+def test_known_families_that_do_not_run_say_what_is_missing() -> None:
+    for name, needs in LACKING.items():
+        if name not in FAMILIES and name not in WRAPPERS:
+            with pytest.raises(
+                UnsupportedModel, match=re.escape(f"{name!r} is not implemented yet: it needs {needs}.")
+            ):
+                parse_checkpoint_config(changed(model_type=name, architectures=None))

@@ -16,7 +16,6 @@ from msgspec import structs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.args.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
@@ -77,7 +76,7 @@ def write_dequantized(model: Decoder, params: tuple[Param, ...], folder: Path, o
     save_file(stored, out / "model.safetensors", {"format": "pt"})
     raw = {
         key: value
-        for key, value in read_raw_config(folder).items()
+        for key, value in json.loads((folder / "config.json").read_text()).items()  # of the whole model
         if key not in ("quantization_config", "compression_config")
     }
     (out / "config.json").write_text(json.dumps(raw))

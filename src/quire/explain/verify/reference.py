@@ -4,6 +4,7 @@ In the second run every step starts from Quire's results, so the difference of a
 and an error in a step shows in no other. Knows the names of transformers' modules.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,8 +32,10 @@ def load(folder: Path) -> Any:
     """Load a checkpoint with transformers, in float32. Raises ModelError where transformers cannot load it."""
     import transformers
 
+    wrapped = "text_config" in json.loads((folder / "config.json").read_text())
+    loader = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        return loader.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -56,7 +59,7 @@ def run_alone(model: Any, token_ids: list[int], ours: Recording) -> dict[str, Te
 
     ours   tells where the reference has the results
     """
-    body, kept, handles = model.base_model, {}, []
+    body, kept, handles = _body(model), {}, []
 
     def keep(stage: str) -> Callable[..., None]:
         def hook(module: Any, given: Any, result: Any = None) -> None:
@@ -84,7 +87,7 @@ def run_alone(model: Any, token_ids: list[int], ours: Recording) -> dict[str, Te
 def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
     """Run the model of transformers with Quire's results as the inputs of its steps. Return the differences."""
     differences = Differences(ours)
-    body = model.base_model
+    body = _body(model)
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens", _embedding_factor(model))
     for index, layer in enumerate(body.layers):
         for half in (ATTENTION, FEED_FORWARD):
@@ -152,6 +155,12 @@ def _on_given(module: Any, differences: Differences, stage: str, step: str) -> N
         given[0].copy_(differences.replace(stage, step, given[0]))
 
     module.register_forward_pre_hook(hook)
+
+
+def _body(model: Any) -> Any:
+    """Return the module with embedding, layers and norm; of a model that reads images, too, its language model's."""
+    base = model.base_model
+    return getattr(base, "language_model", base)
 
 
 def _embedding_factor(model: Any) -> float:
