@@ -28,7 +28,7 @@ class Sinks(nn.Module):
         self.weight = tensors["weight"].to(self.device).float()
 
 
-class Growth(nn.Module):
+class QueryGrowth(nn.Module):
     """Queries that grow with their position; see `ScoreArgs`. Formula: Llama 4's, in Hugging Face's Ministral-3."""
 
     def __init__(self, args: ScoreArgs, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = heads["q"], heads.get("k", 0)
         self.values = args.values if self.num_kv_heads else "kept"
         self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.scores.soft_cap
-        self.growth = Growth(args.scores, build.device) if args.scores.growth else None
+        self.growth = QueryGrowth(args.scores, build.device) if args.scores.growth else None
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
         self.wide_norm: WideNorm | None = None
