@@ -43,7 +43,7 @@ def written(folder: Path, family: str, form: str, mix: str) -> Path:
     """A checkpoint of a random model."""
     spec = Tiny(family=family, heads=(8, 4), changes=tuple((SIZES | OWN[family]).items()))
     model = random_model(spec, 0)
-    quieten(model, 0.25, 0.5)
+    quieten(model, 3.0, 0.5)
     write_model(model, folder / "plain", family)
     write_partly(folder / "plain", folder / "quantized", form, MIXES[mix], BLOCKS.get(family, "mlp"))
     return folder / "quantized"

@@ -5,6 +5,7 @@ python -m tests.support.tiny_models FAMILY FOLDER     writes a checkpoint
 
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from quire.args.families import FAMILIES as CONFIGURED
 from quire.args.families import Family
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
+from quire.plan.layout import checkpoint_names
 
 MARGIN = 1e-3  # between the two largest logits of every greedy step: far above float32 noise
 VOCAB = 96
@@ -411,15 +413,25 @@ def random_model(spec: Tiny, seed: int) -> Any:
 
 
 @torch.no_grad()
-def quieten(model: Any, logits: float, layers: float = 1.0) -> None:
-    """Scale what a model says by `logits`, by way of its last norm, and the weights of its layers by `layers`.
+def quieten(model: Any, largest: float, layers: float = 1.0) -> None:
+    """Scale what the layers of a model add by `layers`, and its logits to about `largest`, by way of its last norm.
 
     In bfloat16 an error grows with the logits, and layers of random weights amplify it. Powers of two change no digit.
     """
-    model.model.norm.weight.mul_(logits)
-    for parameter in model.model.layers.parameters():
+    family = model.config.model_type
+    names = checkpoint_names(family)
+    after = {names[key].rpartition("}.")[2] for key in names if key[0].endswith("_after.weight")}
+
+    def scale(norm: Tensor, factor: float) -> None:
+        norm.copy_((norm + 1) * factor - 1 if CONFIGURED[family].form.plus_one else norm * factor)
+
+    for name, parameter in model.model.layers.named_parameters():
         if parameter.ndim > 1:
             parameter.mul_(layers)
+        elif name.partition(".")[2] in after:
+            scale(parameter, layers)
+    peak = float(model(torch.arange(1, 60, device=model.device)[None]).logits.abs().max())
+    scale(model.model.norm.weight, 2.0 ** round(math.log2(largest / peak)))
 
 
 def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu") -> Oracle:
