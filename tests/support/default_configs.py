@@ -11,6 +11,12 @@ GROWING = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_po
 STATED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 32,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 1024,
+        "attention_multiplier": 0.02,
+    },
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0}},
     "ministral3": {"rope_parameters": GROWING | {"rope_theta": 1e6}},
 }

@@ -170,6 +170,22 @@ FAMILIES: Mapping[str, FamilyCase] = {
         },
         biases=("attention_bias", "mlp_bias"),
     ),
+    "granitemoehybrid": FamilyCase(
+        options={
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+            "head_dim": None,
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 72,
+            "mamba_n_heads": 1,
+            "position_embedding_type": "rope",
+        },
+        biases=("attention_bias",),
+    ),
     "glm4": FamilyCase(
         options={"partial_rotary_factor": 0.5},
         biases=("attention_bias",),

@@ -246,7 +246,7 @@ def _layers(
     """
     mixers = _mixers(keys, family, ropes, rules, extra)
     act = _activation(keys, family)
-    width, bias = keys.size("intermediate_size"), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
+    width, bias = keys.size(family.form.width_key), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
     dense = DenseArgs(width=width, bias=bias, act=act)
     parts: list[FeedForwardArgs] = [dense] * len(mixers)
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):

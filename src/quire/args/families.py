@@ -73,6 +73,7 @@ class LayerForm:
     root_embeddings   True: embeddings are multiplied by the root of hidden_size
     tied              tie_word_embeddings when config.json lacks the key
     logit_cap         final_logit_softcapping when config.json lacks the key
+    width_key         key of the width of a gated MLP
     scaled            as in `LayerArgs`
     """
 
@@ -85,6 +86,7 @@ class LayerForm:
     root_embeddings: bool = False
     tied: bool = False
     logit_cap: float | None = None
+    width_key: str = "intermediate_size"
     scaled: bool = False
 
 
@@ -143,6 +145,10 @@ GEMMA4_KEYS = (
     "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
     "hidden_size_per_layer_input vocab_size_per_layer_input"
 )
+MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
+    "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
+    "mamba_n_heads mamba_proj_bias time_step_limit"
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                     words="attention_bias mlp_bias"),
@@ -190,6 +196,10 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(architecture="GraniteForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                       words="attention_bias mlp_bias attention_multiplier embedding_multiplier "
                                  "residual_multiplier logits_scaling"),
+    "granitemoehybrid": Family(architecture="GraniteMoeHybridForCausalLM", qkv_bias=None, output_bias=None,
+                               heads=OWN_KV, form=LayerForm(width_key="shared_intermediate_size"),
+                               words="attention_bias attention_multiplier embedding_multiplier residual_multiplier "
+                                     "logits_scaling shared_intermediate_size num_experts_per_tok " + MAMBA),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True, rotated=0.5,
                    heads=Heads(dim=128, interleaved=True), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),

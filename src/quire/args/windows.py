@@ -6,7 +6,11 @@ from typing import NamedTuple
 from quire.args.families import Family
 from quire.args.keys import Keys
 
-KINDS = {"full_attention": False, "sliding_attention": True}  # names in layer_types -> the layer has the window
+KINDS = {
+    "full_attention": False,
+    "attention": False,
+    "sliding_attention": True,
+}  # names in layer_types -> the layer has the window
 
 
 class LayerRule(NamedTuple):

@@ -6,13 +6,15 @@ from quire.explain.verify.recording import on_sum
 from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.mlp import GatedMLP
 
+DOWN = ("mlp.down_proj", "shared_mlp.output_linear")
+
 
 class DenseSteps:
     """The steps of a gated MLP. A `FeedForwardSteps`."""
 
     room = "mlp"
-    paths: Mapping[str, tuple[str, ...]] = {}
-    inputs: Mapping[str, tuple[str, ...]] = {"gate_proj, up_proj": ("mlp.down_proj",)}
+    paths: Mapping[str, tuple[str, ...]] = {"down_proj": DOWN}
+    inputs: Mapping[str, tuple[str, ...]] = {"gate_proj, up_proj": DOWN}
 
     def watch(self, layer: GatedMLP, keep: Keep) -> None:
         """Record the gated product and the projection back."""
