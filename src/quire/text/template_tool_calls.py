@@ -152,7 +152,7 @@ PROBE_TOOL: dict[str, Any] = {
 
 CUT_ARGUMENTS = '{"probe_key": "v'
 SECOND, SECOND_ID = ("second_name", "second_result"), "probe0002"
-RESPONSE = "tool_response"  # in the prompt of a template that has a form of its own for results
+RESPONSE = "<|tool_response>"  # in the prompt of a template that has a form of its own for results
 ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 

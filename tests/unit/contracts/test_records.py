@@ -94,8 +94,7 @@ def test_groups_of_equal_pages_with_other_blocks() -> None:
     assert [geometry.table_entries(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 2, 2, 3, 3, 5]
     assert [geometry.request_blocks(n, 1) for n in (0, 1, 4, 5, 8, 9, 100)] == [0, 2, 2, 3, 3, 5, 13 + 3]
     assert [geometry.most_tokens(n, 1, 40) for n in (0, 1, 2, 3, 5, 6, 9)] == [0, 0, 4, 8, 16, 24, 40]
-    with pytest.raises(ValueError, match="too many values"):
-        geometry.block_size  # noqa: B018
+    assert (geometry.block_size, geometry.hit_size, geometry.block_sizes) == (4, 8, (4, 8))
 
 
 def test_entries_of_several_tokens_and_states() -> None:

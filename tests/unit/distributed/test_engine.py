@@ -268,7 +268,11 @@ def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
 
 
 PLACED = [
-    (family, sizes) for family in FAMILIES for sizes in SIZES if not SIZES[sizes].get("experts") or family in EXPERTS
+    (family, sizes)
+    for family in FAMILIES
+    for sizes in SIZES
+    if not SIZES[sizes].get("experts") or family in EXPERTS
+    if not SIZES[sizes].get("pp") or family != "gemma4_inputs"  # which has no pipeline: see plan/meeting_rows
 ]
 
 

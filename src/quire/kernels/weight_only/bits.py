@@ -76,6 +76,7 @@ if gl is not None:
     PLAIN_8, SCALED_8 = gl.constexpr(_asm_8(False)), gl.constexpr(_asm_8(True))
     PLAIN_4_IN, SCALED_4_IN = gl.constexpr(_constraints(8, "r" * 6)), gl.constexpr(_constraints(8, "r" * 10))
     PLAIN_8_IN, SCALED_8_IN = gl.constexpr(_constraints(4, "rrffff")), gl.constexpr(_constraints(4, "rrffffrrrr"))
+E2M1_CODE = E2M1_IN = None  # without Triton
 if tl is not None:
     E2M1_CODE, E2M1_IN = tl.constexpr(_asm_e2m1()), tl.constexpr(_constraints(8, "r" * 6))
 
