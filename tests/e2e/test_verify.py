@@ -47,8 +47,8 @@ FIRST = ("qwen3", "qwen2_moe", "deepseek_v3")
 PLANTED = [*FIRST, *full_rows(family for family in FAMILIES if family not in FIRST)]
 # Name of a parameter without its layer and kind, with the name of its part -> the step that reads it.
 STEPS = {
-    "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm", "attention.qkv q": "q_proj", "attention.qkv k": "k_proj",
+    "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention.qkv q": "q_proj",
+    "attention.qkv k": "k_proj",
     "attention.qkv v": "v_proj", "attention.head_norm.q": "q_norm", "attention.head_norm.k": "k_norm",
     "attention.output": "o_proj", "attention.down q": "q_proj", "attention.down q_down": "q_a_proj",
     "attention.down kv": "kv_a_proj_with_mqa", "attention.q_norm": "q_a_layernorm", "attention.q": "q_b_proj",
@@ -56,7 +56,10 @@ STEPS = {
     "mlp.gate_up up": "gate_proj, up_proj", "mlp.down": "down_proj", "mlp.router": "router",
     "mlp.experts.gate_up gate": "experts", "mlp.experts.gate_up up": "experts", "mlp.experts.down": "experts",
     "mlp.shared.gate_up gate": "shared gate_proj, up_proj", "mlp.shared.gate_up up": "shared gate_proj, up_proj",
-    "mlp.shared.down": "shared down_proj", "mlp.shared_gate": "shared_expert_gate",
+    "mlp.shared.down": "shared down_proj", "mlp.shared_gate": "shared_expert_gate", "attention.sinks": "attention",
+    "attention.wide_norm.q": "queries", "attention.wide_norm.k": "keys", "mlp.router.correction": "router",
+    "mlp.experts.gate_up_bias gate": "experts", "mlp.experts.gate_up_bias up": "experts",
+    "mlp.experts.down_bias": "experts",
 }  # fmt: skip
 OUTSIDE = {"embed": "embed", "norm": "norm", "head": "logits"}  # stages that are no half of a layer
 
@@ -142,10 +145,14 @@ def kind(parameter: str, part: str) -> tuple[str, str]:
     return re.sub(r"^layers\.\d+\.", "", parameter), part.rpartition(".")[2]
 
 
-def place(parameter: str, part: str) -> tuple[str, str]:
-    """The stage and the step that a parameter belongs to, by its name in Quire: families name tensors as they like."""
+def place(stored: str, parameter: str, part: str) -> tuple[str, str]:
+    """The stage and the step that a parameter belongs to, by its name in Quire: families name tensors as they like.
+
+    Norms of hidden states have the names of the checkpoint's modules.
+    """
     inside = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter)
-    step = STEPS[f"{inside} {part.rpartition('.')[2]}".strip()]
+    norm = parameter.startswith("layers.") and re.fullmatch(r"(attention_|mlp_|)(norm|after)", inside)
+    step = stored.split(".")[-2] if norm else STEPS[f"{inside} {part.rpartition('.')[2]}".strip()]
     half = "attention" if inside.startswith("attention") else "feed-forward"
     return OUTSIDE.get(inside) or f"layer {parameter.split('.')[1]} {half}", step
 
@@ -188,7 +195,7 @@ def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, famil
         assert not report.ok and f"    {stored}: " in report.render()
         if report.first_divergent is None and (".experts." in parameter or parameter.endswith("router.correction")):
             continue  # no token is sent to the expert, or all to the same ones as before
-        assert report.first_divergent == place(parameter, part), f"{stored}\n{report.render()}"
+        assert report.first_divergent == place(stored, parameter, part), f"{stored}\n{report.render()}"
 
 
 @pytest.mark.parametrize("family", PLANTED)
