@@ -7,6 +7,7 @@ process that can be stopped. Knows nothing of HTTP, of tool-call parsing or of t
 """
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedMod
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import TooCostly, compile_metered
 from quire.text.special import SpecialTokens, read_json
+from quire.text.template_instructions import Instructions, need_probe, probe_instructions
 from quire.text.template_tool_calls import REASONING as REASONING
 from quire.text.template_tool_calls import CallStyle, probe_style
 
@@ -59,6 +61,7 @@ class ChatTemplate:
         self._trusted = compiler is not None
         self._compiled = {name: compiler(source) for name, source in self.sources.items()} if compiler else {}
         self._styles: dict[str, CallStyle] = {}  # filled when a conversation with tool calls first comes
+        self._instructions: dict[str, Instructions] = {}  # filled as above, for instructions
         self._sandbox = sandbox or Sandbox()
 
     def replaced(self, source: str) -> "ChatTemplate":
@@ -134,7 +137,7 @@ class ChatTemplate:
         tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
         continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
         adapt_turns   convert the assistant's turns to the format that this template reads (see `template_tool_calls`),
-                      which transformers does not do
+                      and instructions to those it keeps (see `template_instructions`); transformers does neither
 
         Raises `InvalidParameter` when the template refuses the messages, `TooCostly` when only a child may render it.
         """
@@ -149,7 +152,7 @@ class ChatTemplate:
         chat = [_normal_message(message, at) for at, message in enumerate(messages)]
         if adapt_turns:
             style = self.call_style(name) if any(message.get("tool_calls") for message in chat) else CallStyle()
-            chat = style.turns(chat)
+            chat = self._instructed(name, style.turns(chat))
         last = chat[-1].get("content")
         if continue_final_message:
             if not isinstance(last, str) or "content" not in self.sources[name]:
@@ -171,6 +174,15 @@ class ChatTemplate:
             self._styles[name] = probe_style(lambda messages, tools: self._render(name, messages, tools, {}))
         return self._styles[name]
 
+    def _instructed(self, name: str, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation of whose instructions the template `name` drops none."""
+        if not need_probe(chat):
+            return chat
+        if name not in self._instructions:
+            render = functools.partial(self._render, name, tools=None, variables={})
+            self._instructions[name] = probe_instructions(render, self.sources[name])
+        return self._instructions[name].turns(chat)
+
     def _choose(self, tools: bool) -> str:
         if tools and "tool_use" in self.sources:
             return "tool_use"
@@ -182,11 +194,12 @@ class ChatTemplate:
         )
 
     def _render_with(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
-        """Render, and if the template refuses, once more with an empty description of each tool that has none."""
+        """Render, and if the template refuses, once more with plain tools: each has a description, which may be empty,
+        and the default of a parameter is a text."""
         try:
             return self._render(name, messages, tools, variables)
         except InvalidParameter:
-            described = [_described(tool) for tool in tools or ()]
+            described = [_described(_with_text_defaults(tool)) for tool in tools or ()]
             if described == (tools or []):
                 raise
         return self._render(name, messages, described, variables)
@@ -227,6 +240,21 @@ def _described(tool: Any) -> Any:
     """Return a tool that has a description, which may be empty."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return {**tool, "function": {"description": "", **function}} if isinstance(function, dict) else tool
+
+
+def _with_text_defaults(schema: Any) -> Any:
+    """Return a JSON schema whose defaults, at any depth, are texts: JSON for those that were none. In names of
+    properties "default" has no such meaning: a mapping behind it is searched, not written as a text."""
+    if isinstance(schema, list):
+        return [_with_text_defaults(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: json.dumps(item, ensure_ascii=False)
+        if key == "default" and not isinstance(item, (str, dict))
+        else _with_text_defaults(item)
+        for key, item in schema.items()
+    }
 
 
 def no_template(model: str) -> InvalidParameter:

@@ -3,18 +3,19 @@
 Knows the files that hold them. Knows nothing of weights and devices, so that a server loads it without torch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from quire.args.pooling import PoolingPlan, read_pooling
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, InvalidParameter
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
-from quire.text.output_styles import OutputStyles, choose_styles
+from quire.text.output_styles import OutputStyles, check_variables, choose_styles
 from quire.text.special import read_json
 from quire.text.tokenizer import Tokenizer
 
@@ -48,6 +49,18 @@ class TextSide:
         """Formats of the model's tool calls and reasoning. Raises `ConfigError` for an unknown name."""
         token_id = None if self.tokenizer is None else self.tokenizer.token_id
         return choose_styles(self.chat_template, *self.parsers, token_id)
+
+    def with_parsers(
+        self, tool_parser: str | None, reasoning_parser: str | None, variables: Mapping[str, Any] | None = None
+    ) -> "TextSide":
+        """Return a text side with parsers of these names, and with the tokens that end a turn in their formats.
+        Raises `ConfigError` for an unknown name, and for default `variables` of the template that the model lacks."""
+        given = replace(self, parsers=(tool_parser, reasoning_parser))
+        try:
+            check_variables(given.styles, variables or {})
+        except InvalidParameter as error:
+            raise ConfigError(f"--default-chat-template-kwargs: {error}") from None
+        return replace(given, eos_ids=(*dict.fromkeys((*self.eos_ids, *_turn_ends(given.styles, self.tokenizer))),))
 
     def begun_message(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the last tokens of a prompt, from the beginning of its last message on, for a model that writes
@@ -92,19 +105,20 @@ def load_text(
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder
     template = None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template)
-    return TextSide(
+    side = TextSide(
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         chat_template=template,
-        eos_ids=(*dict.fromkeys((*load_eos_ids(folder, tokenizer), *_turn_ends(template, tokenizer))),),
+        eos_ids=tuple(load_eos_ids(folder, tokenizer)),
         default_params=_default_params(config, folder),
         pooling=pooling,
     )
+    return side.with_parsers(None, None)
 
 
-def _turn_ends(template: ChatTemplate | None, tokenizer: Tokenizer | None) -> list[int]:
+def _turn_ends(styles: OutputStyles, tokenizer: Tokenizer | None) -> list[int]:
     """Return the tokens that end a turn of a model that writes messages. Some checkpoints list only a part of them."""
-    if tokenizer is None or (row := choose_styles(template, token_id=tokenizer.token_id).messages) is None:
+    if tokenizer is None or (row := styles.messages) is None:
         return []
     return [i for i in map(tokenizer.token_id, (row.tokens.stop, row.tokens.call)) if i is not None]
 

@@ -76,8 +76,9 @@ def _messages(
             return row, f"{row.names[0]}, " + ("as asked" if asked else f"for {row.marks[0]!r} in the chat template")
         if asked or others == [NONE]:
             raise ConfigError(
-                f"{TOOLS} {tool_parser} and {REASONING} {reasoning_parser} do not go together: the messages of "
-                f"{row.names[0]} hold calls and reasoning. Give {row.names[0]}, or none for both."
+                f"{TOOLS} {tool_parser or '(not given)'} and {REASONING} {reasoning_parser or '(not given)'} do not go "
+                f"together: the messages of {row.names[0]} hold calls and reasoning. "
+                f"Give {row.names[0]}, or none for both."
             )
     return None
 
@@ -93,6 +94,16 @@ def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> t
     names = [row.names for row in rows] + [row.names for row in MESSAGE_FORMATS]
     known = ", ".join(name for each in names for name in each)
     raise ConfigError(f"{flag} {name!r} is not known, or not implemented yet: give one of {known}, or none.")
+
+
+def effort_variables(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
+    """Return the variable of a chat template that an effort of reasoning means: `reasoning_effort` if the template
+    reads that; for "none" else enable_thinking=False if it reads that; {} if it reads neither, or for None."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template.source():
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": False} if effort == "none" and "enable_thinking" in template.source() else {}
 
 
 def check_variables(styles: OutputStyles, variables: Mapping[str, Any]) -> None:

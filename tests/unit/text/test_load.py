@@ -67,3 +67,16 @@ def test_the_tokens_that_end_a_turn_of_messages_are_ends(tmp_path: Path, shared:
     prompt = tokenizer.encode("<|start|>user<|message|>a<|end|><|start|>assistant", False)
     assert text.begun_message(prompt) == tuple(tokenizer.encode("<|start|>assistant", False))
     assert text.begun_message([]) == text.begun_message([1]) == ()
+
+
+def test_a_parser_by_name_brings_its_ends_and_checks_the_default_variables(tmp_path: Path) -> None:
+    tokenizer = HarmonyTokenizer()
+    tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", "utf-8")
+    plain = load_text(EngineConfig(), tmp_path)
+    text = plain.with_parsers("openai", None, {"reasoning_effort": "low"})
+    assert not plain.eos_ids and set(text.eos_ids) == {tokenizer.token_id("<|return|>"), tokenizer.token_id("<|call|>")}
+    assert plain.with_parsers(None, None, {"reasoning_effort": "minimal"}).eos_ids == ()
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs: reasoning_effort is 'minimal'"):
+        plain.with_parsers("openai", None, {"reasoning_effort": "minimal"})

@@ -154,3 +154,14 @@ def test_calls_without_ids_get_one_result_each(template: ChatTemplate) -> None:
     assert text.index('functions.f to=assistant<|channel|>commentary<|message|>"r1"') < text.index(
         'functions.g to=assistant<|channel|>commentary<|message|>"r2"'
     )
+
+
+@pytest.mark.parametrize("default", [1, None, False, 0.5, [1], ["a"]], ids=str)
+def test_a_default_that_is_no_text_does_not_refuse_a_tool(template: ChatTemplate, default: Any) -> None:
+    kinds = ({"type": "integer", "enum": [1, 2]}, {"type": "string", "enum": ["a"]}, {"oneOf": [{"type": "string"}]})
+    for kind in kinds:
+        fields = {"default": {**kind, "default": default}}  # a property may have the name "default"
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
+        text = template.render([USER], tools=[tool], **DATE)
+        assert "// default: " in text or kind.get("type") != "integer"
+        assert "type f = (_: {" in text and "default?:" in text

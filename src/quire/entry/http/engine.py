@@ -127,7 +127,8 @@ class ServedEngine:
             self.place = await self._client.start(core_config(self.config))
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
-            text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
+            serve = self._serve
+            text = text.with_parsers(serve.tool_call_parser, serve.reasoning_parser, serve.default_chat_template_kwargs)
             note = text.styles.why if text.chat_template is not None else NO_CHAT
             ready = msgspec.structs.replace(ready, notes=(*ready.notes, note))
         except BaseException as error:

@@ -31,7 +31,7 @@ from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
 from quire.text.kv_chunk_marks import MarkedParts
 from quire.text.load import TextSide
-from quire.text.output_styles import check_variables
+from quire.text.output_styles import check_variables, effort_variables
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
@@ -294,24 +294,23 @@ def _variables(
     exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest, defaults: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return further variables of the template. Raises `InvalidParameter` for names that a request cannot set.
-    `reasoning_effort` is passed to templates that read it; "none" sets enable_thinking=False for templates that read
-    that. Other templates ignore it, and the client gets a warning."""
-    variables = {**(defaults or {}), **(request.chat_template_kwargs or {})}
+    They replace the server's `defaults`. The client gets a warning of those that the template does not read."""
+    own = request.chat_template_kwargs or {}
+    effort = effort_variables(template, request.reasoning_effort)
+    variables = {**(defaults or {}), **effort, **own}
     for name in (*ARGUMENTS, "documents", *SWITCHES):
         if name in variables:
             hint = "send it as a field of the request" if name in SWITCHES else "leave it out"
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
     if request.documents is not None:
         variables["documents"] = request.documents
-    given = [*(request.chat_template_kwargs or ()), *(["documents"] if request.documents else [])]
+    given = [*own, *(["documents"] if request.documents else [])]
     for name in [name for name in given if name not in template.words] if given else ():
         exchange.warn(f"{ascii(name[:40])} is ignored: the chat template does not read it")
-    if request.reasoning_effort is not None and "reasoning_effort" in template.source():
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    elif request.reasoning_effort == "none" and "enable_thinking" in template.source():
-        variables.setdefault("enable_thinking", False)
-    elif request.reasoning_effort is not None:
+    if request.reasoning_effort is not None and not effort:
         exchange.warn("reasoning_effort is ignored: the chat template does not read it")
+    if variables.get("reasoning_effort", "") is None:  # templates take it for an effort, and fail
+        del variables["reasoning_effort"]
     return variables
 
 
@@ -327,7 +326,6 @@ def check_parts(content: str | list[ContentPart] | None, where: str, param: str)
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Return the messages as dicts for the template. Raises 400 for content that is not text."""
     plain = []
-    knows_developer = "developer" in template.source()
     called: dict[str | None, str] = {}
     for at, message in enumerate(messages):
         if message.role not in template.roles:
@@ -354,7 +352,5 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
             fields.pop(name, None)
         if message.role == "tool" and message.name is None and message.tool_call_id in called:
             fields["name"] = called[message.tool_call_id]  # some templates show it
-        if message.role == "developer" and not knows_developer:
-            fields["role"] = "system"
         plain.append(fields)
     return plain

@@ -190,6 +190,19 @@ def test_a_reasoning_effort_of_none_switches_thinking_off(send_request: Callable
     )
 
 
+def test_an_effort_replaces_the_servers_default(send_request: Callable[..., Any], scripted: Any) -> None:
+    source = "{{ messages[0].content }} {{ reasoning_effort | default('unset') }} {{ enable_thinking }}"
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
+    high = {"default_chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": 1}}
+    assert send_request(high)[0] == "hi high 1"
+    assert send_request(high, reasoning_effort="low")[0] == "hi low 1"
+    own = {"reasoning_effort": "medium"}
+    assert send_request(high, reasoning_effort="low", chat_template_kwargs=own)[0] == "hi medium 1"
+    assert send_request(high, chat_template_kwargs={"reasoning_effort": None})[0] == "hi unset 1"
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": "{{ enable_thinking }}"}))
+    assert send_request(high, reasoning_effort="none")[0] == "False"
+
+
 # --- structured output ----------------------------------------------------------------------------------------------
 
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": CITY}}
