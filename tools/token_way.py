@@ -45,7 +45,7 @@ STOPS = {
     "kernels/step:build_inputs": "token ids, positions, KV slots",
     "layers/embedding.py": "embedding, LM head",
     "worker/recordings.py": "records small steps, replays them; on a GPU worker/graphs.py",
-    "layers/stack.py": "the loop over layers",
+    "layers/stack.py:run_layers": "the loop over layers",
     "layers/decoder.py": "one decoder layer",
     "layers/attention.py": "QKV, rotation, KV write, attention, output",
     "layers/linear.py": "matrix products, of the kernel that was chosen",

@@ -92,7 +92,7 @@ def retype(header: dict[str, Any]) -> dict[str, Any]:
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "architecture": (lambda f: edit(f, model_type="gpt9", architectures=["Gpt9"]), {}, "'gpt9' is not implemented"),
-    "quantized": (lambda f: edit(f, quantization_config={"quant_method": "mxfp4"}), {}, "asks for 'mxfp4'"),
+    "quantized": (lambda f: edit(f, quantization_config={"quant_method": "hqq"}), {}, "asks for 'hqq'"),
     "context": (lambda f: None, {"max_model_len": 10**6}, "exceeds the model's context"),
     "dtype": (lambda f: None, {"dtype": "float16", "device": "cpu"}, "dtype=float16 is not implemented on a CPU"),
     "routing": (lambda f: None, {"routing": "uniform", "load_format": "dummy"}, "is for models with experts"),

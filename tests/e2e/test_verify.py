@@ -283,8 +283,10 @@ def test_an_error_of_a_kernel_is_named_and_no_parameter(checkpoint: Any, monkeyp
 
 
 def _late_keys(prepare: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def wrong(qkv: Tensor, norm: Any, eps: float, cos: Tensor, sin: Tensor, kv: Any, slots: Tensor) -> Tensor:
-        q = prepare(qkv, norm, eps, cos, sin, kv, slots)
+    def wrong(
+        qkv: Tensor, norm: Any, eps: float, cos: Tensor, sin: Tensor, kv: Any, slots: Tensor, *more: Any
+    ) -> Tensor:
+        q = prepare(qkv, norm, eps, cos, sin, kv, slots, *more)
         if (sin != 0).any():
             kv.k[slots // kv.block_size, :, slots % kv.block_size] *= 1.001
         return q
