@@ -12,7 +12,7 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
-from quire.layers.stack import run_layers
+from quire.layers.stack import embedded, run_layers
 from quire.plan.kinds.blocks import operations, score_features
 from quire.plan.kv_geometry import kv_components, rank_geometry
 from quire.plan.layout import alone, layout
@@ -52,14 +52,14 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     count = len(TOKENS)
-    caches = [
-        tuple(
-            torch.zeros(2, part.num_heads, size, part.head_dim)
-            for part in kv_components(args.layers[layer].mixer, "float32")
-        )
-        for layer in range(args.num_layers)
-        for size in [next(group.block_size for group in geometry.groups if layer in group.layers)]
-    ]
+    caches: list[tuple[Tensor, ...]] = []
+    for layer in range(args.num_layers):
+        if (source := args.kept_by(layer)) != layer:
+            caches.append(caches[source])
+            continue
+        size = next(group.block_size for group in geometry.groups if layer in group.layers)
+        parts = kv_components(args.layers[layer].mixer, "float32")
+        caches.append(tuple(torch.zeros(2, part.num_heads, size, part.head_dim) for part in parts))
     positions = torch.arange(count)
     metas = tuple(
         AttentionMeta(
@@ -73,7 +73,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         for number, group in enumerate(geometry.groups)
     )
     ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches))
-    return run_layers(model, model.embed(torch.tensor(TOKENS)), ctx)
+    return run_layers(model, *embedded(model, torch.tensor(TOKENS), ctx))
 
 
 @pytest.mark.parametrize("family", [*FIRST, *full_rows(name for name in FAMILIES if name not in FIRST)])
