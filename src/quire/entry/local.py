@@ -9,6 +9,7 @@ from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
 from quire.text.kv_chunk_marks import MarkedParts
+from quire.text.output_styles import choose_styles
 from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
@@ -51,7 +52,7 @@ def render_chat(
         template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
     if template is None:
         raise no_template(engine.config.model.model)
-    marked = MarkedParts(engine.core.facts.blends)
+    marked = MarkedParts(engine.core.facts.blends, choose_styles(template, token_id=tokenizer.token_id).turn_tokens)
     text = template.render(
         marked.mark(messages),
         tools=tools,

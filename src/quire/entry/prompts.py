@@ -26,17 +26,19 @@ class Prompt:
 PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt
 
 
-def piece_prompt(tokenizer: Tokenizer, pieces: Sequence[str], special: bool) -> Prompt:
-    """Return the prompt of a text in pieces that are tokenized each by itself: every second one is a chunk.
+def piece_prompt(tokenizer: Tokenizer, pieces: Sequence[Sequence[str]], special: bool) -> Prompt:
+    """Return the prompt of a text in pieces: every second one is a chunk. See `MarkedParts.pieces`.
 
+    pieces    lists of texts, each of which is tokenized by itself
     special   add special tokens such as BOS
     """
     ids, ends = list[int](), [0]
     for piece in pieces:
-        ids += tokenizer.encode(piece, special and not ids)
+        for text in piece:
+            ids += tokenizer.encode(text, special and not ids)
         ends.append(len(ids))
     chunks = tuple((first, end) for first, end in zip(ends[1::2], ends[2::2], strict=False) if first < end)
-    return Prompt(text="".join(pieces), token_ids=ids, chunks=chunks)
+    return Prompt(text="".join(map("".join, pieces)), token_ids=ids, chunks=chunks)
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:

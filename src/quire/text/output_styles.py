@@ -36,6 +36,11 @@ class OutputStyles(msgspec.Struct, frozen=True):
     why: str
     messages: MessageFormat | None = None
 
+    @property
+    def turn_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens that begin, end or head messages, which the text of a message must not bring along."""
+        return () if self.messages is None else msgspec.structs.astuple(self.messages.tokens)
+
 
 def choose_styles(
     template: ChatTemplate | None,

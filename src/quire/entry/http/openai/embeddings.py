@@ -126,7 +126,7 @@ async def _prompts(
         if isinstance(text, list):
             return Prompt(token_ids=text)
         assert tokenizer is not None
-        return encoded(tokenizer, [text], special, longest, param)
+        return encoded(tokenizer, [[text]], special, longest, param)
 
     prompts = await away(context, exchange, lambda: [prompt(*pair) for pair in named])
     return [fitted(context, request, prompt, 0, param) for prompt, (_, param) in zip(prompts, named, strict=True)]

@@ -87,7 +87,7 @@ async def completion_prompts(
         prompts = await away(
             context,
             exchange,
-            lambda: [encoded(tokenizer, [text], special, longest, "prompt", after=after) for text in texts],
+            lambda: [encoded(tokenizer, [[text]], special, longest, "prompt", after=after) for text in texts],
         )
     elif after:
         raise InvalidParameter(
@@ -161,7 +161,7 @@ async def conversation_prompt(
     check_variables(text.styles, variables)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
-    marked = MarkedParts(context.ready().blends)
+    marked = MarkedParts(context.ready().blends, text.styles.turn_tokens)
 
     def render(how: Callable[..., str]) -> str:
         def once(**more: Any) -> str:
@@ -226,12 +226,12 @@ def longest_prompt(context: ServerContext, request: PromptFields) -> int | None:
 
 
 def encoded(
-    tokenizer: Tokenizer, pieces: list[str], special: bool, longest: int | None, param: str, *, after: str = ""
+    tokenizer: Tokenizer, pieces: list[list[str]], special: bool, longest: int | None, param: str, *, after: str = ""
 ) -> Prompt:
     """Tokenize a text in pieces, see `MarkedParts`; with `after`, fill the gap between the text and it.
     `special`: add special tokens such as BOS. Raises 400 for the field `param`, before it tokenizes, when the text
     certainly has more than `longest` tokens."""
-    text = "".join(pieces)
+    text = "".join(map("".join, pieces))
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(
             400,
