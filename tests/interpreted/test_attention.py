@@ -116,6 +116,23 @@ def test_window_soft_cap_and_sinks(case: Case, window: int | None, soft_cap: flo
     check(triton.paged_attention(q, kv, on_device(meta), 0.3, window, soft_cap, sinks), expected)
 
 
+# Chunks end before, at and behind the rows of decodes, inside tiles of queries, and at borders of blocks or not.
+EDGES = Case((1, 1, 1, 3, 3, 3), (64, 65, 66, 65, 66, 129), heads=(4, 2), head_dim=32, block_size=16)
+PROMPTS = Case((70, 33, 40, 1), (134, 64, 105, 65), heads=(4, 2), head_dim=32, block_size=64)
+
+
+@pytest.mark.parametrize("chunk", [5, 32, 64, 65, 1000])
+@pytest.mark.parametrize("case", [EDGES, PROMPTS], ids=["decodes", "prompts"])
+def test_attention_in_chunks(case: Case, chunk: int) -> None:
+    """Also of rows that do not follow each other."""
+    q, kv, meta = inputs.make(case, torch.float32)
+    expected = ref.paged_attention(q, kv, meta, 0.3, -chunk)
+    check(triton.paged_attention(q, kv, on_device(meta), 0.3, -chunk), expected)
+    chosen, rows = inputs.choose_rows(q, meta, 0.5)
+    given = on_device(chosen, decode_len=0, row_positions=chosen.row_positions)
+    check(triton.paged_attention(q[rows], kv, given, 0.3, -chunk), expected[rows])
+
+
 @pytest.mark.parametrize(
     ("case", "window", "soft_cap"),
     [
@@ -291,6 +308,8 @@ def plan_of(meta: AttentionMeta) -> Plan:
     [
         (TAILS, None, None, True),
         (TAILS, 400, 3.0, False),
+        (TAILS, -448, None, True),  # of whole tiles of keys
+        (TAILS, -400, 3.0, False),
         (Case((20, 7), (1500, 1400), heads=(3, 1), head_dim=40, block_size=48), 1000, None, True),
     ],
     ids=str,
@@ -475,6 +494,9 @@ def test_the_parts_of_hopper_are_added(case: Case, window: int | None, monkeypat
     expected = ref.paged_attention(q, kv, meta, 0.2, window, None, sinks)
     check(hopper.paged_attention(q, kv, device, 0.2, window, None, sinks), expected)
     assert kernel.parts > 8 and plan_of(device).tile_sums.shape[2] == hopper.TILINGS[case.head_dim].rows
+    kernel.parts, chunked = 0, ref.paged_attention(q, kv, meta, 0.2, -500, None, sinks)
+    check(hopper.paged_attention(q, kv, on_device(meta, decode_len=1), 0.2, -500, None, sinks), chunked)
+    assert not kernel.parts, "Triton's prefill runs attention in chunks"
 
 
 @pytest.mark.parametrize("rows, bad", [(1, "nan"), (1, "inf"), (3, "-inf"), (40, "nan"), (40, "-inf")])

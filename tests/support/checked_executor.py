@@ -104,6 +104,8 @@ class CheckedExecutor(MockExecutor):
         end, table = state.computed, self._tables[state.request_id]
         for group, (window, size) in enumerate(zip(self._windows, self._sizes, strict=True)):
             first = 0 if window is None else max(0, table.began - window + 1)  # what the first row sees
+            if window is not None and window < 0:
+                first = table.began // -window * -window
             blocks = table.blocks[group][first // size : -(-end // size)]
             seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
             expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)

@@ -9,6 +9,16 @@ NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never all
 PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
 
 
+def first_seen(position: int, window: int | None) -> int:
+    """Return the first position that a token at `position` attends to.
+
+    window   see `KVGroup`
+    """
+    if window is None:
+        return 0
+    return max(0, position - window + 1) if window > 0 else position - position % -window
+
+
 class KVComponent(msgspec.Struct, frozen=True):
     """A tensor of a KV block for each layer of its group, such as keys or values. Layout: `[head][entry][dim]`."""
 
@@ -29,7 +39,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size        tokens of a block
     tokens_per_entry  tokens that share an entry of the cache; above 1 for caches that compress their tokens
-    window            tokens that a query attends to, its own included; None for full attention
+    window            w > 0: a query attends to w tokens, its own included. w < 0: chunks of -w tokens, the first of
+                      which begins at position 0; a query attends to its own chunk, up to itself. None: full attention
     drafts            components of the last `num_drafts` layers, which are those of a draft model
     """
 
@@ -64,12 +75,17 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
         chunk   most tokens of the request in unfinished steps; a window keeps blocks for these, too
         """
-        whole = self.num_blocks(num_tokens)
-        return whole if self.window is None else min(whole, (self.window + chunk - 3) // self.block_size + 2)
+        whole, size = self.num_blocks(num_tokens), self.block_size
+        if self.window is None:
+            return whole
+        if self.window > 0:
+            return min(whole, (self.window + chunk - 3) // size + 2)
+        before = size - gcd(size, self.window)  # most tokens of a block before the beginning of a chunk of attention
+        return min(whole, -(-(before - self.window - 1 + chunk) // size))
 
     def num_behind(self, position: int) -> int:
         """Return the number of leading blocks that the window has passed for all queries from `position` on."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
+        return first_seen(position, self.window) // self.block_size
 
 
 class StateComponent(msgspec.Struct, frozen=True):

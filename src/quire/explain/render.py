@@ -14,7 +14,7 @@ from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
-from quire.plan.model_facts import fact_lines
+from quire.plan.model_facts import fact_lines, window_words
 
 
 def render(plan: Plan, full: bool = False) -> Group:
@@ -203,7 +203,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         + _cache_words(memory),
         *[
             f"windows: {count} group{'s' * (count > 1)} of up to {memory['page_layers']} layers keep the last "
-            f"{window:,} tokens of a request"
+            f"{abs(window):,} tokens of a request" + ", those of a chunk" * (window < 0)
             for count, window in memory["windows"]
         ],
         *_block_words(memory),
@@ -241,7 +241,7 @@ def _block_words(memory: Plan) -> list[str]:
         ]
     return [
         f"{one['count']} group{'s' * (one['count'] > 1)} of up to {one['layers']} layers "
-        + ("of full attention" if one["window"] is None else f"with a window of {one['window']:,} tokens")
+        + ("of full attention" if one["window"] is None else "with " + window_words(one["window"]))
         + f": blocks of {one['block_size']} tokens take {size(one['bytes'])} of a page of {page} "
         f"(each layer: {_components(one['components'])})"
         for one in groups

@@ -42,7 +42,7 @@ class Support:
 
 _WHOLE = frozenset({"float32", "bfloat16"})
 _ALL = _WHOLE | {"float16"}
-_SCORES = frozenset({"window", "soft_cap", "sinks"})
+_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
 _CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
 _NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)

@@ -6,7 +6,8 @@ preemption (`engine/`), nor of bytes (`kvstore/`). Called by one thread. A reque
     match -> can_admit -> admit -> (publish | trim | grow)* -> free | forget
 
 A group of full attention keeps all blocks of a request and takes those of the prompt at admission. A group with a
-window takes blocks chunk by chunk. It keeps the blocks that later rows attend to; `trim` gives the others back.
+window takes blocks chunk by chunk. It keeps the blocks that later rows attend to; `trim` gives the others back. What is
+said of windows holds for attention in chunks, too (`KVGroup.window`).
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ class KVAllocator:
     published   [num_slots] int32, leading blocks of a slot's chain that are in the prefix cache; read only
     groups      the KV groups
     loans       blocks that slots copy KV of, approximately
-    has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
+    has_windows True: a KV group has a window or chunks, so `trim` can give blocks back before a request ends
     """
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
@@ -161,7 +162,7 @@ class KVAllocator:
         return rows
 
     def trim(self, slots: Ints, positions: Ints) -> None:
-        """Give back blocks that sliding windows have passed: no row of `slots` at `positions` or later attends to them.
+        """Give back blocks that windows and chunks have passed: no row of `slots` from `positions` on attends to them.
 
         slots, positions   [S], in the same order
         The prefix cache finds published blocks until they are taken again. A step in flight still reads the old
@@ -171,7 +172,8 @@ class KVAllocator:
             tables, behind = self._tables[group], self._behind[group]
             window, size = self.groups[group].window, self.groups[group].block_size
             assert window is not None
-            passed = np.maximum(positions - window + 1, 0) // size  # `KVGroup.num_behind` of each
+            first = np.maximum(positions - window + 1, 0) if window > 0 else positions - positions % -window
+            passed = first // size  # `KVGroup.num_behind` of each
             for i in np.flatnonzero(passed > behind[slots]).tolist():
                 slot = int(slots[i])
                 before, table = int(behind[slot]), tables[slot]

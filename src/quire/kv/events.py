@@ -120,8 +120,8 @@ class EventLog:
                 lora_name=None,
                 group_idx=number,
                 extra_keys=[salts if salts and not index else None for index in range(first, last)],
-                kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-                kv_cache_spec_sliding_window=window,
+                kv_cache_spec_kind=_kind(window),
+                kv_cache_spec_sliding_window=window if window is None or window > 0 else None,
             )
         )
 
@@ -157,6 +157,13 @@ class EventLog:
             last.block_hashes.append(_hash(key))
         else:
             self._events.append(BlockRemoved(block_hashes=[_hash(key)], medium=medium, group_idx=number))
+
+
+def _kind(window: int | None) -> str:
+    """Return vLLM's name of the kind of a KV group. window: see `KVGroup`."""
+    if window is None:
+        return "full_attention"
+    return "sliding_window" if window > 0 else "chunked_local_attention"
 
 
 def _hash(key: bytes) -> int:

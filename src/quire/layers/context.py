@@ -63,7 +63,7 @@ class Build:
         return next(number for number, group in enumerate(self.kv_groups) if own in group.layers)
 
     def window(self, group: int) -> int | None:
-        """Return the sliding window of a KV group in tokens, the attending token included; None: full attention."""
+        """Return the window of a KV group, see `KVGroup`; None: full attention."""
         return self.kv_groups[group].window if self.kv_groups else None
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -277,10 +277,10 @@ def resolve_engine(
     )
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
-    blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
+    blends = config.cache.enable_cache_blend
     inputs = replace(inputs, windows=geometry.windows)
     unblended = any("CacheBlend" in (row.feature, row.other) and row.status == MISSING for row in rows_of(inputs))
-    asked = score_features(args) | frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
+    asked = score_features(args) | frozenset(["rows"] * (blends and not unblended))
     kernels = choose_kernels(
         device,
         dtype.dtype,

@@ -29,6 +29,7 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     return {
         "attention": facts[0]
         | {"windows": [[count, window] for window, count in windows.items()], "full": full}
+        | {"qk_norm": next((one["qk_norm"] for one in facts if one["qk_norm"]), "")}
         | more,
         "rope": asdict(rotation.rope)
         | {"rotary_dim": rotation.rotated, "head_dim": kinds[0].head_dim, "without": unrotated}
@@ -51,6 +52,7 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
     latent = attention["kind"] == "latent"
     heads = _heads(attention)
     normed = {"": "", "head": ", normalized queries and keys", "whole": ", queries and keys normalized over all heads"}
+    normed["plain"] = normed["head"] + " where they are rotated"
     more: str = normed[attention["qk_norm"]] + ", biased q, k and v" * attention["bias"]
     more += f", scores capped at {attention['soft_cap']:g}" if attention.get("soft_cap") else ""
     more += ", a sink for each head" * attention.get("sinks", False)
@@ -60,7 +62,7 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
     others = [f"layers with a window: {_heads(one)}" for one in attention["others"]]
     others += [f"{attention['sharing']} layers read the KV of an earlier one"] * bool(attention["sharing"])
     others += [f"each layer has an embedding of {attention['inputs']} numbers"] * bool(attention["inputs"])
-    windows = [f"{count} layers with a window of {window:,} tokens" for count, window in attention["windows"]]
+    windows = [f"{count} layers with {window_words(window)}" for count, window in attention["windows"]]
     windows += [f"{attention['full']} layers without"] * (bool(windows) and attention["full"] > 0)
     lines = [
         "; ".join(
@@ -69,6 +71,11 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         f"rope: {_rope(rope, ' (partial)' * (not latent))}",
     ]
     return lines + ([f"router: {_router(router)}"] if router else [])
+
+
+def window_words(window: int) -> str:
+    """Return words for a window as of `KVGroup`."""
+    return f"a window of {window:,} tokens" if window > 0 else f"attention in chunks of {-window:,} tokens"
 
 
 def _heads(attention: dict[str, Any]) -> str:

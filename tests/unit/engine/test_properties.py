@@ -57,14 +57,23 @@ TRANSFERS = [Transfer(name="mine"), Transfer(name="mine, too"), Transfer(name="t
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 
-BLOCKS = {(None,): 10, (None, 5): 16, (9, None): 17, (3,): 6, (None, 16, 1): 24}  # for a request of 40 tokens
+BLOCKS = {  # for a request of 40 tokens
+    (None,): 10,
+    (None, 5): 16,
+    (9, None): 17,
+    (3,): 6,
+    (None, 16, 1): 24,
+    (None, -8): 17,
+    (-6,): 7,
+    (None, -16, 5): 25,
+}
 
 # Features of an engine that meet in random schedules. `shape`: depth and drafts; from depth 3 on a preempted request
 # can be due before its token.
 FEATURES: dict[str, list[Any]] = {
     "shape": [(1, 0), (2, 0), (3, 0), (1, 3), (2, 3)],
     "tiers": list(BELOW),
-    "windows": [(None,), (None, 5), (9, None), (3,), (None, 16, 1)],
+    "windows": [(None,), (None, 5), (9, None), (3,), (None, 16, 1), (None, -8), (-6,), (None, -16, 5)],
     "sizes": [(1,), (2, 1), (1, 2), (1, 4)],
     "caching": [True, False],
     "policy": ["fcfs", "priority"],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import first_seen
 from quire.kernels.attention import AttentionMeta, KVView, as_list, inputs, native, ref
 from quire.kernels.attention_cpu import native_plan
 from quire.kernels.attention_cpu.native_plan import PART, plan_native
@@ -26,7 +27,8 @@ CASES = {
     "native heads of 512": inputs.Case((40, 1), (140, 600), heads=(14, 2), head_dim=512, block_size=16),
 }
 WINDOWS = (1, 5, 16, 100, PART, PART + 1, 5000, None)  # 16: a block of most cases; 5000: more than any context
-ROWS = [(name, window, dtype) for name in CASES for window in WINDOWS for dtype in TOLERANCE]
+CHUNKS = (-1, -7, -16, -30, -100, -256, -300, -PART, -(PART + 1), -5000)  # 300: of a context that ends with its chunk
+ROWS = [(name, window, dtype) for name in CASES for window in (*WINDOWS, *CHUNKS) for dtype in TOLERANCE]
 USUAL = [row for i, row in enumerate(ROWS) if i % 4 in (0, 3)]  # every case and window, types in turn
 needs_native = pytest.mark.skipif(bool(here("native")), reason=here("native") or "runs")
 pytestmark = needs_native
@@ -53,14 +55,14 @@ def scores_of(heads: int) -> Iterator[dict[str, Any]]:
 
 
 def given_back(meta: AttentionMeta, kv: KVView, window: int | None) -> AttentionMeta:
-    """The step when the blocks that the window has passed are given back.
+    """The step when the blocks that the window or the chunks have passed are given back.
 
     In their place, where an engine has NULL_BLOCK, stands a number that no memory has: a kernel that reads it crashes.
     """
     tables, starts = meta.block_tables.clone(), as_list(meta.query_start)
     for s, length in enumerate(as_list(meta.seq_lens)):
         position = length - starts[s + 1] + starts[s]
-        tables[s, : max(0, position + 1 - (window or length)) // kv.block_size] = 2**30
+        tables[s, : first_seen(position, window) // kv.block_size] = 2**30
     return replace(meta, block_tables=tables, plans={})
 
 
@@ -75,7 +77,7 @@ def test_matches_reference(tiles: None, name: str, window: int | None, dtype: to
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("window", [20, 513, None])
+@pytest.mark.parametrize("window", [20, 513, None, -150, -513])
 def test_a_native_row_depends_on_nothing_but_itself(tiles: None, window: int | None, dtype: torch.dtype) -> None:
     """In one chunk or in several, bit for bit: parts and spans are cut in the same places."""
     scores = {"soft_cap": 2.0, "sinks": sinks_of(6)}
@@ -93,19 +95,21 @@ def test_a_native_row_depends_on_nothing_but_itself(tiles: None, window: int | N
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("window", [33, -33])
 @pytest.mark.parametrize("token", [0, 32, 77, 120, 131, 150])
 def test_what_is_not_finite_stays_in_the_rows_that_see_it(
-    tiles: None, token: int, side: str, dtype: torch.dtype
+    tiles: None, token: int, window: int, side: str, dtype: torch.dtype
 ) -> None:
-    """Out of earlier rows, and out of rows whose window has passed it: by native rows, tiles and vectors."""
-    window, past = 33, 17
+    """Out of earlier rows, and out of rows whose window or chunk has passed it: by native rows, tiles and vectors."""
+    past = 17
     q, kv, meta = inputs.make(inputs.Case((140, 3), (past + 140, 157), heads=(4, 2), head_dim=32, block_size=16), dtype)
     meta.block_tables[1, :10] = meta.block_tables[0, :10]  # rows one by one of the same context
     sound = ref.paged_attention(q, kv, meta, 0.2, window)
     getattr(kv, side)[int(meta.block_tables[0, token // 16]), 1, token % 16, 31] = float("nan")
     found = native.paged_attention(q, kv, meta, 0.2, window)
     positions = torch.cat((torch.arange(past, past + 140), torch.arange(154, 157)))
-    sees = (positions >= token) & (positions < token + window)
+    ends = token + window if window > 0 else (token // -window + 1) * -window
+    sees = (positions >= token) & (positions < ends)
     assert torch.equal(found[:, 2:].isnan().any(-1).all(-1), sees)
     assert found[:, :2].isfinite().all()
     torch.testing.assert_close(found[~sees], sound[~sees], rtol=0, atol=TOLERANCE[dtype])

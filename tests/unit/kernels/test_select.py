@@ -30,7 +30,7 @@ def nothing(need: str) -> str:
 def test_best_that_fits() -> None:
     choice = select("attention", CPU, probe=everything)
     assert choice.name == "native" and choice.rejected == ELSEWHERE
-    assert choice.features == ("recording", "rows", "sinks", "soft_cap", "window")
+    assert choice.features == ("chunked", "recording", "rows", "sinks", "soft_cap", "window")
     choice = select("attention", CPU, probe=lambda need: nothing(need) if need == "native" else "")
     assert choice.name == "cpu" and choice.rejected[2:] == (("native", "there is no native"),)
 

@@ -247,6 +247,21 @@ def test_a_window_takes_blocks_chunk_by_chunk_and_gives_back_what_it_has_passed(
     alloc.check()
 
 
+def test_chunks_give_back_their_blocks_when_the_next_one_begins():
+    """Chunks of 6 tokens in blocks of 4: block 1 holds the end of a chunk and the beginning of the next."""
+    alloc = grouped(None, -6)
+    keys = chain(range(20))
+    full, chunks = alloc.admit(0, alloc.match(keys, 19), 20, 8)
+    assert (len(full), len(chunks)) == (5, 2)
+    for position, held in ((5, [6, 7]), (6, [0, 7]), (11, [0, 7])):
+        alloc.trim(np.array([0]), np.array([position]))
+        assert alloc.table(0, 1) == held
+    assert alloc.grow_many(np.array([0]), np.array([16])) is not None
+    alloc.trim(np.array([0]), np.array([12]))
+    assert alloc.table(0, 1)[:3] == [0, 0, 0] and alloc.table(0, 1)[3] and alloc.table(0) == full.tolist()
+    alloc.check()
+
+
 @pytest.mark.parametrize("windows", [(None, 6), (6, None), (None, None, 6)])
 def test_a_hit_needs_of_a_window_only_what_later_rows_see(windows: tuple[int | None, ...]):
     alloc, at = grouped(*windows), windows.index(6)

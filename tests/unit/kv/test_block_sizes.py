@@ -80,10 +80,27 @@ def test_a_hit_ends_where_the_blocks_of_all_groups_end(sizes: tuple[int, ...]):
     assert match.num_tokens == match.broke_at == 256 - layout.hit_size
 
 
+@pytest.mark.parametrize("size", [1, 4, 6, 16])
+@pytest.mark.parametrize("window", [1, 5, 12, 16, -1, -5, -12, -16, -32])
+def test_the_most_blocks_of_a_group_are_those_of_its_worst_position(size: int, window: int):
+    """Counted position by position, for every number of tokens in unfinished steps."""
+    group = KVGroup(layers=(0,), components=(COMPONENT,), block_size=size, window=window)
+    for chunk in (1, 2, 7, 16, 50):
+        first = {p: max(0, p - window + 1) if window > 0 else p // -window * -window for p in range(300)}
+        held = [-(-(p + chunk) // size) - first[p] // size for p in first]
+        assert group.most_blocks(1000, chunk) == max(held)
+        assert all(group.num_behind(p) == first[p] // size for p in first)
+    assert group.most_blocks(3, 50) == -(-3 // size)
+
+
+@pytest.mark.parametrize("window", [40, -40, -48, -64])
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 64), (64, 16)])
-def test_a_window_of_another_block_size_is_searched_at_common_boundaries(sizes: tuple[int, int]):
-    """The closed form: a prefix of n tokens is found if full attention has [0, n) and the window [n - 39, n)."""
-    layout, window = geometry(sizes, (None, 40)), 40
+def test_a_window_of_another_block_size_is_searched_at_common_boundaries(sizes: tuple[int, int], window: int):
+    """The closed form: a prefix of n tokens is found if full attention has [0, n) and the window [n - 39, n).
+
+    Of attention in chunks it must have the chunk of token n, up to n: nothing if n begins a chunk.
+    """
+    layout = geometry(sizes, (None, window))
     rng, seen = random.Random(0), set[int]()
     for _ in range(300):
         pool, tokens = BlockPool(80), range(321)
@@ -100,7 +117,8 @@ def test_a_window_of_another_block_size_is_searched_at_common_boundaries(sizes: 
         good = [
             n
             for n in range(0, 321, layout.hit_size)
-            if held[0] >= set(range(n)) and held[1] >= set(range(max(0, n - window + 1), n))
+            if held[0] >= set(range(n))
+            and held[1] >= set(range(max(0, n - window + 1) if window > 0 else n // -window * -window, n))
         ]
         assert match.num_tokens == max(good)
         passed = layout.groups[1].num_behind(match.num_tokens)

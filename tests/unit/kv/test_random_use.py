@@ -39,7 +39,9 @@ class Running:
 class AllocatorMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 12),
-        windows=st.sampled_from([(None,), (None, 3), (4,), (2, None, 5), (None, None)]),
+        windows=st.sampled_from(
+            [(None,), (None, 3), (4,), (2, None, 5), (None, None), (None, -3), (-4,), (4, None, -5)]
+        ),
         many=st.sampled_from([(1,), (1, 2), (2, 1), (1, 4)]),
     )
     def start(self, num_blocks: int, windows: tuple[int | None, ...], many: tuple[int, ...]) -> None:

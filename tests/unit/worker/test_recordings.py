@@ -10,6 +10,7 @@ from msgspec import structs
 from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.contracts.blocks import first_seen
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.native import recording as recording_module
 from quire.kernels.native.library import loaded, missing
@@ -60,14 +61,14 @@ def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Seq
 
 
 def make_grouped_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Sequence[int]) -> StepContext:
-    """As `make_step`, with a second KV group: other blocks, and none behind its window."""
+    """As `make_step`, with a second KV group: other blocks, and none behind its window or chunks."""
     step = make_step(model, kv, starts, tokens)
     (first,) = step.attention
     tables, size = BLOCKS + 1 - first.block_tables, BLOCK
     slots = (BLOCKS + 1 - first.kv_slots // size) * size + first.kv_slots % size
     window = next(layer.attention.window for layer in model.layers if layer.attention.group == 1)
     for s, start in enumerate(starts):
-        tables[s, : max(0, start + 1 - window) // size] = 0
+        tables[s, : first_seen(start, window) // size] = 0
     second = replace(first, block_tables=tables, kv_slots=slots, kv_group=1, plans={})
     return replace(step, attention=(first, second))
 
@@ -119,12 +120,12 @@ def test_a_replayed_step_has_the_bits_of_one_that_was_run(
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("window", [1, 20, 600])
+@pytest.mark.parametrize("window", [1, 20, 600, -20, -64])
 @torch.inference_mode()
 def test_a_replayed_step_of_two_groups_has_the_bits_of_one_that_was_run(
     window: int, dtype: str, replays: list[KernelRecording]
 ) -> None:
-    """Every other layer has a window, and other blocks."""
+    """Every other layer has a window or chunks, and other blocks."""
     args = compared.model_args(num_hidden_layers=4, head_dim=DIM, hidden_size=HIDDEN, intermediate_size=96)
     model = compared.make_model(args, dtype=dtype, window=window)
     caches = direct, replayed = make_cache(model, 0), make_cache(model, 0)

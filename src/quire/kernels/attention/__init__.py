@@ -5,7 +5,8 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
     row attends to positions <= p of its own sequence. Query head h reads KV head h // (Hq / Hkv). Softmax in float32;
     the result has q's dtype. score = scale * q . k.
 
-    window     w: the row attends only to positions > p - w
+    window     w > 0: the row attends only to positions > p - w. w < 0: only to positions of its own chunk of -w tokens,
+               that is from floor(p / -w) * -w on
     soft_cap   c: the score becomes c * tanh(score / c)
     sinks      [Hq]: one more score per head. It takes part in the softmax and adds nothing to the result
 
@@ -16,8 +17,9 @@ the largest number.
 
 A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value is its code times a scale of `KVView`.
 
-Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), e4m3 cache, e5m2
-cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it writes), and
+Features that an implementation may declare: window (above 0), chunked (a window below 0), soft_cap, sinks, rows (it
+takes `row_positions`), e4m3 cache, e5m2 cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it
+writes), and
 
 recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size, window)
             is true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,

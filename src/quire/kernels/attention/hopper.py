@@ -53,8 +53,9 @@ def paged_attention(
 class _Call(triton.AttentionCall):
     """A call that uses the Hopper prefill if it can, else the Triton one.
 
-    Conditions: blocks of whole tiles of keys, a head size of PREFILL_DIMS, and consecutive rows of each sequence. The
-    pages of an 8-bit cache are copied to a scratch before, see `triton_widen.find_pages`; not of a step with few rows.
+    Conditions: blocks of whole tiles of keys, a head size of PREFILL_DIMS, consecutive rows of each sequence, and no
+    attention in chunks. The pages of an 8-bit cache are copied to a scratch before, see `triton_widen.find_pages`; not
+    of a step with few rows.
     """
 
     @property
@@ -62,6 +63,7 @@ class _Call(triton.AttentionCall):
         q, kv = self.q, self.kv
         dim, size, group = q.shape[2], kv.block_size, q.shape[1] // kv.k.shape[1]
         strange = self.meta.row_positions is not None or q.element_size() != 2 or q.stride(1) != dim
+        strange = strange or (self.window or 0) < 0
         if strange or dim not in PREFILL_DIMS or 64 % group or size % PREFILL_TILE:
             return False
         return not is_coded(kv.k) or len(q) * q.shape[1] // TILINGS[dim].rows >= multiprocessors()

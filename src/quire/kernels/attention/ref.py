@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import first_seen
 from quire.kernels.attention import AttentionMeta, KVView, as_list
 from quire.kernels.attention.eight_bits import encode, gather
 
@@ -40,7 +41,7 @@ def paged_attention(
             position = length - num_rows + i
             if meta.row_positions is not None:
                 position = int(meta.row_positions[starts[s] + i])
-            first = 0 if window is None else max(0, position - window + 1)
+            first = first_seen(position, window)
             seen = slice(first, position + 1)
             scores = torch.einsum("hd,lhd->hl", q[starts[s] + i].float(), keys[seen]) * scale
             if soft_cap is not None:

@@ -76,7 +76,7 @@ class Shape:
 
     heads          number of query heads
     group          number of query heads that share a KV head
-    window         tokens that a row attends to; 0: all
+    window         as WINDOW of `triton_tiles`
     tile           keys per iteration of the decode kernel
     tile_rows      query rows of a tile of the prefill kernel: tokens times query heads of a KV head
     programs       programs of the decode kernel that run on a multiprocessor at the same time
@@ -278,6 +278,8 @@ def _span(length, rows, tokens, limit, WINDOW: tl.constexpr, TILE: tl.constexpr)
     first = tl.where(length - rows >= tokens - 1, tokens, 0)
     if WINDOW > 0:
         first = tl.maximum(length - rows - WINDOW + 1, 0) // TILE * TILE
+    if WINDOW < 0:
+        first = (length - rows) // -WINDOW * -WINDOW // TILE * TILE
     return first, decodes
 
 
@@ -341,7 +343,7 @@ def _plan_kernel(
     TILE                                 keys of an iteration of a decode
     PARTS                                most items of a sequence, and most parts of a tile
     LEAST                                fewest keys of a part of a tile's context
-    WINDOW, SIZE, HEADS                  tokens that a row sees (0: all); tokens of a block; KV heads
+    WINDOW, SIZE, HEADS                  as in `triton_tiles`; tokens of a block; KV heads
     ITEM_WORDS, TILE_WORDS               words of an item; of a tile
     """
     program = tl.program_id(0)
@@ -434,10 +436,15 @@ def _plan_kernel(
 
 @jit
 def _fewest_keys(length, rows, tile_tokens, WINDOW: tl.constexpr):
-    """Return the number of keys that the first tile of a sequence sees; its other tiles see at least as many."""
+    """Return the number of keys that the first tile of a sequence sees; its other tiles see at least as many.
+
+    With attention in chunks it is the most that the first tile may see. A tile that sees fewer has empty parts.
+    """
     sees = length - rows + tl.minimum(rows, tile_tokens)
     if WINDOW > 0:
         sees = tl.minimum(sees, WINDOW)
+    if WINDOW < 0:
+        sees = tl.minimum(sees, -WINDOW)
     return sees
 
 

@@ -89,13 +89,17 @@ def prefill_kernel(
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
         middle = first
+    if WINDOW < 0:
+        begin = position // -WINDOW * -WINDOW
+        first = begin // TILE * TILE
+        middle = tl.where((first == begin) & (last <= begin - WINDOW), middle, first)  # all rows see the same chunk
     if DIVIDED:
         part, parts = tl.load(record + 6), tl.load(record + 7)
         steps = tl.cdiv(last - first, TILE)
         last = tl.minimum(first + (part + 1) * steps // parts * TILE, last)
         first += part * steps // parts * TILE
         middle = tl.minimum(tl.maximum(middle, first), last)
-    if WINDOW == 0:
+    if WINDOW <= 0:
         sums, top, weight = attend(
             queries,
             sums,

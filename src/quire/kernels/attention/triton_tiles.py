@@ -8,7 +8,7 @@ appears; NaN or infinity in a key or a value still shows in the output. Common n
     SIZE                 tokens of a KV block
     sums, top, weight    state of the softmax: [M, DP] weighted sums of values, [M] maximum, [M] sum of weights
     positions            [M] position of each row's token: it sees keys up to there
-    WINDOW               tokens that a row sees, 0: all
+    WINDOW               tokens that a row sees, 0: all; below 0: it sees its own chunk of -WINDOW tokens, up to itself
     CAPPED, cap          soft cap of the scores, see `rescore`
     EXACT                precision of float32 products: "ieee" or "tf32"
 """
@@ -133,6 +133,8 @@ def rescore(
         seen = columns[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen = seen & (columns[None, :] > positions[:, None] - WINDOW)
+        if WINDOW < 0:
+            seen = seen & (columns[None, :] >= (positions - positions % -WINDOW)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     return scores, scale
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import first_seen
 from quire.kernels.attention import AttentionMeta, KVView, sequences
 from quire.kernels.attention.triton_plan import unspecialized
 from quire.kernels.triton_runtime import tl
@@ -39,7 +40,7 @@ class Pages:
 def find_pages(meta: AttentionMeta, size: int, window: int | None, group: int, most: int) -> Pages | None:
     """Return the pages that the prompts of a step read; `meta.plans` keeps them for other layers.
 
-    size, window   tokens of a block; tokens that a row attends to, None: all
+    size, window   tokens of a block; window of `paged_attention`
     group          query heads of a KV head
     most           pages that the scratch may have
 
@@ -59,10 +60,10 @@ def _find(meta: AttentionMeta, size: int, window: int | None, group: int, most: 
     for first, last, sequence, past in sequences(meta) if meta.prompts is None else meta.prompts:
         rows = last - first
         if rows > meta.decode_len:
-            begin = 0 if window is None else max(0, past - window + 1) // size
+            begin = first_seen(past, window) // size
             spans.append((sequence, begin, -(-(past + rows) // size)))
             seen = past + rows // 2  # tokens that a row sees, on average
-            readers += group * rows * (seen if window is None else min(seen, window))
+            readers += group * rows * (seen if window is None else min(seen, abs(window)))
     count = sum(end - begin for _, begin, end in spans)
     if not spans or count > most or readers < PAYS * count * size:
         return None

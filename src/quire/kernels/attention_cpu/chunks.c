@@ -29,7 +29,7 @@ typedef struct ChunksJob {
     const int32_t *tables;
     ChunkItem *items;
     long num_items, num_heads, num_kv_heads, dim, steps, q_stride, out_stride, block_size, block_stride, head_stride;
-    long table_stride, window; /* 0: no window */
+    long table_stride, window; /* see first_seen */
     const float *sinks;        /* [num_heads], or NULL */
     float scale, soft_cap;     /* 0: no cap */
 } ChunksJob;
@@ -204,8 +204,7 @@ INLINE void attend_block(const ChunksJob *job, Block *block, const ChunkItem *it
                          int special) {
     const long kv_head = head / (job->num_heads / job->num_kv_heads), width = job->steps * STEP;
     const long position = item->length - item->rows + first, context = position + rows;
-    const long window = special && job->window ? job->window : context; /* that of a row that sees everything */
-    const long begin = position + 1 > window ? position + 1 - window : 0, packed = special ? item->start / STEP : 0;
+    const long begin = special ? first_seen(position, job->window) : 0, packed = special ? item->start / STEP : 0;
     const bf16 *keys = keys_of(job, item, kv_head), *values = values_of(job, item, kv_head);
     for (long i = 0; i < ROWS; i++) {
         const bf16 *from = job->q + (item->first + first + i) * job->q_stride + head * job->dim;
@@ -223,7 +222,8 @@ INLINE void attend_block(const ChunksJob *job, Block *block, const ChunkItem *it
         const long tiles = (start / STEP + from - packed) * job->steps * 2 * TILE;
         score(job, block, keys + tiles, from, groups);
         for (long i = 0; i < ROWS; i++) {
-            const long seen = i < rows ? position + i + 1 - start : 0, hidden = special ? seen - window : 0;
+            const long seen = i < rows ? position + i + 1 - start : 0;
+            const long hidden = special ? first_seen(position + i, job->window) - start : 0;
             if (seen > 0 && (!special || hidden < groups * STEP))
                 soften_row(job, block, i, hidden, seen, from * STEP, groups * STEP, special);
             else memset(block->weights + i * SPAN, 0, SPAN * sizeof(bf16));

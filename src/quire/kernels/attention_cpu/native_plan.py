@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import first_seen
 from quire.kernels.attention import AttentionMeta, as_list
 from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 
@@ -61,7 +62,7 @@ class NativePlan:
     scratch    memory for the largest call of `passes`
     partial    [floats] results of the parts of contexts, if some context has several parts. It is a NumPy array because
                tensors that PyTorch allocates during a `KernelRecording` belong to the recording, not to the step
-    window     tokens that a row attends to, its own included; None: all
+    window     that of `paged_attention`
     """
 
     rows: tuple[RowPlan, ...]
@@ -84,7 +85,7 @@ def plan_native(meta: AttentionMeta, block_size: int, window: int | None = None)
 
 
 def _make_plan(meta: AttentionMeta, block_size: int, window: int | None) -> NativePlan:
-    if window is not None and window < 1:
+    if window == 0:
         raise ValueError(f"native attention: a window of {window} tokens is too small: a row attends to itself")
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
@@ -119,11 +120,11 @@ def plan_rows(rows: list[tuple[int, int, int]], window: int | None) -> tuple[Row
     """Return the calls that compute these rows one by one.
 
     rows     (row of q, end of the tokens it sees, sequence) of each row
-    window   tokens that a row attends to; None: all
+    window   that of `paged_attention`
     """
     items = np.empty((len(rows), 5), np.int64)
     items[:, :3] = rows
-    items[:, 4] = 0 if window is None else np.maximum(items[:, 1] - window, 0)
+    items[:, 4] = 0 if window is None else [first_seen(end - 1, window) for _, end, _ in rows]
     calls = np.cumsum(_num_parts(items)) // MOST_PARTS
     return tuple(_row_plan(some) for some in np.split(items, np.flatnonzero(np.diff(calls)) + 1))
 
@@ -169,7 +170,7 @@ def _chunk_pass(chunks: list[ChunkPlan], num_kv_heads: int, dim: int, window: in
 
 def _first_token(chunk: ChunkPlan, window: int | None) -> int:
     """Return the first token of the context that a row of a chunk sees: its first row sees it."""
-    return 0 if window is None else max(0, chunk.past + 1 - window)
+    return first_seen(chunk.past, window)
 
 
 def _head_elements(chunk: ChunkPlan, dim: int, window: int | None) -> int:

@@ -37,7 +37,7 @@ typedef struct PromptsJob {
     const PromptItem *items;
     const int64_t *positions; /* of each row of q, ascending in a chunk; NULL: the rows are the last of the context */
     long num_heads, num_kv_heads, dim, block_rows, span, q_stride, block_size, block_stride, head_stride, table_stride;
-    long window;           /* 0: no window */
+    long window;           /* see first_seen */
     const float *sinks;    /* [num_heads], or NULL */
     float scale, soft_cap; /* 0: no cap */
     int half;
@@ -259,8 +259,7 @@ INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptI
     const long dim = job->dim, width = rounded_up(dim, 2 * W), words = form == PAIRS ? (dim + 1) / 2 : dim;
     const long group = job->num_heads / job->num_kv_heads, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const long context = seen_by(job, item, first + rows - 1);
-    const long window = special && job->window ? job->window : context; /* that of a row that sees everything */
-    const long end = seen_by(job, item, first), begin = end > window ? end - window : 0;
+    const long begin = special ? first_seen(seen_by(job, item, first) - 1, job->window) : 0;
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
     const void *v = element(job->v, kv_head * job->head_stride, half);
@@ -269,7 +268,7 @@ INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptI
         for (long r = 0; r < TILE_ROWS; r++) { /* the last tile repeats the last row */
             const long own = tile * TILE_ROWS + r, row = first + (own < rows ? own : rows - 1);
             block->seen[own] = seen_by(job, item, row);
-            block->hidden[own] = block->seen[own] > window ? block->seen[own] - window : 0;
+            block->hidden[own] = special ? first_seen(block->seen[own] - 1, job->window) : 0;
             from[r] = element(job->q, (item->first + row / group) * job->q_stride +
                                           (kv_head * group + row % group) * dim, half);
         }

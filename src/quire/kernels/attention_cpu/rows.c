@@ -32,6 +32,13 @@ _Static_assert(sizeof(RowsAttention) <= JOB_BYTES, "a recording has no room for 
 
 static inline long parts_of(const RowItem *item) { return (item->length - item->start + PART - 1) / PART; }
 
+/* First token that a row at `position` sees. window > 0: the row sees so many tokens. window < 0: it sees its own chunk
+   of -window tokens, up to itself. 0: it sees everything */
+static inline long first_seen(long position, long window) {
+    if (window < 0) return position - position % -window;
+    return window && position + 1 > window ? position + 1 - window : 0;
+}
+
 /* Scores with a soft cap: cap * tanh(score / cap). */
 INLINE Vec capped(Vec scores, float cap) { return fill(cap) * tanh_of(scores * fill(1.0f / cap)); }
 

@@ -118,7 +118,7 @@ def widest(args: ModelArgs) -> int:
 
 
 def score_features(args: ModelArgs) -> frozenset[str]:
-    """Return the features of attention kernels that the scores of a model need, beside windows."""
+    """Return the features of attention kernels that the scores of a model need."""
     return frozenset().union(*(kind.scores for kind in mixers(args)))
 
 

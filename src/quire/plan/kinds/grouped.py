@@ -71,14 +71,20 @@ class GroupedKind:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token attends to, its own included; None: all before it."""
+        """Its window, as of `KVGroup`; None: a token attends to all before it."""
         return self._args.window
 
     @property
     def scores(self) -> frozenset[str]:
-        """Features of attention kernels that its scores need, beside a window."""
-        args = self._args
-        return frozenset(["soft_cap"] * (args.scores.soft_cap is not None) + ["sinks"] * args.scores.sinks)
+        """Features of attention kernels that its scores need."""
+        args, window = self._args, self._args.window or 0
+        asked = {
+            "window": window > 0,
+            "chunked": window < 0,
+            "soft_cap": args.scores.soft_cap is not None,
+            "sinks": args.scores.sinks,
+        }
+        return frozenset(name for name in asked if asked[name])
 
     @property
     def num_heads(self) -> int:

@@ -235,11 +235,11 @@ class Mixer(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token attends to, its own included; None: all before it."""
+        """Its window, as of `KVGroup`; None: a token attends to all before it."""
 
     @property
     def scores(self) -> frozenset[str]:
-        """Features of attention kernels that its scores need, beside a window."""
+        """Features of attention kernels that its scores need."""
 
     @property
     def past(self) -> int:

@@ -225,7 +225,7 @@ CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
     "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
     "several rotations": Feature(of_model(lambda i, m: len(m.rotations) > 1), "layers that rotate heads otherwise"),
-    "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a sliding window"),
+    "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a window or chunks"),
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),

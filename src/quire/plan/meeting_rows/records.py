@@ -41,7 +41,7 @@ class Inputs:
     args      arguments of the model; None: not known yet
     parallel  sizes of parallelism
     device    "cpu", "cuda" or "mock"
-    windows   sliding window of each KV group; (): not known yet
+    windows   window of each KV group, as of `KVGroup`; (): not known yet
     moe       phase -> plan of the experts, or the reason why there is none; {}: not known yet
     draft     arguments of the draft model or EAGLE head; None: there is none, or not known yet
     request   fields of a request, for rows of scope "request"
