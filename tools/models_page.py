@@ -52,10 +52,12 @@ def attention(args: ModelArgs) -> str:
     words = ["latent" if kind is LatentArgs else "grouped" for kind in kinds]
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
     facts = {
-        "windows": any(one.window for one in grouped),
+        "windows": any((one.window or 0) > 0 for one in grouped),
+        "attention in chunks": any((one.window or 0) < 0 for one in grouped),
         "sinks": any(one.scores.sinks for one in grouped),
         "soft cap": any(one.scores.soft_cap for one in grouped),
         "norm of heads": any(one.qk_norm == "head" for one in grouped),
+        "norm of rotated heads": any(one.qk_norm == "plain" for one in grouped),
         "norm over all heads": any(one.qk_norm == "whole" for one in grouped),
         "layers without rotation": any(one.rope.kind == "none" for one in grouped),
         "part of a head rotated": any(

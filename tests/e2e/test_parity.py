@@ -17,6 +17,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.args.checkpoint import read_checkpoint_config
+from quire.contracts.blocks import KVGroup
 from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import layer_groups
 
@@ -99,10 +100,10 @@ class SampledLogits:
 
 def small_pool(folder: Any, run: Row) -> int:
     """Blocks that two of the longest sequences (125 tokens) need at once, and a few more."""
-    args, whole = read_checkpoint_config(folder), math.ceil(125 / run["block_size"])
+    args = read_checkpoint_config(folder)
     windows = [mixer(args.layers[layers[0]].mixer).window for layers in layer_groups(args)]
-    peaks = (whole if one is None else min(whole, (one + run["chunk"] - 3) // run["block_size"] + 2) for one in windows)
-    return 2 * sum(peaks) + 2
+    groups = [KVGroup(layers=(), components=(), block_size=run["block_size"], window=one) for one in windows]
+    return 2 * sum(one.most_blocks(125, run["chunk"]) for one in groups) + 2
 
 
 def build(engine: Callable[..., LLM], folder: Any, run: Row, **more: Any) -> LLM:

@@ -82,6 +82,11 @@ _GROWING: dict[str, Any] = {  # its rotation is always yarn's, of a trained leng
         "llama_4_scaling_beta": 0.3,
     }
 }
+_CHUNKS: dict[str, Any] = {
+    "attention_chunk_size": 8, "floor_scale": 4, "attn_scale": 0.3, "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
+    "intermediate_size_mlp": 80,
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -132,6 +137,9 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "ministral3": FamilyCase(options=_GROWING, ropes=("default",)),
     "smollm3": FamilyCase(
         options={"no_rope_layer_interval": 2, "pad_token_id": None}, biases=("attention_bias", "mlp_bias")
+    ),
+    "llama4_text": FamilyCase(  # its norm of rotated heads would undo yarn's factor
+        options=_CHUNKS, biases=("attention_bias",), ropes=tuple(rope for rope in ROPES if rope != "yarn")
     ),
     "gemma2": FamilyCase(
         options=_WINDOW | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
@@ -289,7 +297,12 @@ class Oracle:
 
 @torch.inference_mode()
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads."""
+    """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
+
+    Llama 4 counts padding as positions there, so its prompts run one by one.
+    """
+    if model.config.model_type == "llama4_text" and len(prompts) > 1:
+        return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -406,7 +419,8 @@ def experts_of(config: Any) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return next(layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
+    parts = (getattr(layer, "mlp", None) or layer.feed_forward for layer in model.model.layers)
+    return next(part for part in parts if hasattr(part, "experts"))
 
 
 def random_model(spec: Tiny, seed: int) -> Any:

@@ -246,7 +246,10 @@ def _layers(
     """
     mixers = _mixers(keys, family, ropes, rules, extra)
     act = _activation(keys, family)
-    width, bias = keys.size(family.form.width_key), keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
+    width, bias = (
+        keys.size(family.form.width_key, family.form.width),
+        keys.flag("mlp_bias") if "mlp_bias" in family.keys else False,
+    )
     dense = DenseArgs(width=width, bias=bias, act=act)
     parts: list[FeedForwardArgs] = [dense] * len(mixers)
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
@@ -283,7 +286,17 @@ def _mixers(
         rope = ropes[rule.sliding] if rule.rotated else UNROTATED
         kind = windowed if rule.sliding else full
         mixers[layer] = structs.replace(kind, window=rule.window, rope=rope, kv_from=sources.get(layer, -1))
+        if family.heads.grow == "unrotated":
+            mixers[layer] = _of_rotation(mixers[layer], rotated=rule.rotated)
     return mixers
+
+
+def _of_rotation(mixer: MixerArgs, *, rotated: bool) -> MixerArgs:
+    """Return a mixer of Llama 4: heads that rotate are normalized, and queries of the others grow."""
+    assert isinstance(mixer, GroupedArgs), "no latent attention has such layers"
+    if rotated:
+        return structs.replace(mixer, scores=structs.replace(mixer.scores, growth=0.0))
+    return structs.replace(mixer, qk_norm="")
 
 
 def _kv_sources(keys: Keys, family: Family, rules: Sequence[LayerRule]) -> dict[int, int]:

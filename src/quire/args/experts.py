@@ -82,6 +82,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
+    "llama4": frozenset("num_local_experts num_experts_per_tok interleave_moe_layer_step moe_layers".split()),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
@@ -105,6 +106,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "qwen3_moe": _read_qwen,
         "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
+        "llama4": _read_llama4,
         "minimax_m2": _read_minimax,
         "gemma4": _read_gemma4,
     }
@@ -171,6 +173,30 @@ def _read_gpt_oss(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froz
         stored="paired blocks" if quantized else "paired columns",  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(range(num_layers))
+
+
+def _read_llama4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """The shared expert is as wide as the others. Experts stand in each `interleave_moe_layer_step`-th layer."""
+    keys = Keys({"num_local_experts": 16, "num_experts_per_tok": 1, **keys}, keys.source)
+    _agrees(keys, "num_experts_per_tok", (1,))
+    width, every = keys.size("intermediate_size"), keys.size("interleave_moe_layer_step", 1)
+    named = keys.checked(
+        "moe_layers",
+        lambda value: value is None or (isinstance(value, list) and all(type(layer) is int for layer in value)),
+        "a list of layers, or null",
+    )
+    layers = range(every - 1, num_layers, every) if named is None else {i for i in named if 0 <= i < num_layers}
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring="sigmoid"),
+        expert_size=width,
+        shared_size=width,
+        shared_gate=False,
+        router_float=False,
+        weigh_inputs=True,
+        # Unless the names of stored tensors tell otherwise; quantized files store each expert by itself.
+        stored="each" if keys.object("quantization_config") else "columns",
+    )
+    return moe, frozenset(layers)
 
 
 def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:

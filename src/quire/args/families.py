@@ -10,7 +10,7 @@ from quire.args.latent import LATENT_KEYS
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A family's rule for its sliding window.
+    """A family's rule for its sliding window, or for its attention in chunks.
 
     default   value of sliding_window when config.json lacks the key
     by_flag   True: sliding_window has an effect only with use_sliding_window=true
@@ -21,6 +21,8 @@ class Window:
     last_full True: the last layer has no window, whatever layer_types says
     plain     True: layers with the window rotate heads without the scaling of the others
     theta     rope_theta of these, when config.json lacks the key rope_local_base_freq; 0: that of the others
+    chunk     attention_chunk_size when config.json lacks the key: layers that rotate heads attend in chunks; None: the
+              family does not
     """
 
     default: int | None = None
@@ -30,19 +32,22 @@ class Window:
     last_full: bool = False
     plain: bool = False
     theta: float = 0.0
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
     """A family's heads.
 
-    qk_norm      norm of queries and keys, as in `GroupedArgs`; None: of each head if config.json has use_qk_norm
+    qk_norm      norm of queries and keys, as in `GroupedArgs`; None: of each head if config.json has use_qk_norm.
+                 "plain": unless use_qk_norm is false, in layers that rotate heads
     one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
     dim          head_dim when config.json lacks the key; None: hidden_size / heads
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
                  ones if the model has a window, or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
-    grow         True: queries grow with their position, by llama_4_scaling_beta of the rotary settings
+    grow         queries grow with their position: in "all" layers by llama_4_scaling_beta of the rotary settings, in
+                 "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
     settings     True: config.json must have rotary settings, since the family's own default is no plain rotation
     interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
@@ -54,7 +59,7 @@ class Heads:
     dim: int | None = None
     unrotated: str = ""
     soft_cap: float | None = None
-    grow: bool = False
+    grow: str = ""
     settings: bool = False
     interleaved: bool = False
     sinks: bool = False
@@ -73,7 +78,7 @@ class LayerForm:
     root_embeddings   True: embeddings are multiplied by the root of hidden_size
     tied              tie_word_embeddings when config.json lacks the key
     logit_cap         final_logit_softcapping when config.json lacks the key
-    width_key         key of the width of a gated MLP
+    width_key, width  key of the width of a gated MLP; width when config.json lacks the key, None: it must have it
     scaled            as in `LayerArgs`
     """
 
@@ -87,6 +92,7 @@ class LayerForm:
     tied: bool = False
     logit_cap: float | None = None
     width_key: str = "intermediate_size"
+    width: int | None = None
     scaled: bool = False
 
 
@@ -145,6 +151,10 @@ GEMMA4_KEYS = (
     "attention_k_eq_v per_layer_config use_bidirectional_attention num_kv_shared_layers use_double_wide_mlp "
     "hidden_size_per_layer_input vocab_size_per_layer_input"
 )
+LLAMA4_KEYS = (
+    "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale intermediate_size_mlp "
+    "no_rope_layers no_rope_layer_interval use_qk_norm"
+)
 MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
@@ -154,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
                     words="attention_bias mlp_bias"),
     "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096, layers="all")),
     "ministral": Family(architecture="MinistralForCausalLM", window=Window(default=4096, layers="each")),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(grow=True, dim=128),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", heads=Heads(grow="all", dim=128),
                          form=LayerForm(eps=1e-5), theta=1e6),
     "seed_oss": Family(architecture="SeedOssForCausalLM", qkv_bias=None, output_bias=None, biased=True,
                        output_key="attention_out_bias", heads=Heads(dim=128),
@@ -163,6 +173,11 @@ FAMILIES: Mapping[str, Family] = {
                       heads=Heads(unrotated="listed"), form=LayerForm(tied=True), theta=2e6,
                       window=Window(by_flag=True, layers="unrotated"),
                       words="attention_bias mlp_bias no_rope_layers no_rope_layer_interval"),
+    "llama4_text": Family(architecture="Llama4ForCausalLM", qkv_bias=None, output_bias=None, theta=500_000.0,
+                          heads=Heads(qk_norm="plain", dim=128, unrotated="listed", grow="unrotated",
+                                      interleaved=True),
+                          form=LayerForm(eps=1e-5, width_key="intermediate_size_mlp", width=16_384),
+                          window=Window(chunk=8192), experts="llama4", words=LLAMA4_KEYS),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
                     window=Window(default=4096, by_flag=True, layers="from")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, heads=QWEN3,

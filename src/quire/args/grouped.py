@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.args.families import Family
 from quire.args.keys import Keys
-from quire.args.layers import GroupedArgs, ScoreArgs
+from quire.args.layers import MOST_GROWTH_STEPS, GroupedArgs, ScoreArgs
 from quire.args.rope import RopeArgs, rope_settings
 
 
@@ -37,13 +37,12 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> G
         rope=rope,
         input_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=of_output if family.output_bias is None else family.output_bias,
-        qk_norm="head" * keys.flag("use_qk_norm") if own.qk_norm is None else own.qk_norm,
+        qk_norm=_head_norm(keys, family, rope),
         scores=ScoreArgs(
             scale=own.scale or _scale(keys, family),
             soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
             sinks=own.sinks,
-            growth=_growth(keys, family),
-            trained=rope.original_max_position,
+            **_growth(keys, family, rope),
         ),
         interleaved=own.interleaved,
         values="keys" if full and keys.flag("attention_k_eq_v") and own.by_kind else own.values,
@@ -85,11 +84,31 @@ def _scale(keys: Keys, family: Family) -> float:
     return keys.positive("attention_multiplier", 1.0) if "attention_multiplier" in family.keys else 0.0
 
 
-def _growth(keys: Keys, family: Family) -> float:
-    """Return the growth of queries with their position; a family that has it must say how much."""
-    if not family.heads.grow:
-        return 0.0
-    return Keys(rope_settings(keys), f"{keys.source}: rope settings").positive("llama_4_scaling_beta")
+def _head_norm(keys: Keys, family: Family, rope: RopeArgs) -> str:
+    norm = family.heads.qk_norm
+    if norm is None:
+        return "head" * keys.flag("use_qk_norm")
+    if norm != "plain" or not keys.flag("use_qk_norm", True):
+        return norm * (norm != "plain")
+    if rope.kind in ("yarn", "longrope"):  # its factor would be undone by a norm after the rotation
+        raise keys.unsupported(f"use_qk_norm with rope type {rope.kind!r} is not implemented: use another model.")
+    return norm
+
+
+def _growth(keys: Keys, family: Family, rope: RopeArgs) -> dict[str, Any]:
+    """Return growth, trained and ahead of `ScoreArgs`. A family whose rotary settings have the growth must name it."""
+    if family.heads.grow == "all":
+        settings = Keys(rope_settings(keys), f"{keys.source}: rope settings")
+        return {"growth": settings.positive("llama_4_scaling_beta"), "trained": rope.original_max_position}
+    if not family.heads.grow or not keys.flag("attn_temperature_tuning", True):
+        return {"trained": rope.original_max_position}
+    trained, context = keys.size("floor_scale", 8192), keys.size("max_position_embeddings")
+    if trained * MOST_GROWTH_STEPS <= context:
+        raise keys.unsupported(
+            f"floor_scale={trained} with max_position_embeddings={context} is not implemented, only up to "
+            f"{MOST_GROWTH_STEPS} times as many: use another model."
+        )
+    return {"growth": keys.positive("attn_scale", 0.1), "trained": trained, "ahead": 1}
 
 
 def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> float | None:

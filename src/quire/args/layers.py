@@ -12,6 +12,8 @@ from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.rope import RopeArgs, Rotation
 
+MOST_GROWTH_STEPS = 4096  # queries grow up to so many times `ScoreArgs.trained` positions
+
 
 class ScoreArgs(msgspec.Struct, frozen=True, kw_only=True):
     """The scores of attention.
@@ -19,7 +21,8 @@ class ScoreArgs(msgspec.Struct, frozen=True, kw_only=True):
     scale      factor; 0: head_dim^-0.5
     soft_cap   scores become soft_cap * tanh(score / soft_cap); None: they stay
     sinks      each query head has a score more, whose weight belongs to no token
-    growth, trained   queries at position p are multiplied by 1 + growth * log(1 + floor(p / trained)); 0: they are not
+    growth, trained, ahead   queries at position p are multiplied by 1 + growth * log(1 + floor((p + ahead) / trained));
+                             growth 0: they are not
     """
 
     scale: float = 0.0
@@ -27,6 +30,7 @@ class ScoreArgs(msgspec.Struct, frozen=True, kw_only=True):
     sinks: bool = False
     growth: float = 0.0
     trained: int = 0
+    ahead: int = 0
 
 
 class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
@@ -35,8 +39,10 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     head_dim, rotary_dim      dimensions of a query or key head, and the number of these that RoPE rotates
     rope                      settings of this rotation
     input_bias, output_bias   biases of the q, k and v projections, and of the o projection
-    qk_norm                   RMS norm of q and k before rotation: of each "head", or of all heads together ("whole")
-    window                    tokens that a token attends to, its own included; None: all before it
+    qk_norm                   RMS norm of q and k before rotation: of each "head", the same without weights ("plain"),
+                              or of all heads together ("whole"). Rotation and a norm without weights commute
+    window                    w > 0: a token attends to w tokens, its own included. w < 0: to its own chunk of -w
+                              tokens, up to itself. None: to all before it
     interleaved               True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     values                    "": the v projection; "normed": its RMS norm, which has no weights; "keys": that of the k
                               projection, before its own norm and rotation. Then there is no v projection

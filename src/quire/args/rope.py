@@ -166,8 +166,8 @@ def _longrope(raw: Keys, theta: float, keys: Keys, max_positions: int) -> RopeAr
 
 def _llama3(raw: Keys) -> dict[str, float]:
     low, high = raw.positive("low_freq_factor"), raw.positive("high_freq_factor")
-    if high <= low:
-        raise raw.wrong(f"high_freq_factor={high} must be above low_freq_factor={low}.")
+    if high < low:
+        raise raw.wrong(f"high_freq_factor={high} must be at least low_freq_factor={low}.")
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 

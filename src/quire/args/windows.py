@@ -1,4 +1,4 @@
-"""Reader of the rules of single layers in config.json: which have a window, and which rotate heads. No torch."""
+"""Reader of the rules of single layers in config.json: which have a window or chunks, and which rotate. No torch."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -11,13 +11,14 @@ KINDS = {
     "attention": False,
     "sliding_attention": True,
 }  # names in layer_types -> the layer has the window
+CHUNK_KINDS = {"full_attention": False, "chunked_attention": True}  # -> the layer attends in chunks
 
 
 class LayerRule(NamedTuple):
     """The rule of a layer's attention.
 
-    sliding   the layer is one of those with a window, be it as long as the context
-    window    tokens that a token attends to, its own included; None: all before it
+    sliding   the layer is one of those with a window or chunks, be they as long as the context
+    window    as in `GroupedArgs`
     rotated   it rotates queries and keys by their positions (RoPE)
     """
 
@@ -33,6 +34,8 @@ def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) 
     """
     limit = keys.count("max_window_layers", 28) or 0
     listed = _listed(keys, family, num_layers)
+    if family.window.chunk:
+        return _chunk_rules(keys, family.window.chunk, context, listed, num_layers)
     window = keys.count("sliding_window", family.window.default)
     named = keys.names("layer_types")
     if other := sorted(set(named) - KINDS.keys()):
@@ -53,6 +56,27 @@ def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) 
         LayerRule(layer in sliding, window if short and layer in sliding else None, layer not in unrotated)
         for layer in range(num_layers)
     )
+
+
+def _chunk_rules(
+    keys: Keys, default: int, context: int, unrotated: Collection[int], num_layers: int
+) -> tuple[LayerRule, ...]:
+    """Return the rules of layers that attend in chunks where they rotate heads, unless layer_types says otherwise.
+
+    default   attention_chunk_size when config.json lacks the key; null: no layer attends in chunks
+    """
+    chunk, named = keys.count("attention_chunk_size", default), keys.names("layer_types")
+    if chunk == 0:
+        raise keys.wrong("attention_chunk_size=0 lets a token attend to nothing: give its length, or null for none.")
+    if other := sorted(set(named) - CHUNK_KINDS.keys()):
+        raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
+    if named and len(named) < num_layers:
+        raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
+    chunked = [CHUNK_KINDS[named[i]] if named else bool(chunk) and i not in unrotated for i in range(num_layers)]
+    if any(chunked) and chunk is None:
+        raise keys.wrong("attention_chunk_size=null leaves open the chunks of layer_types: give their length.")
+    window = -chunk if chunk is not None and chunk < context else None
+    return tuple(LayerRule(own, window if own else None, i not in unrotated) for i, own in enumerate(chunked))
 
 
 def _sliding(keys: Keys, family: Family, limit: int, unrotated: Collection[int]) -> Collection[int]:

@@ -45,9 +45,15 @@ _GEMMA4: Mapping[str, Any] = {
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "head_dim": 256,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
 }  # fmt: skip
+_LLAMA4: Mapping[str, Any] = {
+    "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}  # fmt: skip
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA4),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text", _LLAMA4),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),

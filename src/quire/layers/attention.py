@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from quire.args.layers import GroupedArgs, NormArgs, ScoreArgs
+from quire.args.layers import MOST_GROWTH_STEPS, GroupedArgs, NormArgs, ScoreArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Turns
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, WideNorm
-
-MOST_STEPS = 4096  # trained lengths of the longest context for which queries grow on
 
 
 class Sinks(nn.Module):
@@ -29,17 +27,17 @@ class Sinks(nn.Module):
 
 
 class QueryGrowth(nn.Module):
-    """Queries that grow with their position; see `ScoreArgs`. Formula: Llama 4's, in Hugging Face's Ministral-3."""
+    """Queries that grow with their position; see `ScoreArgs`. Formula: Hugging Face's Llama 4 and Ministral-3."""
 
     def __init__(self, args: ScoreArgs, device: torch.device) -> None:
         super().__init__()
-        self.trained = args.trained
-        steps = torch.arange(MOST_STEPS, dtype=torch.float64)
+        self.trained, self.ahead = args.trained, args.ahead
+        steps = torch.arange(MOST_GROWTH_STEPS, dtype=torch.float64)
         self.factors = (1 + args.growth * torch.log1p(steps)).float().to(device)
 
     def forward(self, q: Tensor, positions: Tensor) -> Tensor:
         """Return queries q [T, heads, head_dim] at positions [T], times the factor of their position."""
-        steps = (positions // self.trained).clamp_(max=MOST_STEPS - 1)
+        steps = ((positions + self.ahead) // self.trained).clamp_(max=MOST_GROWTH_STEPS - 1)
         return q * self.factors[steps].to(q.dtype)[:, None, None]
 
 
@@ -67,10 +65,13 @@ class Attention(nn.Module):
         self.growth = QueryGrowth(args.scores, build.device) if args.scores.growth else None
         self.qkv = Linear(f"{at}.qkv", build)
         self.head_norm: HeadNorm | None = None
+        self.ones: Tensor | None = None  # weights of norms of heads that have none
         self.wide_norm: WideNorm | None = None
         self.sinks = Sinks(f"{at}.sinks", build.device) if args.scores.sinks else None
         if args.qk_norm == "head":
             self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, norm, build.device)
+        elif args.qk_norm == "plain":
+            self.ones = torch.ones(self.num_heads + self.num_kv_heads, self.head_dim, device=build.device)
         elif args.qk_norm == "whole":
             widths = self.num_heads * args.head_dim, self.num_kv_heads * args.head_dim
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         if self.wide_norm is not None:
             qkv = self.wide_norm(qkv)
         qkv = qkv.view(tokens, -1, self.head_dim)
-        head_norm = None if self.head_norm is None else self.head_norm.weight
+        head_norm = self.ones if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
         cos, sin = turns[self.turn]
         q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)

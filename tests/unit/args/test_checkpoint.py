@@ -289,7 +289,7 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"rope_theta": -1.0}, "rope_theta=-1.0"),
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
-        ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
+        ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 0.5}}, "high_freq_factor=0.5"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
         ({"rope_parameters": ["yarn"]}, "rope_parameters=['yarn'] must be an object or null"),

@@ -55,7 +55,8 @@ def compare(theirs: Any, routing: Routing) -> None:
     torch.testing.assert_close(ours.gather(1, own), weights.gather(1, order), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [family for family in EXPERTS if not configured(family).beside])
+# Llama 4's router returns weights of all experts: tests/unit/layers/test_moe.py compares its block.
+@pytest.mark.parametrize("family", [one for one in EXPERTS if not configured(one).beside and one != "llama4_text"])
 def test_every_family(family: str) -> None:
     torch.manual_seed(0)
     compare(*router(family))

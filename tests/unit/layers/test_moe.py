@@ -93,7 +93,7 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
     assert args.moe is not None
     own = build.experts or range(theirs.experts.gate_up_proj.shape[0])
-    router = theirs.router if args.moe.routing.logit_bias else theirs.gate
+    router = theirs.gate if hasattr(theirs, "gate") else theirs.router
     stored = {
         "router.weight": router.weight,
         "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
@@ -108,11 +108,13 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         halves = [(one[:, 0::2], one[:, 1::2]) for one in (columns[0], stored["experts.gate_up_bias"])]
         stored |= {"experts.gate_up": torch.cat(halves[0], 1), "experts.down": columns[1]}
         stored["experts.gate_up_bias"] = torch.cat(halves[1], 1)
+    if args.moe.weigh_inputs:  # Llama 4: transposed in memory, too
+        stored |= {name: stored[name].mT for name in ("experts.gate_up", "experts.down")}
     if args.moe.routing.correction:
         owner = router if hasattr(router, "e_score_correction_bias") else theirs
         stored["router.correction"] = owner.e_score_correction_bias
     if args.moe.shared_size:
-        shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
+        shared = theirs.shared_expert if hasattr(theirs, "shared_expert") else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
         stored["shared.down.weight"] = shared.down_proj.weight
     if args.moe.shared_gate:

@@ -113,9 +113,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
     ),
 }
-# Families with windows have several KV groups: tests/e2e/test_parity.py compares them.
+# Families with windows or chunks have several KV groups: tests/e2e/test_parity.py compares them.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    family: (family, {}) for family, case in FAMILIES.items() if not case.options.get("sliding_window")
+    family: (family, {})
+    for family, case in FAMILIES.items()
+    if not (case.options.get("sliding_window") or case.options.get("attention_chunk_size"))
 } | VARIANTS
 
 

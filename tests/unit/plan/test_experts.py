@@ -41,8 +41,10 @@ GROUPS = {  # sizes of some families that groups of 32 divide
     "mlp_only_layers": [0],
     "kv_lora_rank": 64,
     "v_head_dim": 16,
+    "intermediate_size_mlp": 128,
+    "moe_layers": [1, 2],
 }
-BLOCKS = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe")
+BLOCKS = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe") | {"llama4_text": "feed_forward"}
 HOPPER = probe_of((9, 0))
 W4, BLOCK = Scheme(values="w4", block=(1, 32)), Scheme(values="e4m3", block=(128, 128), inputs="group")
 

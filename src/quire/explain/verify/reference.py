@@ -35,7 +35,7 @@ def load(folder: Path) -> Any:
     wrapped = "text_config" in json.loads((folder / "config.json").read_text())
     loader = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     try:
-        return loader.from_pretrained(
+        model = loader.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -51,6 +51,8 @@ def load(folder: Path) -> Any:
             "transformers. If transformers has no class for the family yet: copy the folder, give the copy's "
             "config.json the model_type and architectures of the nearest class, and pass the copy with --reference."
         ) from error
+    inside = getattr(model, "language_model", None)
+    return inside if hasattr(inside, "lm_head") else model  # Llama 4's runs alone, and fails inside the model around it
 
 
 @torch.inference_mode()
@@ -160,7 +162,8 @@ def _on_given(module: Any, differences: Differences, stage: str, step: str) -> N
 def _body(model: Any) -> Any:
     """Return the module with embedding, layers and norm; of a model that reads images, too, its language model's."""
     base = model.base_model
-    return getattr(base, "language_model", base)
+    body = getattr(base, "language_model", base)
+    return body if hasattr(body, "layers") else body.model  # Llama 4 names another base
 
 
 def _embedding_factor(model: Any) -> float:
@@ -172,6 +175,8 @@ def _on_result(module: Any, differences: Differences, stage: str, step: str, fac
     """Compare the result of a module, times `factor`, and go on with Quire's."""
 
     def hook(module: Any, given: Any, result: Any) -> Any:
+        if step == "router" and len(result) == 2:  # Llama 4: weights of all experts, and logits
+            return differences.replace(stage, step, result[0]), result[1]
         if step == "router":  # logits, weights and ids
             scores, weights, ids = result
             dense = torch.zeros(scores.shape, dtype=weights.dtype).scatter_(-1, ids, weights)
@@ -179,6 +184,9 @@ def _on_result(module: Any, differences: Differences, stage: str, step: str, fac
             weights, ids = ours.topk(ids.shape[-1], -1)
             return scores, weights, ids
         theirs = _first(result)
+        if step == "experts" and len(theirs) > (rows := differences.num_rows(stage, step)):  # Llama 4: not yet added
+            ours = differences.replace(stage, step, theirs.unflatten(0, (-1, rows)).sum(0))
+            return torch.cat((ours, ours.new_zeros(len(theirs) - rows, ours.shape[1])))
         if step in ("q_norm", "k_norm") and theirs.dim() == 4 and theirs.shape[2] == differences.num_rows(stage, step):
             return differences.replace(stage, step, theirs.transpose(1, 2)).transpose(1, 2)  # heads come before tokens
         ours = differences.replace(stage, step, theirs * factor) / factor

@@ -87,9 +87,13 @@ def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(unscaled: Tensor, args: RopeArgs) -> Tensor:
-    """Llama 3.1: wavelengths above original / low are stretched by factor, below original / high kept, else blended."""
+    """Llama 3.1: wavelengths above original / low are stretched by factor, below original / high kept, else blended.
+
+    With low = high, as in Llama 4, nothing is blended.
+    """
     turns = args.original_max_position * unscaled / (2 * math.pi)  # rotations over the trained length
-    kept = ((turns - args.low_freq_factor) / (args.high_freq_factor - args.low_freq_factor)).clamp(0, 1)
+    low, high = args.low_freq_factor, args.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= low).to(turns.dtype)
     return unscaled * kept + unscaled / args.factor * (1 - kept)
 
 

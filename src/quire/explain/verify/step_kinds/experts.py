@@ -11,14 +11,19 @@ from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.context import StepContext
 from quire.layers.moe import MoE
 
-DOWN = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj")
+DOWN = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj", "feed_forward.shared_expert.down_proj")
+ROUTER = ("mlp.gate", "mlp.router", "feed_forward.router")
 
 
 class ExpertSteps:
     """The steps of a router, its experts and shared experts. A `FeedForwardSteps`."""
 
     room = "mlp"
-    paths: Mapping[str, tuple[str, ...]] = {"router": ("mlp.gate", "mlp.router"), "shared down_proj": DOWN}
+    paths: Mapping[str, tuple[str, ...]] = {
+        "router": ROUTER,
+        "experts": ("mlp.experts", "feed_forward.experts"),
+        "shared down_proj": DOWN,
+    }
     inputs: Mapping[str, tuple[str, ...]] = {"shared gate_proj, up_proj": DOWN}
 
     def watch(self, layer: MoE, keep: Keep) -> None:

@@ -38,7 +38,7 @@ class GroupedSteps:
 
         def prepare(qkv: Tensor, norm: Tensor | None, eps: float, *rest: Any) -> Tensor:
             cos, sin, kv, slots, values = rest
-            if norm is not None:
+            if norm is not None and layer.ones is None:  # one without weights comes after the rotation in transformers
                 places, shape = torch.arange(len(qkv)), (len(qkv), kv_heads, 1, width)
                 scratch = KVView(qkv.new_zeros(shape), qkv.new_zeros(shape))
                 unturned = torch.ones_like(cos), torch.zeros_like(sin)
