@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 
 from ..support.partly_quantized import MIXES, write_partly
 from ..support.quantized_checkpoints import FORMS
-from ..support.tiny_models import EXPERTS, Tiny, mixed_prompts, quieten, random_model, write_model
+from ..support.tiny_models import Tiny, mixed_prompts, quieten, random_model, write_model
 
 # Each token goes to all experts: near choices of a router would differ by the rounding. Groups of 32 divide all sizes.
 SIZES: dict[str, Any] = {
@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+# Sizes of the families whose plain files have a tensor for each expert: those are what `write_partly` quantizes.
 OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 4},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64,
@@ -35,7 +36,7 @@ BLOCKS = {"mixtral": "block_sparse_moe"}
 NEAR = 0.12  # of log-probabilities; a CPU in bfloat16 is within 0.06, a layer without its experts beyond 0.2
 CASES = [
     *(("glm4_moe", form, list(MIXES)[number % 2]) for number, form in enumerate(FORMS)),
-    *((family, form, mix) for family in EXPERTS for form, mix in zip(("fp8-block", "awq"), MIXES, strict=True)),
+    *((family, form, mix) for family in OWN for form, mix in zip(("fp8-block", "awq"), MIXES, strict=True)),
 ]
 
 
