@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.contracts.blocks import NULL_BLOCK, KVGeometry
+from quire.contracts.blocks import NULL_BLOCK, KVGeometry, all_first_seen
 from quire.contracts.step import I32
 from quire.kv.blend_sources import Loans
 from quire.kv.hashing import KeyChain, group_keys
@@ -172,8 +172,7 @@ class KVAllocator:
             tables, behind = self._tables[group], self._behind[group]
             window, size = self.groups[group].window, self.groups[group].block_size
             assert window is not None
-            first = np.maximum(positions - window + 1, 0) if window > 0 else positions - positions % -window
-            passed = first // size  # `KVGroup.num_behind` of each
+            passed = all_first_seen(positions, window) // size  # `KVGroup.num_behind` of each
             for i in np.flatnonzero(passed > behind[slots]).tolist():
                 slot = int(slots[i])
                 before, table = int(behind[slot]), tables[slot]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import first_seen
+from quire.contracts.blocks import all_first_seen, first_seen
 from quire.kernels.attention import AttentionMeta, as_list
 from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 
@@ -124,7 +124,7 @@ def plan_rows(rows: list[tuple[int, int, int]], window: int | None) -> tuple[Row
     """
     items = np.empty((len(rows), 5), np.int64)
     items[:, :3] = rows
-    items[:, 4] = 0 if window is None else [first_seen(end - 1, window) for _, end, _ in rows]
+    items[:, 4] = 0 if window is None else all_first_seen(items[:, 1] - 1, window)
     calls = np.cumsum(_num_parts(items)) // MOST_PARTS
     return tuple(_row_plan(some) for some in np.split(items, np.flatnonzero(np.diff(calls)) + 1))
 

@@ -29,6 +29,7 @@ from quire.procs.messages import Ready
 from quire.text.load import TextSide, load_text
 
 Batch = list[tuple[int, RequestOutput]]
+CHAT = "/v1/chat/completions"
 
 
 class Pipe:
@@ -357,3 +358,16 @@ def tiny_core() -> EngineCore:
 def tiny_engine(tiny_core: EngineCore, text_side: TextSide) -> LocalEngine:
     """The bundled model behind a front end of this test."""
     return LocalEngine(tiny_core, text_side)
+
+
+@pytest.fixture
+def refusal_of(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+    """Send a request that is refused with 400, by default a chat. Return the error."""
+
+    def call(path: str = CHAT, **fields: Any) -> Any:
+        body = fields if path != CHAT else {"messages": [{"role": "user", "content": "hi"}], **fields}
+        reply = asyncio.run(make_client(scripted).post(path, body))
+        assert reply.status == 400, reply.body
+        return reply.error
+
+    return call

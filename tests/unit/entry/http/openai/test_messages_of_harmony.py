@@ -63,19 +63,6 @@ def send(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any
     return call
 
 
-@pytest.fixture
-def refusal(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
-    """The error that a request gets."""
-
-    def call(path: str = PATH, **fields: Any) -> Any:
-        body = fields if path != PATH else {"messages": USER, **fields}
-        reply = asyncio.run(make_client(scripted).post(path, body))
-        assert reply.status == 400, reply.body
-        return reply.error
-
-    return call
-
-
 def joined(reply: Any) -> dict[str, Any]:
     """The message that the events of a stream add up to, with the finish reason."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None}
@@ -131,17 +118,18 @@ def test_effort_and_date_reach_the_prompt(send: Callable[..., Any], scripted: An
     assert "\nReasoning: low\n" in scripted.prompts[-1][0].text
 
 
-def test_refusals(refusal: Callable[..., Any]) -> None:
-    error = refusal(reasoning_effort="minimal")
+def test_refusals(refusal_of: Callable[..., Any]) -> None:
+    error = refusal_of(reasoning_effort="minimal")
     assert error["param"] == "reasoning_effort" and "send low, medium, high" in error["message"]
-    error = refusal("/v1/responses", input="hi", reasoning={"effort": "none"})
+    error = refusal_of("/v1/responses", input="hi", reasoning={"effort": "none"})
     assert error["param"] == "reasoning" and "reasoning.effort is 'none'" in error["message"]
-    error = refusal(chat_template_kwargs={"builtin_tools": ["python"]})
+    error = refusal_of(chat_template_kwargs={"builtin_tools": ["python"]})
     assert error["param"] == "chat_template_kwargs" and "python, browser, container" in error["message"]
-    assert "'today'" in refusal(chat_template_kwargs={"strftime_now": "today"})["message"]
-    error = refusal(structured_outputs={"grammar": "start: A\nA: /a/"})
+    assert "'today'" in refusal_of(chat_template_kwargs={"strftime_now": "today"})["message"]
+    error = refusal_of(structured_outputs={"grammar": "start: A\nA: /a/"})
     assert error["param"] == "structured_outputs" and "not implemented" in error["message"]
-    assert "code_interpreter" in refusal("/v1/responses", input="hi", tools=[{"type": "code_interpreter"}])["message"]
+    error = refusal_of("/v1/responses", input="hi", tools=[{"type": "code_interpreter"}])
+    assert "code_interpreter" in error["message"]
 
 
 def test_structured_output_holds_the_turn(send: Callable[..., Any], scripted: Any) -> None:

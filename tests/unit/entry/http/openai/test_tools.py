@@ -55,19 +55,6 @@ def send_request(begin: Any, scripted: Any, make_client: Callable[..., Any], out
     return call
 
 
-@pytest.fixture
-def refusal_of(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
-    """The error that a request gets."""
-
-    def call(path: str = PATH, **fields: Any) -> Any:
-        body = fields if path != PATH else {"messages": USER, **fields}
-        reply = asyncio.run(make_client(scripted).post(path, body))
-        assert reply.status == 400, reply.body
-        return reply.error
-
-    return call
-
-
 def test_tools_are_shown_in_the_order_models_know(send_request: Callable[..., Any]) -> None:
     bare = {"function": {"description": "d", "strict": False, "name": "f"}, "type": "function"}
     prompt, params = send_request(tools=[bare])
