@@ -2,10 +2,12 @@
 
 from bisect import bisect_right
 from math import gcd, lcm, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never allocated
 PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
@@ -21,9 +23,9 @@ def first_seen(position: int, window: int | None) -> int:
     return max(0, position - window + 1) if window > 0 else position - position % -window
 
 
-def all_first_seen(positions: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
+def all_first_seen(positions: "np.ndarray[Any, Any]", window: int) -> "np.ndarray[Any, Any]":
     """Return `first_seen` of each position of an array of integers."""
-    first: np.ndarray[Any, Any] = positions - positions % -window if window < 0 else positions - window + 1
+    first = positions - positions % -window if window < 0 else positions - window + 1
     return first.clip(0)
 
 
