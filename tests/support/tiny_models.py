@@ -87,6 +87,10 @@ _CHUNKS: dict[str, Any] = {
     "interleave_moe_layer_step": 2, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
     "intermediate_size_mlp": 80,
 }  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -177,6 +181,19 @@ FAMILIES: Mapping[str, FamilyCase] = {
             "head_dim": None,
         },
         biases=("attention_bias", "mlp_bias"),
+    ),
+    "qwen3_next": FamilyCase(
+        options=_DELTA | _QWEN | {"shared_expert_intermediate_size": 40, "partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=("default", "theta"),
+    ),
+    "qwen3_5_text": FamilyCase(
+        options=_DELTA | {"partial_rotary_factor": 0.5}, biases=("attention_bias",), ropes=("default", "theta")
+    ),
+    "qwen3_5_moe_text": FamilyCase(
+        options=_DELTA | _QWEN | {"shared_expert_intermediate_size": 40, "partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=("default", "theta"),
     ),
     "granitemoehybrid": FamilyCase(
         options={

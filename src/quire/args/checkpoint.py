@@ -6,7 +6,7 @@ devices or flags. No torch.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
+from quire.args.delta import DeltaArgs, read_delta, read_recurrent
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, read_moe
 from quire.args.families import FAMILIES, Family
@@ -21,6 +22,7 @@ from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import read_latent
 from quire.args.layers import (
+    AttentionArgs,
     BesideArgs,
     DenseArgs,
     EndArgs,
@@ -100,10 +102,15 @@ class ModelArgs:
         """Each kind and size of mixers once, in the order of the layers."""
         return tuple(dict.fromkeys(one.mixer for one in self.layers))
 
+    @property
+    def attending(self) -> tuple[AttentionArgs, ...]:
+        """The mixers that attend to tokens; each model has one. The others are recurrent."""
+        return tuple(one for one in self.mixers if not isinstance(one, DeltaArgs))
+
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """Each rotation of heads once, in the order of the layers."""
-        return tuple(dict.fromkeys(one.rotation for one in self.mixers))
+        return tuple(dict.fromkeys(one.rotation for one in self.attending))
 
     @cached_property
     def moe(self) -> MoEArgs | None:
@@ -172,7 +179,8 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
     )
     context = max(max_positions, rope.extended_positions)
-    rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
+    recurrent = read_recurrent(keys, layers) if family.recurrent else frozenset[int]()
+    rules = read_layer_rules(_of_attention(keys, family), family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
@@ -180,7 +188,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra),
+        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra, recurrent),
         norm=NormArgs(
             eps=keys.positive(family.form.eps_key, family.form.eps),
             plus_one=family.form.plus_one,
@@ -220,6 +228,8 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
     """
 
     def fitted(one: LayerArgs) -> LayerArgs:
+        if isinstance(one.mixer, DeltaArgs):
+            return one
         rope = one.mixer.rope
         if rope.kind != "longrope" or length is None:
             return one
@@ -227,7 +237,7 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
         return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
 
     args = replace(args, layers=tuple(map(fitted, args.layers)))
-    trained = max((one.mixer.rope.original_max_position for one in args.layers if one.mixer.rope.long), default=0)
+    trained = max((one.rope.original_max_position for one in args.attending if one.rope.long), default=0)
     return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
 
 
@@ -237,14 +247,22 @@ def _extra_layers(keys: Keys, family: Family) -> int:
 
 
 def _layers(
-    keys: Keys, family: Family, ropes: tuple[RopeArgs, RopeArgs], rules: Sequence[LayerRule], extra: int
+    keys: Keys,
+    family: Family,
+    ropes: tuple[RopeArgs, RopeArgs],
+    rules: Sequence[LayerRule],
+    extra: int,
+    recurrent: Collection[int] = (),
 ) -> tuple[LayerArgs, ...]:
     """Return the layers of the checkpoint, by their rules; `extra` more predict several tokens.
 
-    ropes   rotations of layers with full attention and of those with a window
+    ropes       rotations of layers with full attention and of those with a window
+    recurrent   numbers of the layers that do not attend
     Layers that predict several tokens have full attention, and experts where any layer has.
     """
     mixers = _mixers(keys, family, ropes, rules, extra)
+    for layer in recurrent:
+        mixers[layer] = read_delta(keys, family.recurrent)
     act = _activation(keys, family)
     width, bias = (
         keys.size(family.form.width_key, family.form.width),
@@ -267,6 +285,11 @@ def _layers(
         LayerArgs(mixer=one, feed_forward=part, norms=form.norms, residual=residual, scaled=form.scaled, inputs=inputs)
         for one, part in zip(mixers, parts, strict=True)
     )
+
+
+def _of_attention(keys: Keys, family: Family) -> Keys:
+    """Return the keys without those of recurrent layers, so that all layers attend."""
+    return Keys({**keys, "layer_types": None}, keys.source) if family.recurrent else keys
 
 
 def _mixers(

@@ -80,6 +80,7 @@ DEEPSEEK_KEYS = frozenset(
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), QWEN_KEYS | {"shared_expert_intermediate_size"}),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
     "llama4": frozenset("num_local_experts num_experts_per_tok interleave_moe_layer_step moe_layers".split()),
@@ -104,6 +105,8 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "mixtral": _read_mixtral,
         "qwen2_moe": _read_qwen,
         "qwen3_moe": _read_qwen,
+        "qwen3_next": _read_qwen,
+        "qwen3_5_moe": _read_qwen,
         "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
         "llama4": _read_llama4,
@@ -138,15 +141,17 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         or ()
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared, vision = kind == "qwen2_moe", kind == "qwen3_vl_moe"
+    shared, stored = kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe"), "each"
+    if not keys.object("quantization_config"):  # quantized files store each expert by itself
+        stored = {"qwen3_vl_moe": "columns", "qwen3_5_moe": "rows"}.get(kind, "each")
+    normalized = kind in ("qwen3_vl_moe", "qwen3_next", "qwen3_5_moe")
     moe = MoEArgs(
-        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", vision)),
+        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", normalized)),
         expert_size=keys.size("moe_intermediate_size"),
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
-        # Unless the names of stored tensors tell otherwise; quantized files store each expert by itself.
-        stored="columns" if vision and not keys.object("quantization_config") else "each",
+        stored=stored,  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 

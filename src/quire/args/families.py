@@ -49,6 +49,7 @@ class Heads:
     grow         queries grow with their position: in "all" layers by llama_4_scaling_beta of the rotary settings, in
                  "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
     settings     True: config.json must have rotary settings, since the family's own default is no plain rotation
+    gated        attn_output_gate when config.json lacks the key
     interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
                  attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
@@ -66,6 +67,7 @@ class Heads:
     values: str = ""
     scale: float = 0.0
     by_kind: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ class Family:
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
                  have experts, in place of the MLP
+    recurrent    key in `delta.DEFAULTS` of a family with recurrent layers beside those with attention; "": it has none
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
@@ -122,6 +125,7 @@ class Family:
     experts: str = ""
     beside: str = ""
     latent: str = ""
+    recurrent: str = ""
     window: Window = Window()
     heads: Heads = Heads()
     form: LayerForm = LayerForm()
@@ -143,6 +147,12 @@ class Family:
 
 OWN_KV = Heads(one_kv_each=True)
 QWEN3 = Heads(qk_norm="head", dim=128)
+QWEN35 = Heads(qk_norm="head", dim=256, gated=True)
+QWEN35_KEYS = (
+    "attention_bias attn_output_gate partial_rotary_factor full_attention_interval linear_conv_kernel_dim "
+    "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_ssm_dtype "
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type"
+)
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
 GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
@@ -235,6 +245,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None,
                         heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
                         experts="qwen3_moe", words="attention_bias"),
+    "qwen3_next": Family(architecture="Qwen3NextForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+                         heads=QWEN35, form=LayerForm(plus_one=True), experts="qwen3_next",
+                         recurrent="qwen3_next", words=QWEN35_KEYS),
+    "qwen3_5_text": Family(architecture="Qwen3_5ForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+                           heads=QWEN35, form=LayerForm(plus_one=True), recurrent="qwen3_5",
+                           words=QWEN35_KEYS + " mrope_section"),
+    "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+                               heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
+                               experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
                       dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True, settings=True), form=LayerForm(eps=1e-5), experts="gpt_oss",

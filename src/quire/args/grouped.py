@@ -46,6 +46,7 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> G
         ),
         interleaved=own.interleaved,
         values="keys" if full and keys.flag("attention_k_eq_v") and own.by_kind else own.values,
+        gated=own.gated and keys.flag("attn_output_gate", True),
     )
 
 

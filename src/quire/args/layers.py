@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import structs
 
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.rope import RopeArgs, Rotation
@@ -47,6 +48,8 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     values                    "": the v projection; "normed": its RMS norm, which has no weights; "keys": that of the k
                               projection, before its own norm and rotation. Then there is no v projection
     kv_from                   number of the layer whose keys and values it reads; -1: it has its own
+    gated                     True: the input has a further projection of the width of queries, stored behind each
+                              query head; the result of attention is multiplied by its sigmoid before the o projection
     """
 
     one_scale: ClassVar[bool] = False  # keys and values of an 8-bit cache have a scale each
@@ -64,6 +67,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     interleaved: bool = False
     values: str = ""
     kv_from: int = -1
+    gated: bool = False
 
     @property
     def projected(self) -> tuple[str, ...]:
@@ -101,7 +105,8 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
     experts: MoEArgs
 
 
-MixerArgs = GroupedArgs | LatentArgs
+AttentionArgs = GroupedArgs | LatentArgs
+MixerArgs = AttentionArgs | DeltaArgs
 FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
 
 

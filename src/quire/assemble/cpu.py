@@ -16,6 +16,7 @@ from quire.assemble.offload import copy_blocks, make_mover
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
+from quire.kvstore.states import StateArena
 from quire.layers.stack import Model
 from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
@@ -53,7 +54,8 @@ def _finish(
 ) -> Parts:
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = model_views(model, arena.views, scales)
+    states = StateArena(memory.geometry, num_slots + 1, device)
+    views = model_views(model, arena.views, scales, states.views)
     limits = Limits(
         num_slots=num_slots,
         max_tokens=plan.config.scheduler.token_budget(),

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
+from quire.args.delta import DeltaArgs
 from quire.args.layers import MixerArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
+    from quire.kernels.states import StateView
     from quire.layers.stack import Model
 
 
@@ -17,29 +19,42 @@ def kv_views(
     mixers: Iterable[MixerArgs],
     components: "Iterable[tuple[Tensor, ...]]",
     scales: Sequence[tuple[float, float]] = (),
-) -> "list[KVView]":
+) -> "list[KVView | StateView]":
     """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
-    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
+    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key. Of a recurrent
+                 layer those of its states, which a `StateView` has
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
     """
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
+    from quire.kernels.states import StateView
 
     every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
     return [
-        LatentView(*parts, own[0]) if mixer.one_scale else KVView(*parts, *own)
+        StateView(*parts)
+        if isinstance(mixer, DeltaArgs)
+        else LatentView(*parts, own[0])
+        if mixer.one_scale
+        else KVView(*parts, *own)
         for mixer, parts, own in zip(mixers, components, every, strict=False)
     ]
 
 
 def model_views(
-    model: "Model", views: "Callable[[int], tuple[Tensor, ...]]", scales: Sequence[tuple[float, float]] = ()
-) -> "list[KVView]":
+    model: "Model",
+    blocks: "Callable[[int], tuple[Tensor, ...]]",
+    scales: Sequence[tuple[float, float]] = (),
+    states: "Callable[[int], tuple[Tensor, ...]]" = lambda layer: (),
+) -> "list[KVView | StateView]":
     """Return the KV caches of a model's layers, then of its prediction layer or draft model.
 
-    views   returns the tensors of a layer's cache, as `KVArena.views`
+    blocks, states   return the tensors of a layer, as `KVArena.views` and `StateArena.views`
     """
+
+    def views(layer: int) -> "tuple[Tensor, ...]":
+        return states(layer) or blocks(layer)
+
     mixers = [one.mixer for one in model.held]
     found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
     if model.draft is not None:

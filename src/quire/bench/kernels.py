@@ -39,7 +39,7 @@ def make_setup(model: str, device: str) -> Setup:
         args=args,
         device=torch.device(device),
         dtype=torch.bfloat16,
-        kernels=select_kernels(device, "bfloat16", head_dim=max(one.head_dim for one in args.mixers)),
+        kernels=select_kernels(device, "bfloat16", head_dim=max(one.head_dim for one in args.attending)),
         block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
     )
 

@@ -127,12 +127,17 @@ class StateGroup(msgspec.Struct, frozen=True, kw_only=True):
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
-    Blocks of all groups come from the same pages, which have room for the largest. There are no layers with states yet.
+    Blocks of all groups come from the same pages, which have room for the largest.
     Groups may differ in tokens per block. With blocks of 32 and 64 tokens, `block_size` is 32 and `hit_size` is 64.
     """
 
     groups: tuple[KVGroup, ...]
     states: tuple[StateGroup, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a request."""
+        return sum(group.slot_bytes for group in self.states)
 
     @property
     def block_size(self) -> int:

@@ -85,6 +85,7 @@ class Kernels:
     linear: Any = None
     attention: Any = None
     latent: Any = None
+    delta: Any = None
     routing: Any = None
     blend: Any = None
 

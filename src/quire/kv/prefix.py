@@ -47,6 +47,7 @@ class PrefixIndex:
 
     def __init__(self, pool: Lookup, geometry: KVGeometry) -> None:
         self._pool, self._groups = pool, geometry.groups
+        self._has_states = bool(geometry.states)
         self._block_size, self._hit_size = geometry.block_size, geometry.hit_size
         self._per_hit = [geometry.hit_size // size for size in geometry.block_sizes]  # blocks of each group
         self._full = [g for g, group in enumerate(geometry.groups) if group.window is None]
@@ -58,7 +59,7 @@ class PrefixIndex:
         max_tokens   at most the prompt without its last token, because that token's logits must be computed
         """
         assert chain.block_size == self._block_size, "a chain of another block size"
-        limit = num = max(0, min(max_tokens, len(chain.tokens))) // self._hit_size
+        limit = num = max(0, min(max_tokens, len(chain.tokens))) // self._hit_size * (not self._has_states)
         found: list[list[int]] = [[]] * len(self._groups)
         for index in self._full:
             found[index] = self._walk(chain, num * self._per_hit[index], index)

@@ -7,16 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
+from quire.kernels.states import StateView
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.delta import GatedDelta
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
@@ -26,11 +29,10 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
 
-MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
+ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
     LatentArgs: LatentAttention,
 }
-
 
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
     DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
@@ -51,14 +53,7 @@ class DecoderBlock(nn.Module):
         at = f"layers.{layer}"
         own = args.layers[layer]
         self.attention_branch = Branch(f"{at}.attention", own, args.norm, build)
-        self.attention = MIXERS[type(own.mixer)](
-            own.mixer,
-            f"{at}.attention",
-            args.norm,
-            build,
-            build.group_of(args.kept_by(layer)),
-            args.rotations.index(own.mixer.rotation),
-        )
+        self.attention = _mixer(args, layer, build)
         self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
         self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, None if own.inputs else self.factor)
         self.own_input = OwnInput(args, layer, build, self.factor) if own.inputs else None
@@ -66,7 +61,7 @@ class DecoderBlock(nn.Module):
         part = FEED_FORWARDS[type(own.feed_forward)]
         self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
 
-    def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
+    def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView | StateView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         if self.norm is not None:
             x = self.norm(hidden)
@@ -86,6 +81,15 @@ class DecoderBlock(nn.Module):
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
         if self.experts is not None:
             self.experts.join(ctx)
+
+
+def _mixer(args: ModelArgs, layer: int, build: Build) -> Attention | LatentAttention | GatedDelta:
+    """Return the mixer of a layer."""
+    own = args.layers[layer].mixer
+    if isinstance(own, DeltaArgs):
+        return GatedDelta(own, f"layers.{layer}.delta", args.norm, build)
+    group, turn = build.group_of(args.kept_by(layer)), args.rotations.index(own.rotation)
+    return ATTENTION[type(own)](own, f"layers.{layer}.attention", args.norm, build, group, turn)
 
 
 class DraftLayer(nn.Module):

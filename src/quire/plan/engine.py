@@ -273,7 +273,12 @@ def resolve_engine(
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
     geometry = rank_geometry(
-        args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu", block_size=config.cache.block_size
+        args,
+        rank,
+        dtype=cache.dtype,
+        activations=dtype.dtype,
+        device="cuda" if by_triton else "cpu",
+        block_size=config.cache.block_size,
     )
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
@@ -285,7 +290,7 @@ def resolve_engine(
         device,
         dtype.dtype,
         ops=operations(args, blends),
-        head_dim=max(one.head_dim for one in args.mixers),
+        head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
         attention_features=asked,
         cache_features=cache.features,

@@ -86,6 +86,7 @@ class Holdings:
             self.plan.args,
             rank,
             dtype=self.plan.cache.dtype,
+            activations=self.plan.dtype.dtype,
             device=self.plan.machine.device,
             block_size=None,
             sizes=self.plan.geometry.block_sizes,

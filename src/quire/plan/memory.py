@@ -137,12 +137,14 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block.
+    """Return the bytes that a running request takes beside its blocks: its states, and its rows of tables.
+
+    A row has SLOT_BYTES, and 4 for each token and each block.
 
     The block tables of all groups have room for as many blocks as the group with the most has.
     """
     entries = max(group.num_blocks(max_model_len) for group in geometry.groups)
-    return SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
+    return geometry.state_bytes + SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
@@ -154,7 +156,7 @@ def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int,
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
         raise ConfigError(
-            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables and states beside {as_gib(kv_bytes)} of KV "
             f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
         )
 

@@ -19,20 +19,8 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
         return "" if in_place else "experts.put"
     if name.endswith(".router.weight"):
         return "linear.pack"
-    if name.endswith(
-        (
-            "norm.weight",
-            "_after.weight",
-            "_norm.q",
-            "_norm.k",
-            "sinks.weight",
-            ".kv_up.weight",
-            ".correction",
-            "factor.weight",
-            "scale",
-            "bias",
-        )
-    ):
+    others = ("norm.weight", "_after.weight", "sinks.weight", ".kv_up.weight", "factor.weight")
+    if not name.endswith(".weight") or name.endswith(others):
         return ""
     if name == "inputs.embed.weight" or (name == "embed.weight" and not args.tie_word_embeddings):
         return ""

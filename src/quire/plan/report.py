@@ -391,7 +391,8 @@ def _layer(name: str) -> int:
 
 def _kind(calls: Sequence[Call]) -> str:
     called = {call.function.partition(".")[0] for call in calls}
-    if not called & {"attention", "latent"}:
+    kinds = {"attention": "grouped-query attention", "latent": "latent attention", "delta": "gated delta"}
+    mixer = next((words for name, words in kinds.items() if name in called), "")
+    if not mixer:
         return "embedding" if calls[0].function.endswith((".rows", ".embedding")) else "norm and head"
-    attention = "latent" if "latent" in called else "grouped-query"
-    return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"
+    return f"{mixer}, {'experts' if 'experts' in called else 'feed-forward'}"

@@ -1,7 +1,7 @@
 """Choose the parts of a model runner for a device, and build the runner from them."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.kernels.states import StateView
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
@@ -31,6 +32,7 @@ from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
+from quire.worker.states import RequestStates
 from quire.worker.step_drafts import StepDrafts
 from quire.worker.synthetic import SyntheticAcceptance
 
@@ -77,7 +79,7 @@ def choose_parts(
 
 def make_runner(
     model: Model,
-    kv: list[KVView],
+    kv: Sequence[KVView | StateView],
     limits: Limits,
     device: torch.device,
     *,
@@ -116,6 +118,8 @@ def make_runner(
         sampling=(operations, sampler.rows),
     )
     features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
+    if any(isinstance(one, StateView) for one in kv):
+        features.append(RequestStates(upload.step, state.buffers))
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(

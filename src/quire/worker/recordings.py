@@ -11,6 +11,7 @@ from quire.kernels.native.recording import Buffers, KernelRecording
 from quire.kernels.rope.rotary import Turns
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
+from quire.layers.delta import GatedDelta
 from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 
@@ -98,7 +99,7 @@ class LayerRecordings(Recorder):
         own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
         assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
-        # Rows that are not live are computed, too. A further tensor of the context would be that of this step for ever.
+        # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A further tensor of the context would be that of this step for ever.
         step = replace(ctx, attention=own, live=None)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
@@ -129,6 +130,8 @@ def _groups_of(model: Model) -> tuple[GroupCalls, ...]:
     found: dict[int, GroupCalls] = {}
     for index, layer in enumerate(model.layers):
         own = layer.attention
+        if isinstance(own, GatedDelta):
+            continue
         before = found.setdefault(own.group, GroupCalls(own.group, index, own.window, own.num_heads, own.head_dim))
         most = {"num_heads": max(before.num_heads, own.num_heads), "head_dim": max(before.head_dim, own.head_dim)}
         found[own.group] = replace(before, **most)

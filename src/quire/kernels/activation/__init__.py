@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward layer (GLU variants; Shazeer, 2020).
+"""The gated activation of the feed-forward layer (GLU variants; Shazeer, 2020), and the gate of attention's output.
 
 gated(gate_up [T, 2I], act) -> [T, I]
     gate is the first half of a row, up the second. `act` names the function of the two, a word of `ACTS`:
@@ -8,6 +8,9 @@ gated(gate_up [T, 2I], act) -> [T, I]
     swiglu_oai   (up' + 1) * gate' * sigmoid(1.702 gate'), gate' = min(gate, 7), up' = up cut to [-7, 7] (gpt-oss)
     NaN in gate or up gives NaN. Every implementation has every activation, and so has every fused kernel of
     `quire.kernels.linear`; those of `quire.kernels.experts` name theirs in their features.
+
+opened(x [T, N], gate [T, N]) -> [T, N]
+    x * sigmoid(gate), as gated attention has it (Qiu et al., arXiv 2505.06708).
 """
 
 ACTS = ("silu", "gelu_tanh", "swiglu_oai")

@@ -14,3 +14,8 @@ def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
     if act == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     return ref.gated(gate_up, act)
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    return gate.sigmoid().mul_(x)

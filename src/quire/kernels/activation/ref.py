@@ -1,4 +1,4 @@
-"""Gated activations, as their formulas read, in float32."""
+"""Gated activations and gates, as their formulas read, in float32."""
 
 import math
 
@@ -19,3 +19,8 @@ def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
         gate = gate.clamp(max=7)
         y = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
     return y.to(gate_up.dtype)
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)

@@ -97,7 +97,7 @@ class KernelSetup:
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of a layer's projections and of the head, by name; "qkv" may make queries and latents."""
-        hidden, inner, mixer = self.args.hidden_size, self.inner, self.args.mixers[0]
+        hidden, inner, mixer = self.args.hidden_size, self.inner, self.args.attending[0]
         q = mixer.num_heads * mixer.head_dim
         if isinstance(mixer, GroupedArgs):
             own = {"qkv": (q + 2 * mixer.num_kv_heads * mixer.head_dim, hidden), "o": (hidden, q)}

@@ -9,6 +9,7 @@
 #include "../attention_cpu/rows.c"
 #include "../attention_cpu/chunks.c"
 #include "../attention_cpu/prompts.c"
+#include "../delta/native.c"
 #include "../heads/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"

@@ -25,6 +25,8 @@ FUNCTIONS = {
     "quire_heads": "pppppppp" + "llllllll" + "fiiii",
     "quire_norm": "ppppp" + "llll" + "fiiii",
     "quire_gated": "pp" + "lll" + "iii",
+    "quire_opened": "ppp" + "llll" + "ii",
+    "quire_delta": "pppp" + "pppp" + "ppppp" + "pppp" + "llllll" + "llllll" + "ff" + "iiiii",
     "quire_sum_bytes": "pppp" + "ll",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",

@@ -1,6 +1,7 @@
 """The kinds of layers, one object for each: parameters, KV cache, division among ranks, kernels, calls, facts.
 
-    mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention)
+    mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention) delta.py (recurrent
+                    layers with the gated delta rule)
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
@@ -11,17 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
 from quire.plan.kinds.beside import BesideKind
+from quire.plan.kinds.delta import DeltaKind
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
 
-MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {GroupedArgs: GroupedKind, LatentArgs: LatentKind}
+MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
+    GroupedArgs: GroupedKind,
+    LatentArgs: LatentKind,
+    DeltaArgs: DeltaKind,
+}
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
     MoEArgs: ExpertsKind,
@@ -42,3 +49,8 @@ def feed_forward(args: FeedForwardArgs) -> FeedForward:
 def mixers(args: ModelArgs) -> tuple[Mixer, ...]:
     """Return the kinds of the mixers of a model, each kind and size once, in the order of the layers."""
     return tuple(map(mixer, args.mixers))
+
+
+def attending(args: ModelArgs) -> tuple[Mixer, ...]:
+    """Return the kinds of `mixers` that attend to tokens, and keep keys and values of them."""
+    return tuple(map(mixer, args.attending))

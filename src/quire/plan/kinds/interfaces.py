@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quire.args.layers import LayerArgs
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
@@ -263,6 +263,12 @@ class Mixer(Protocol):
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
 
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads.
+
+        dtype, item_bytes   of activations
+        """
+
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the range of KV heads of the rank `place` of `tp`."""
 
@@ -317,12 +323,15 @@ def read(norm: str, names: tuple[str, ...], step: LayerStep, run: str = "") -> I
         yield Call(f"linear.run{run}", names)
 
 
-def added(name: str, bias: bool, step: LayerStep) -> Iterator[Call]:
-    """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before."""
+def added(name: str, bias: bool, step: LayerStep, half: str = "") -> Iterator[Call]:
+    """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before.
+
+    half   half of the layer, "attention" or "mlp"; "": the name begins with it
+    """
     yield product(name, bias, () if step.sliced or not step.plain else step.linear(name))
     if step.sliced:
         yield Call(SUM)
-    yield from joined(name.partition(".")[0], step)
+    yield from joined(half or name.partition(".")[0], step)
 
 
 def joined(half: str, step: LayerStep) -> Iterator[Call]:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.latent import LatentArgs
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
@@ -79,6 +79,10 @@ class LatentKind:
         """Return the latent and the rotated key, which all heads share."""
         widths = {"latent": self._sizes.kv_rank, "rope": self._sizes.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
+
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return (): all that it keeps grows with the request."""
+        return ()
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the one head of the cache, which every rank keeps."""

@@ -32,9 +32,13 @@ class GroupedSteps:
         kernel, sizes = layer.kernels.heads, {"q": heads, "k": kv_heads, "v": kv_heads}
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
-            parts = result.view(len(result), -1, width).split([sizes[side] for side in layer.projected], 1)
+            by_head, gates = result.view(len(result), -1, width), list[Tensor]()
+            if layer.gated:
+                by_head, *gates = by_head.split([by_head.shape[1] - heads, heads], 1)
+            parts = by_head.split([sizes[side] for side in layer.projected], 1)
             for side, part in zip(layer.projected, parts, strict=True):
-                keep(f"{side}_proj", part if side == "v" else part[..., plain])
+                own = part if side == "v" else part[..., plain]
+                keep(f"{side}_proj", torch.cat((own, *gates), -1) if side == "q" else own)
 
         def prepare(qkv: Tensor, norm: Tensor | None, eps: float, *rest: Any) -> Tensor:
             cos, sin, kv, slots, values = rest

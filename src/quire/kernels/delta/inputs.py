@@ -1,0 +1,83 @@
+"""Inputs for tests and measurements of the gated delta rule."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.delta import DeltaForm, DeltaWeights
+from quire.kernels.states import StateMeta, StateView
+
+FORMS = (
+    DeltaForm(key_heads=2, heads=4, key_dim=16, value_dim=16, eps=1e-6),
+    DeltaForm(key_heads=3, heads=3, key_dim=12, value_dim=24, eps=1e-5, act="sigmoid", doubled=True),
+    DeltaForm(key_heads=1, heads=3, key_dim=40, value_dim=72, eps=1e-6, lowest=-5.0),
+)
+
+
+class Sequence(NamedTuple):
+    """A sequence: its length before the step, its rows, and the length after which a copy is kept (0: none)."""
+
+    past: int
+    rows: int
+    kept_at: int = 0
+
+
+class Inputs(NamedTuple):
+    """Arguments of `mix`, in their order."""
+
+    qkv: Tensor
+    gate: Tensor
+    decay: Tensor
+    strength: Tensor
+    weights: DeltaWeights
+    state: StateView
+    meta: StateMeta
+    form: DeltaForm
+
+
+def make(
+    form: DeltaForm,
+    sequences: tuple[Sequence, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    by_channel: bool = False,
+    taps: int = 4,
+    seed: int = 0,
+) -> Inputs:
+    """Return random inputs of a step. The arena has a row more for each sequence, then rows for copies.
+
+    Rows of the arena that no sequence has, and those of sequences that begin, hold NaN.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    tokens, count = sum(one.rows for one in sequences), len(sequences)
+    widths = [form.channels, form.heads * form.value_dim, form.heads * (form.key_dim if by_channel else 1), form.heads]
+    rows = random(tokens, 8 + sum(widths)).to(dtype)[:, 8:].split(widths, 1)
+    weights = DeltaWeights(
+        conv=random(taps, form.channels) * 0.5,
+        rate=random(form.heads) * 0.5,
+        shift=random(widths[2]),
+        norm=1 + 0.2 * random(form.value_dim),
+    )
+    arena = 3 * count + 1
+    columns = torch.full((arena, taps - 1, form.channels), torch.nan, dtype=dtype)
+    matrix = torch.full((arena, 2 * form.heads, form.key_dim, form.value_dim), torch.nan)[:, form.heads :]
+    places = torch.randperm(2 * count, generator=draw)[:count]
+    for one, place in zip(sequences, places.tolist(), strict=True):
+        if one.past:
+            columns[place] = random(taps - 1, form.channels).to(dtype)
+            matrix[place] = random(form.heads, form.key_dim, form.value_dim)
+    starts = torch.tensor([0, *(one.rows for one in sequences)]).cumsum(0)
+    meta = StateMeta(
+        query_start=starts.int(),
+        seq_lens=torch.tensor([one.past + one.rows for one in sequences], dtype=torch.int32),
+        slots=places.int(),
+        kept_at=torch.tensor([one.kept_at for one in sequences], dtype=torch.int32),
+        kept=2 * count + torch.arange(count, dtype=torch.int32),
+        max_rows=max(one.rows for one in sequences),
+    )
+    return Inputs(*rows, weights, StateView(columns, matrix), meta, form)

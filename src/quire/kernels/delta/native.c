@@ -1,0 +1,212 @@
+/* The gated delta rule: see quire.kernels.delta. First the convolution of all channels, then one task for each head of
+   each sequence, which goes through the sequence's rows in order. A head's matrix [key dim][value dim] stays in the L2
+   cache meanwhile; a block of its columns stays in L1 between the two passes over it that a row takes. */
+
+enum { DELTA_COLUMNS = 4 * W, DELTA_CHANNELS = 512, DELTA_DIM = 512 };
+
+typedef struct DeltaJob {
+    Tasks tasks;
+    const void *qkv, *gate, *decay, *strength;
+    const float *conv, *rate, *shift, *norm;
+    const int32_t *starts, *lengths, *slots, *kept_at, *kept; /* kept_at NULL: no copies */
+    void *columns;
+    float *u, *matrix;
+    void *y;
+    long sequences, key_heads, heads, key_dim, value_dim, taps;
+    long qkv_stride, gate_stride, decay_stride, strength_stride, columns_stride, matrix_stride;
+    float eps, lowest;
+    int by_channel, sigmoid, doubled, half;
+} DeltaJob;
+
+INLINE float number_at(const void *base, long at, int half) {
+    if (!half) return ((const float *)base)[at];
+    const uint32_t bits = (uint32_t)((const bf16 *)base)[at] << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+/* Rows of a sequence before the step. */
+INLINE long delta_past(const DeltaJob *job, long s) {
+    return job->lengths[s] - (job->starts[s + 1] - job->starts[s]);
+}
+
+/* The length after which the sequence's state is copied, as a number of rows of the step; 0: no copy. */
+INLINE long delta_kept(const DeltaJob *job, long s) {
+    const long at = job->kept_at ? job->kept_at[s] : 0;
+    return at ? at - delta_past(job, s) : 0;
+}
+
+/* The inputs of a channel block i rows from the first one of the step: of the step, or from the state. */
+INLINE Vec delta_input(const DeltaJob *job, const void *columns, long first, long i, long c, Lanes lanes, int half) {
+    if (i >= 0) return load(job->qkv, (first + i) * job->qkv_stride + c, lanes, half);
+    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim;
+    return columns ? load(columns, (i + job->taps - 1) * channels + c, lanes, half) : zeros();
+}
+
+INLINE void convolve(const DeltaJob *job, long s, long block, int half) {
+    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim, taps = job->taps;
+    const long first = job->starts[s], rows = job->starts[s + 1] - first, from = block * DELTA_CHANNELS;
+    const long to = from + DELTA_CHANNELS < channels ? from + DELTA_CHANNELS : channels, kept = delta_kept(job, s);
+    void *own = (void *)element(job->columns, job->slots[s] * job->columns_stride, half);
+    const void *past = delta_past(job, s) ? own : NULL;
+    if (!rows) return;
+    for (long c = from; c < to; c += W) {
+        const Lanes lanes = lanes_of(to - c);
+        for (long i = 0; i < rows; i++) {
+            Vec sum = zeros();
+            for (long k = 0; k < taps; k++)
+                sum = madd(delta_input(job, past, first, i - taps + 1 + k, c, lanes, half),
+                           get_some(job->conv + k * channels + c, lanes), sum);
+            put_some(job->u + (first + i) * channels + c, lanes, gated_of(sum, fill(1.0f), SILU));
+        }
+        if (kept) {
+            void *copy = (void *)element(job->columns, job->kept[s] * job->columns_stride, half);
+            for (long k = 0; k < taps - 1; k++)
+                store(copy, k * channels + c, lanes,
+                      delta_input(job, past, first, kept - taps + 1 + k, c, lanes, half), half);
+        }
+        for (long k = 0; k < taps - 1; k++) /* in this order no column is overwritten before it is read */
+            store(own, k * channels + c, lanes, delta_input(job, past, first, rows - taps + 1 + k, c, lanes, half),
+                  half);
+    }
+}
+
+static void convolve_tasks(void *argument) {
+    DeltaJob *job = argument;
+    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim;
+    const long blocks = (channels + DELTA_CHANNELS - 1) / DELTA_CHANNELS;
+    long task;
+    while ((task = claim(&job->tasks)) >= 0)
+        if (job->half) convolve(job, task / blocks, task % blocks, 1);
+        else convolve(job, task / blocks, task % blocks, 0);
+}
+
+/* from [dim] times 1 / sqrt(sum of squares + 1e-6) times factor -> to */
+INLINE void to_unit(const float *from, float *to, long dim, float factor) {
+    Vec squares = zeros();
+    for (long i = 0; i < dim; i += W) {
+        const Vec x = get_some(from + i, lanes_of(dim - i));
+        squares = madd(x, x, squares);
+    }
+    const Vec scale = fill(factor / sqrtf(sum_of(squares) + 1e-6f));
+    for (long i = 0; i < dim; i += W) {
+        const Lanes lanes = lanes_of(dim - i);
+        put_some(to + i, lanes, get_some(from + i, lanes) * scale);
+    }
+}
+
+/* The factor exp(g) of a raw decay. */
+INLINE float fading(const DeltaJob *job, float raw, float rate) {
+    if (job->lowest != 0.0f) return expf(job->lowest / (1.0f + expf(-rate * raw)));
+    return expf(-rate * (raw > 20.0f ? raw : log1pf(expf(raw))));
+}
+
+/* A row of columns c .. of a head: decay, correct and read the matrix. own [dim][stride], output o. */
+INLINE void turn_columns(float *own, long stride, const float *q, const float *k, const float *fade, float strength,
+                         const float *v, float *o, long dim, long count) {
+    Vec said[4], read[4];
+    Lanes lanes[4];
+    for (int j = 0; j < 4; j++) {
+        lanes[j] = lanes_of(count - j * W);
+        said[j] = read[j] = zeros();
+    }
+    for (long d = 0; d < dim; d++) {
+        const Vec key = fill(k[d] * fade[d]);
+        for (int j = 0; j < 4; j++) said[j] = madd(get_some(own + d * stride + j * W, lanes[j]), key, said[j]);
+    }
+    for (int j = 0; j < 4; j++) said[j] = (get_some(v + j * W, lanes[j]) - said[j]) * fill(strength);
+    for (long d = 0; d < dim; d++) {
+        const Vec key = fill(k[d]), query = fill(q[d]), faded = fill(fade[d]);
+        for (int j = 0; j < 4; j++) {
+            const Vec now = madd(key, said[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
+            put_some(own + d * stride + j * W, lanes[j], now);
+            read[j] = madd(now, query, read[j]);
+        }
+    }
+    for (int j = 0; j < 4; j++) put_some(o + j * W, lanes[j], read[j]);
+}
+
+INLINE void open_head(const DeltaJob *job, const float *o, const void *gate, void *y, int half) {
+    const long dim = job->value_dim;
+    Vec squares = zeros();
+    for (long i = 0; i < dim; i += W) {
+        const Vec x = get_some(o + i, lanes_of(dim - i));
+        squares = madd(x, x, squares);
+    }
+    const Vec scale = fill(1.0f / sqrtf(sum_of(squares) / (float)dim + job->eps));
+    for (long i = 0; i < dim; i += W) {
+        const Lanes lanes = lanes_of(dim - i);
+        const Vec z = load(gate, i, lanes, half), x = get_some(o + i, lanes) * scale * get_some(job->norm + i, lanes);
+        const Vec below = fill(1.0f) + exp_of(negative(z));
+        store(y, i, lanes, x * (job->sigmoid ? fill(1.0f) : z) / below, half);
+    }
+}
+
+INLINE void go_through(const DeltaJob *job, long s, long head, int half) {
+    float q[DELTA_DIM + W], k[DELTA_DIM + W], fade[DELTA_DIM], o[DELTA_DIM + W];
+    const long dim = job->key_dim, width = job->value_dim, channels = 2 * job->key_heads * dim + job->heads * width;
+    const long first = job->starts[s], rows = job->starts[s + 1] - first, kept = delta_kept(job, s);
+    const long key_head = head / (job->heads / job->key_heads);
+    float *matrix = job->matrix + job->slots[s] * job->matrix_stride + head * dim * width;
+    const float rate = expf(job->rate[head]);
+    if (!rows) return;
+    if (!delta_past(job, s)) memset(matrix, 0, dim * width * sizeof(float));
+    for (long i = 0; i < rows; i++) {
+        const long row = first + i;
+        const float *u = job->u + row * channels, *v = u + 2 * job->key_heads * dim + head * width;
+        to_unit(u + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
+        to_unit(u + (job->key_heads + key_head) * dim, k, dim, 1.0f);
+        if (job->by_channel)
+            for (long d = 0; d < dim; d++)
+                fade[d] = fading(job, number_at(job->decay, row * job->decay_stride + head * dim + d, half) +
+                                          job->shift[head * dim + d], rate);
+        else {
+            const float one = fading(job, number_at(job->decay, row * job->decay_stride + head, half) + job->shift[head],
+                                     rate);
+            for (long d = 0; d < dim; d++) fade[d] = one;
+        }
+        const float strength = (job->doubled ? 2.0f : 1.0f) /
+                               (1.0f + expf(-number_at(job->strength, row * job->strength_stride + head, half)));
+        for (long c = 0; c < width; c += DELTA_COLUMNS)
+            turn_columns(matrix + c, width, q, k, fade, strength, v + c, o + c, dim, width - c);
+        open_head(job, o, element(job->gate, row * job->gate_stride + head * width, half),
+                  (void *)element(job->y, (row * job->heads + head) * width, half), half);
+        if (i + 1 == kept)
+            memcpy(job->matrix + job->kept[s] * job->matrix_stride + head * dim * width, matrix,
+                   dim * width * sizeof(float));
+    }
+}
+
+static void delta_tasks(void *argument) {
+    DeltaJob *job = argument;
+    long task;
+    while ((task = claim(&job->tasks)) >= 0)
+        if (job->half) go_through(job, task / job->heads, task % job->heads, 1);
+        else go_through(job, task / job->heads, task % job->heads, 0);
+}
+
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] is
+   scratch. by_channel: a decay for each number of a key; sigmoid: the gate's activation, else silu; half: as of
+   quire_gated, and the type of columns. Dimensions are at most DELTA_DIM. */
+void quire_delta(const void *qkv, const void *gate, const void *decay, const void *strength, const float *conv,
+                 const float *rate, const float *shift, const float *norm, const int32_t *starts,
+                 const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,
+                 void *columns, float *matrix, float *u, void *y, long sequences, long key_heads, long heads,
+                 long key_dim, long value_dim, long taps, long qkv_stride, long gate_stride, long decay_stride,
+                 long strength_stride, long columns_stride, long matrix_stride, float eps, float lowest,
+                 int by_channel, int sigmoid, int doubled, int half, int threads) {
+    const long channels = 2 * key_heads * key_dim + heads * value_dim;
+    DeltaJob job = {.qkv = qkv, .gate = gate, .decay = decay, .strength = strength, .conv = conv, .rate = rate,
+                    .shift = shift, .norm = norm, .starts = starts, .lengths = lengths, .slots = slots,
+                    .kept_at = kept_at, .kept = kept, .columns = columns, .u = u, .matrix = matrix, .y = y,
+                    .sequences = sequences, .key_heads = key_heads, .heads = heads, .key_dim = key_dim,
+                    .value_dim = value_dim, .taps = taps, .qkv_stride = qkv_stride, .gate_stride = gate_stride,
+                    .decay_stride = decay_stride, .strength_stride = strength_stride,
+                    .columns_stride = columns_stride, .matrix_stride = matrix_stride, .eps = eps, .lowest = lowest,
+                    .by_channel = by_channel, .sigmoid = sigmoid, .doubled = doubled, .half = half};
+    job.tasks.count = sequences * ((channels + DELTA_CHANNELS - 1) / DELTA_CHANNELS);
+    RUN(convolve_tasks, &job, threads);
+    job.tasks = (Tasks){.count = sequences * heads};
+    RUN(delta_tasks, &job, threads);
+}

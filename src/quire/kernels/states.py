@@ -1,0 +1,51 @@
+"""What a step says about the states that layers keep of requests, and a layer's view of them.
+
+A state has a fixed size, whatever the length of its request. The states of a device are rows of an arena. A running
+request has the row of its slot; a row behind those of the slots holds a checkpoint: a copy at some length.
+
+Contract of the kernels that update states: a sequence whose first row in the step is at position 0 starts from zeros,
+whatever its row of the arena holds. So no row is cleared when a request takes it. A sequence without rows in the step,
+as in the padding of a CUDA graph, reads and writes no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StateView:
+    """The states of a layer, as views of the arena.
+
+    columns   [rows, K - 1, C] the last inputs of a causal convolution over K tokens, the oldest first
+    matrix    [rows, heads, key dim, value dim] float32; None: the layer keeps columns alone
+    """
+
+    columns: Tensor
+    matrix: Tensor | None = None
+
+
+@dataclass
+class StateMeta:
+    """S sequences of a step, their T rows (tokens) and their states; the same for all layers.
+
+    query_start   [S + 1] int32: rows query_start[s] .. query_start[s + 1] - 1 belong to sequence s
+    seq_lens      [S] int32: length of each sequence, this step's tokens included
+    slots         [S] int32: row of the arena with the sequence's state
+    kept_at       [S] int32: length after which a copy of the state is written to row `kept` [S] int32; 0: none. The
+                  length is behind that before the step, and at most `seq_lens`. None: no sequence writes a copy
+    max_rows      upper bound of the rows of a sequence, known to the host
+    decode_rows   a sequence of at most this many rows is a decode; 0: all have chunks of prompts
+    plans         scratch of the implementation: values derived from the fields above, once per step
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    kept_at: Tensor | None = None
+    kept: Tensor | None = None
+    max_rows: int = 1
+    decode_rows: int = 1
+    plans: dict[object, object] = field(default_factory=dict)
