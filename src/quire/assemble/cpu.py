@@ -54,7 +54,7 @@ def _finish(
 ) -> Parts:
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    states = StateArena(memory.geometry, num_slots + 1, device)
+    states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device)
     views = model_views(model, arena.views, scales, states.views)
     limits = Limits(
         num_slots=num_slots,
@@ -73,6 +73,7 @@ def _finish(
         groups=groups,
         eager=plan.config.device.enforce_eager,
         speculation=plan.speculation,
+        states=states.rows if memory.geometry.states else None,
     )
     shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
     return Parts(

@@ -1,6 +1,7 @@
 """Writer of step plans, and the core's record of a step in flight."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,14 @@ from quire.contracts.step import (
     BlendedChunk,
     SharedPrefix,
     StepPlan,
+    StepStates,
 )
 from quire.engine.roster import Roster
 from quire.kv.blend import blended_chunk
+from quire.kv.states import StateCopy
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 SHARED_TOKENS = 1024  # saved reads; with fewer, a shared prefix saves no time
 
 
@@ -36,6 +41,8 @@ class InFlight:
     unsampled: dict[int, Request] = field(default_factory=dict)  # by slot: prompt done, nothing to sample
     num_prefills: int = 0  # slots that are catching up
     num_prefill_tokens: int = 0
+    copies: list[StateCopy] = field(default_factory=list)
+    computed: list[Request] = field(default_factory=list)  # requests whose prompt ends in this step
     schedule_s: float = 0.0  # seconds of planning
     execute_s: float = 0.0  # seconds in the executor, so far
 
@@ -74,6 +81,7 @@ class PlanWriter:
                 num_rows[i] = num_tokens[i]
                 scored.append((int(slots[i]), request, int(before[i])))
         sampling, num_decodes = slots[samples], len(slots) - len(prefills)
+        copies = self._state_copies(slots, before, after, catching_up)
         most = self._most(num_tokens[:num_decodes], len(sampling))
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
@@ -92,6 +100,7 @@ class PlanWriter:
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
             blended=self._blended(slots[prefills], before[prefills], after[prefills]),
+            states=self._step_states(copies),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
@@ -106,9 +115,45 @@ class PlanWriter:
             admitted=newly,
             scored=scored,
             unsampled=unsampled,
+            copies=copies,
+            computed=self._computed(slots, after, prefills),
             num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
+
+    def _state_copies(self, slots: I32, before: I32, after: I32, catching_up: Bools) -> list[StateCopy]:
+        """Return the copies of states in a step that computes tokens before [S] .. after [S] - 1 of `slots` [S]."""
+        states, table = self._allocator.states, self._table
+        if states is None:
+            return []
+        copies = list[StateCopy]()
+        for i in np.flatnonzero(catching_up | (after % states.every == 0)).tolist():
+            slot = int(slots[i])
+            request = table.requests[slot]
+            assert request is not None
+            own, chain = (slot, request.new.handle), self._roster.chain(request)
+            if catching_up[i]:
+                copies += states.of_prompt(*own, chain, int(before[i]), int(after[i]), int(table.goal[slot]))
+            else:
+                copies += states.of_decode(*own, chain, int(after[i]))
+        return copies
+
+    def _step_states(self, copies: list[StateCopy]) -> StepStates | None:
+        """Return the copies of states of a plan, to checkpoints and from them."""
+        states = self._allocator.states
+        if states is None or not (copies or states.restored):
+            return None
+        kept = np.array([(one.slot, one.length, one.checkpoint) for one in copies], np.int32).reshape(-1, 3)
+        restored = np.array(states.restored, np.int32).reshape(-1, 2)
+        states.restored.clear()
+        return StepStates(restored, kept)
+
+    def _computed(self, slots: I32, after: I32, prefills: Ints) -> list[Request]:
+        """Return the requests with states whose prompt a step computes to its end."""
+        if self._allocator.states is None:
+            return []
+        done = prefills[after[prefills] >= self._table.goal[slots[prefills]]]
+        return [request for slot in slots[done].tolist() if (request := self._table.requests[slot]) is not None]
 
     def _blended(self, slots: I32, first: I32, last: I32) -> tuple[BlendedChunk, ...]:
         """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them."""

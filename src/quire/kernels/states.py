@@ -34,8 +34,8 @@ class StateMeta:
     query_start   [S + 1] int32: rows query_start[s] .. query_start[s + 1] - 1 belong to sequence s
     seq_lens      [S] int32: length of each sequence, this step's tokens included
     slots         [S] int32: row of the arena with the sequence's state
-    kept_at       [S] int32: length after which a copy of the state is written to row `kept` [S] int32; 0: none. The
-                  length is behind that before the step, and at most `seq_lens`. None: no sequence writes a copy
+    kept_at       [slots, 2] int32, by slot: lengths after which a copy of the slot's state is written to the rows
+                  `kept` [slots, 2] int32 of the arena; 0: none. It counts in a step that computes the token before it
     max_rows      upper bound of the rows of a sequence, known to the host
     decode_rows   a sequence of at most this many rows is a decode; 0: all have chunks of prompts
     plans         scratch of the implementation: values derived from the fields above, once per step
@@ -44,8 +44,8 @@ class StateMeta:
     query_start: Tensor
     seq_lens: Tensor
     slots: Tensor
-    kept_at: Tensor | None = None
-    kept: Tensor | None = None
+    kept_at: Tensor
+    kept: Tensor
     max_rows: int = 1
     decode_rows: int = 1
     plans: dict[object, object] = field(default_factory=dict)

@@ -39,6 +39,7 @@ class MemoryPlan:
     """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
 
     host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    checkpoints   checkpoints of states; 0: no layer keeps states
     """
 
     geometry: KVGeometry
@@ -49,6 +50,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     budget: DeviceBudget | None = None
     host_blocks: int = 0
+    checkpoints: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +112,7 @@ def resolve_memory(
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
+    left = free_bytes - kv_bytes - max_num_seqs * slot_bytes(length, geometry)
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -117,7 +120,20 @@ def resolve_memory(
         kv_bytes=kv_bytes,
         free_bytes=free_bytes,
         notes=notes,
+        checkpoints=num_checkpoints(geometry, kv_bytes, left, max_num_seqs),
     )
+
+
+def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_num_seqs: int) -> int:
+    """Return the number of checkpoints of states: as many as fit in half the bytes of the KV cache; 0: none are needed.
+
+    free_bytes   memory that is left
+    Each running request may hold one, and none leaves its prompt's behind if there is not one more.
+    """
+    if not geometry.states:
+        return 0
+    most = min(kv_bytes // 2, free_bytes) // geometry.state_bytes
+    return max(1, min(most, 8 * max_num_seqs))
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:

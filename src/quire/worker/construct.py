@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quire.contracts.speculation import Speculation
 from quire.distributed.mesh import ALONE, RankGroups
@@ -88,12 +89,14 @@ def make_runner(
     groups: RankGroups = ALONE,
     eager: bool = False,
     speculation: Speculation | None = None,
+    states: Tensor | None = None,
 ) -> StepRunner:
     """Build the runner of `model` on `device` with the KV cache `kv`.
 
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     speculation             names the drafter
+    states                  [rows, bytes] states of all layers, see `StateArena`; None: no layer keeps states
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
@@ -118,8 +121,8 @@ def make_runner(
         sampling=(operations, sampler.rows),
     )
     features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
-    if any(isinstance(one, StateView) for one in kv):
-        features.append(RequestStates(upload.step, state.buffers))
+    if states is not None:
+        features.append(RequestStates(states, limits.num_slots, upload.step, state.buffers))
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(

@@ -15,7 +15,13 @@ STEPS = {
     "decodes": (Sequence(5, 1), Sequence(0, 1), Sequence(70, 1)),
     "prompts": (Sequence(0, 3), Sequence(0, 1), Sequence(2, 2), Sequence(9, 70)),
     "mixed": (Sequence(7, 1), Sequence(0, 0), Sequence(64, 5), Sequence(0, 33)),
-    "copies": (Sequence(7, 1, 8), Sequence(0, 5, 2), Sequence(64, 9, 0), Sequence(0, 33, 33), Sequence(2, 2, 3)),
+    "copies": (
+        Sequence(7, 1, (8, 0)),
+        Sequence(0, 5, (2, 4)),
+        Sequence(64, 9, (64, 74)),  # before the step and after it: no copy
+        Sequence(0, 33, (0, 33)),
+        Sequence(2, 2, (3, 4)),
+    ),
 }
 
 
@@ -71,12 +77,12 @@ def test_native(step: str, form: object, by_channel: bool, dtype: torch.dtype) -
 
 @NO_COMPILER
 def test_a_copy_is_the_state_at_its_length() -> None:
-    whole, part = make(FORMS[1], (Sequence(0, 40, 25),)), make(FORMS[1], (Sequence(0, 40),))
+    whole, part = make(FORMS[1], (Sequence(0, 40, (25, 0)),)), make(FORMS[1], (Sequence(0, 40),))
     short = Inputs(*(one[:25] for one in part[:4]), *part[4:])
     short.meta.query_start[1] = short.meta.seq_lens[0] = 25
     _, columns, matrix = run(native, short)
     _, all_columns, all_matrix = run(native, whole)
-    slot, kept = int(whole.meta.slots[0]), int(whole.meta.kept[0])
+    slot, kept = int(whole.meta.slots[0]), int(whole.meta.kept[whole.meta.slots[0], 0])
     assert torch.equal(columns[slot], all_columns[kept]) and torch.equal(matrix[slot], all_matrix[kept])
 
 

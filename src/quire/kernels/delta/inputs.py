@@ -16,11 +16,11 @@ FORMS = (
 
 
 class Sequence(NamedTuple):
-    """A sequence: its length before the step, its rows, and the length after which a copy is kept (0: none)."""
+    """A sequence: its length before the step, its rows, and the lengths after which a copy is kept (0: none)."""
 
     past: int
     rows: int
-    kept_at: int = 0
+    kept_at: tuple[int, int] = (0, 0)
 
 
 class Inputs(NamedTuple):
@@ -63,7 +63,7 @@ def make(
         shift=random(widths[2]),
         norm=1 + 0.2 * random(form.value_dim),
     )
-    arena = 3 * count + 1
+    arena = 4 * count
     columns = torch.full((arena, taps - 1, form.channels), torch.nan, dtype=dtype)
     matrix = torch.full((arena, 2 * form.heads, form.key_dim, form.value_dim), torch.nan)[:, form.heads :]
     places = torch.randperm(2 * count, generator=draw)[:count]
@@ -71,13 +71,16 @@ def make(
         if one.past:
             columns[place] = random(taps - 1, form.channels).to(dtype)
             matrix[place] = random(form.heads, form.key_dim, form.value_dim)
+    kept_at, kept = (torch.zeros(arena, 2, dtype=torch.int32) for _ in range(2))
+    kept_at[places] = torch.tensor([one.kept_at for one in sequences], dtype=torch.int32)
+    kept[places] = 2 * count + torch.arange(2 * count, dtype=torch.int32).view(count, 2)
     starts = torch.tensor([0, *(one.rows for one in sequences)]).cumsum(0)
     meta = StateMeta(
         query_start=starts.int(),
         seq_lens=torch.tensor([one.past + one.rows for one in sequences], dtype=torch.int32),
         slots=places.int(),
-        kept_at=torch.tensor([one.kept_at for one in sequences], dtype=torch.int32),
-        kept=2 * count + torch.arange(count, dtype=torch.int32),
+        kept_at=kept_at,
+        kept=kept,
         max_rows=max(one.rows for one in sequences),
     )
     return Inputs(*rows, weights, StateView(columns, matrix), meta, form)

@@ -8,7 +8,7 @@ typedef struct DeltaJob {
     Tasks tasks;
     const void *qkv, *gate, *decay, *strength;
     const float *conv, *rate, *shift, *norm;
-    const int32_t *starts, *lengths, *slots, *kept_at, *kept; /* kept_at NULL: no copies */
+    const int32_t *starts, *lengths, *slots, *kept_at, *kept;
     void *columns;
     float *u, *matrix;
     void *y;
@@ -31,11 +31,16 @@ INLINE long delta_past(const DeltaJob *job, long s) {
     return job->lengths[s] - (job->starts[s + 1] - job->starts[s]);
 }
 
-/* The length after which the sequence's state is copied, as a number of rows of the step; 0: no copy. */
-INLINE long delta_kept(const DeltaJob *job, long s) {
-    const long at = job->kept_at ? job->kept_at[s] : 0;
-    return at ? at - delta_past(job, s) : 0;
+enum { DELTA_COPIES = 2 }; /* of a sequence */
+
+/* The number of rows of the step after which the sequence's state is copied for the n-th time; 0: it is not. */
+INLINE long delta_kept(const DeltaJob *job, long s, int n) {
+    const long rows = job->kept_at[DELTA_COPIES * job->slots[s] + n] - delta_past(job, s);
+    return rows > job->starts[s + 1] - job->starts[s] ? 0 : rows;
 }
+
+/* The state that gets this copy. */
+INLINE long delta_copy(const DeltaJob *job, long s, int n) { return job->kept[DELTA_COPIES * job->slots[s] + n]; }
 
 /* The inputs of a channel block i rows from the first one of the step: of the step, or from the state. */
 INLINE Vec delta_input(const DeltaJob *job, const void *columns, long first, long i, long c, Lanes lanes, int half) {
@@ -47,7 +52,7 @@ INLINE Vec delta_input(const DeltaJob *job, const void *columns, long first, lon
 INLINE void convolve(const DeltaJob *job, long s, long block, int half) {
     const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim, taps = job->taps;
     const long first = job->starts[s], rows = job->starts[s + 1] - first, from = block * DELTA_CHANNELS;
-    const long to = from + DELTA_CHANNELS < channels ? from + DELTA_CHANNELS : channels, kept = delta_kept(job, s);
+    const long to = from + DELTA_CHANNELS < channels ? from + DELTA_CHANNELS : channels;
     void *own = (void *)element(job->columns, job->slots[s] * job->columns_stride, half);
     const void *past = delta_past(job, s) ? own : NULL;
     if (!rows) return;
@@ -60,8 +65,10 @@ INLINE void convolve(const DeltaJob *job, long s, long block, int half) {
                            get_some(job->conv + k * channels + c, lanes), sum);
             put_some(job->u + (first + i) * channels + c, lanes, gated_of(sum, fill(1.0f), SILU));
         }
-        if (kept) {
-            void *copy = (void *)element(job->columns, job->kept[s] * job->columns_stride, half);
+        for (int n = 0; n < DELTA_COPIES; n++) {
+            const long kept = delta_kept(job, s, n);
+            if (kept <= 0) continue;
+            void *copy = (void *)element(job->columns, delta_copy(job, s, n) * job->columns_stride, half);
             for (long k = 0; k < taps - 1; k++)
                 store(copy, k * channels + c, lanes,
                       delta_input(job, past, first, kept - taps + 1 + k, c, lanes, half), half);
@@ -146,7 +153,7 @@ INLINE void open_head(const DeltaJob *job, const float *o, const void *gate, voi
 INLINE void go_through(const DeltaJob *job, long s, long head, int half) {
     float q[DELTA_DIM + W], k[DELTA_DIM + W], fade[DELTA_DIM], o[DELTA_DIM + W];
     const long dim = job->key_dim, width = job->value_dim, channels = 2 * job->key_heads * dim + job->heads * width;
-    const long first = job->starts[s], rows = job->starts[s + 1] - first, kept = delta_kept(job, s);
+    const long first = job->starts[s], rows = job->starts[s + 1] - first;
     const long key_head = head / (job->heads / job->key_heads);
     float *matrix = job->matrix + job->slots[s] * job->matrix_stride + head * dim * width;
     const float rate = expf(job->rate[head]);
@@ -172,9 +179,10 @@ INLINE void go_through(const DeltaJob *job, long s, long head, int half) {
             turn_columns(matrix + c, width, q, k, fade, strength, v + c, o + c, dim, width - c);
         open_head(job, o, element(job->gate, row * job->gate_stride + head * width, half),
                   (void *)element(job->y, (row * job->heads + head) * width, half), half);
-        if (i + 1 == kept)
-            memcpy(job->matrix + job->kept[s] * job->matrix_stride + head * dim * width, matrix,
-                   dim * width * sizeof(float));
+        for (int n = 0; n < DELTA_COPIES; n++)
+            if (i + 1 == delta_kept(job, s, n))
+                memcpy(job->matrix + delta_copy(job, s, n) * job->matrix_stride + head * dim * width, matrix,
+                       dim * width * sizeof(float));
     }
 }
 

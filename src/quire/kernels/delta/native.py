@@ -24,16 +24,12 @@ def mix(
     assert state.matrix is not None, "the layer keeps matrices"
     matrix, by_channel = state.matrix, len(weights.shift) != form.heads
     _check((qkv, gate, decay, strength), weights, state, form)
-    copies = (None, None)
-    if meta.kept_at is not None and meta.kept is not None:
-        copies = meta.kept_at.data_ptr(), meta.kept.data_ptr()
     y = qkv.new_empty(len(qkv), form.heads * form.value_dim)
     u = qkv.new_empty((len(qkv), form.channels), dtype=torch.float32)
     loaded().quire_delta(
         *(one.data_ptr() for one in (qkv, gate, decay, strength)),
         *(one.data_ptr() for one in (weights.conv, weights.rate, weights.shift, weights.norm)),
-        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots)),
-        *copies,
+        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
         *(one.data_ptr() for one in (state.columns, matrix, u, y)),
         len(meta.slots),
         form.key_heads,

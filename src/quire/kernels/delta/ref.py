@@ -22,10 +22,8 @@ def mix(
     assert state.matrix is not None, "the layer keeps matrices"
     y = torch.zeros(len(qkv), form.heads * form.value_dim, device=qkv.device)
     starts, lengths, slots = (one.tolist() for one in (meta.query_start, meta.seq_lens, meta.slots))
-    copies = [(0, 0)] * len(slots)
-    if meta.kept_at is not None and meta.kept is not None:
-        copies = list(zip(meta.kept_at.tolist(), meta.kept.tolist(), strict=True))
-    for first, end, length, slot, (kept_at, kept) in zip(starts, starts[1:], lengths, slots, copies, strict=False):
+    copies = [dict(zip(meta.kept_at[slot].tolist(), meta.kept[slot].tolist(), strict=True)) for slot in slots]
+    for first, end, length, slot, kept in zip(starts, starts[1:], lengths, slots, copies, strict=False):
         if first == end:
             continue
         past, matrix = length - (end - first), state.matrix[slot]
@@ -41,9 +39,9 @@ def mix(
             wrong = v[i] - torch.einsum("hkv,hk->hv", matrix, k[i])
             matrix += k[i, :, :, None] * (strengths[i, :, None] * wrong)[:, None]
             y[first + i] = torch.einsum("hkv,hk->hv", matrix, q[i]).flatten()
-            if past + i + 1 == kept_at:
-                state.matrix[kept] = matrix
-                state.columns[kept] = inputs[i + 1 : i + 1 + taps]
+            if (row := kept.get(past + i + 1)) is not None:
+                state.matrix[row] = matrix
+                state.columns[row] = inputs[i + 1 : i + 1 + taps]
         state.columns[slot] = inputs[end - first :]
     return normalized(y, gate, weights.norm, form).to(qkv.dtype)
 
