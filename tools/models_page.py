@@ -23,6 +23,7 @@ from tests.support.tiny_models import FAMILIES as CASES
 from tests.support.tiny_models import Tiny, tiny_config
 
 from quire.args.checkpoint import LACKING, ModelArgs, parse_checkpoint_config
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.families import FAMILIES
 from quire.args.latent import LatentArgs
@@ -49,7 +50,7 @@ parallelism of 2. `quire verify MODEL` makes the comparison step by step for any
 def attention(args: ModelArgs) -> str:
     """Return the mixers of a model in words."""
     kinds = list(dict.fromkeys(type(one) for one in args.mixers))
-    words = ["latent" if kind is LatentArgs else "grouped" for kind in kinds]
+    words = [KINDS[kind] for kind in kinds]
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
     facts = {
         "windows": any((one.window or 0) > 0 for one in grouped),
@@ -66,9 +67,13 @@ def attention(args: ModelArgs) -> str:
         "several sizes of heads": len({(one.num_kv_heads, one.head_dim) for one in grouped}) > 1,
         "normalized values": any(one.values == "normed" for one in grouped),
         "values from keys": any(one.values == "keys" for one in grouped),
+        "gated": any(one.gated for one in grouped),
         "KV of earlier layers": any(one.kv_from >= 0 for one in grouped),
     }
     return ", ".join([*words, *(name for name, true in facts.items() if true)])
+
+
+KINDS: Mapping[type, str] = {LatentArgs: "latent", GroupedArgs: "grouped", DeltaArgs: "recurrent (gated delta rule)"}
 
 
 def feed_forward(args: ModelArgs) -> str:

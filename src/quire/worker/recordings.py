@@ -99,7 +99,8 @@ class LayerRecordings(Recorder):
         own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
         assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
-        # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A further tensor of the context would be that of this step for ever.
+        # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A
+        # further tensor of the context would be that of this step for ever.
         step = replace(ctx, attention=own, live=None)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:

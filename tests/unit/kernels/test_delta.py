@@ -1,4 +1,4 @@
-"""The gated delta rule: the reference against transformers' chunk form, and the kernel of a CPU against the reference."""
+"""The gated delta rule: the reference against transformers' chunk form, and a CPU's kernel against the reference."""
 
 from copy import deepcopy
 

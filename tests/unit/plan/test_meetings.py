@@ -32,6 +32,7 @@ from ...support.changed_args import with_layers, with_mixer
 MOVES = EXAMPLES["EPLB"]
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
+RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -76,6 +77,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"length": 90},
         {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
     ),
+    (
+        EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
+        {"recurrent": True},
+        {("drafts", "states"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
+    ),
+    (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
@@ -172,6 +179,10 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         kinds = ["sliding_attention", "full_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
         args = parse_checkpoint_config(raw)
+    if more.pop("recurrent", False):
+        args = parse_checkpoint_config(RECURRENT)
+    if more.pop("recurrent drafts", False):
+        draft = parse_checkpoint_config(RECURRENT)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
     if length := more.pop("length", 0):

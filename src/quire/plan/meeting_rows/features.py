@@ -219,6 +219,9 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
+    "states of drafts": Feature(
+        of_draft(lambda i, d: len(d.attending) < len(d.mixers)), "a draft model with recurrent layers"
+    ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
@@ -229,6 +232,7 @@ CACHE: Mapping[str, Feature] = {
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
+    "states": Feature(of_model(lambda i, m: len(m.attending) < len(m.mixers)), "recurrent layers"),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
@@ -257,6 +261,7 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

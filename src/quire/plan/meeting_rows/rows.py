@@ -100,6 +100,15 @@ DRAFTS: tuple[Row, ...] = (
     Row("draft ranks", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
         "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
+STATES: tuple[Row, ...] = (
+    Row("drafts", "states", MISSING, "a state cannot be set back to the drafts that were accepted",
+        "leave out --speculative-config"),
+    Row("drafts of another model", "states of drafts", MISSING,
+        "a state cannot be set back to the drafts that were accepted", NGRAM),
+    Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
+    Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
+    Row("a GPU", "states", MISSING, "the kernels of these layers are those of a CPU", "use --device cpu"),
+)  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
     Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
@@ -173,4 +182,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *BLEND, *TIERS, *DEVICES, *REQUESTS)
