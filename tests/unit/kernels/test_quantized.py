@@ -119,7 +119,7 @@ def test_sums_of_int8_are_exact(rows: int, inputs: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> None:
     inputs = make(SCHEMES[name], 2 * rows, 70, 320)
