@@ -1,7 +1,11 @@
 """NVFP4 as ModelOpt and compressed-tensors store it, whole, fused and cut over ranks, against float64."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
@@ -10,6 +14,10 @@ from quire.kernels.pack.convert import Findings, convert
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.quantization.formats import FORMATS, spare_names, tensor_names
 from quire.quantization.microscaled import NVFP4
+
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
+from .test_formats import check, written
+from .test_formats import loaded as read
 
 ROWS, COLUMNS = 12, 96
 SIZES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -135,3 +143,32 @@ def test_a_cut_group_is_refused(form: str) -> None:
     param = param_of(form, Part("layer.q_proj.weight", (ROWS, COLUMNS), 24, 24, axis=1))
     objection = FORMATS[form].objection(param)
     assert objection == f"layer.q_proj.weight has groups of 16 columns, which columns 24 to 48 of {COLUMNS} cut"
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_modules_of_mixed_precision(tmp_path: Path, side: bool) -> None:
+    """Experts in NVFP4, the shared expert in FP8, attention as it is. A name stands for the modules inside, too."""
+    plain, experts, eight = written(tmp_path, "glm4_moe"), tmp_path / "nvfp4", tmp_path / "fp8"
+    means = quantize_checkpoint(plain, experts, FORMS["modelopt-nvfp4"], which=lambda name: ".experts." in name)
+    other = quantize_checkpoint(plain, eight, FORMS["modelopt"], which=lambda name: ".shared_experts." in name)
+    shared = {name: one for name, one in load_file(eight / "model.safetensors").items() if ".shared_experts." in name}
+    save_file(load_file(experts / "model.safetensors") | shared, experts / "model.safetensors")
+    mlp = "model.layers.0.mlp"
+    layers = {f"{mlp}.experts": {"quant_algo": "NVFP4", "group_size": 16}}
+    layers |= {f"{mlp}.shared_experts.{name}_proj": {"quant_algo": "FP8"} for name in ("gate", "up", "down")}
+    quantization = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "kv_cache_quant_algo": None}
+    raw = json.loads((plain / "config.json").read_text())
+    (experts / "config.json").write_text(
+        json.dumps(raw if side else raw | {"quantization_config": {"quant_method": "modelopt", **quantization}})
+    )
+    if side:
+        (experts / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    kept = read(experts)
+    check(kept, means | {name: one for name, one in other.items() if ".shared_experts." in name})
+    kinds = {
+        name: {one.scheme.kind if isinstance(one, QuantizedMatrix) else "plain" for one in weights}
+        for name, weights in kept.weights.items()
+    }
+    assert kinds["layers.0.mlp.experts.gate_up"] == kinds["layers.0.mlp.experts.down"] == {"nvfp4"}
+    assert kinds["layers.0.mlp.shared.gate_up.weight"] == {"fp8 channel"}
+    assert kinds["layers.0.attention.qkv.weight"] == {"plain"}
