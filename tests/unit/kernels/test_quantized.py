@@ -296,6 +296,16 @@ def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
     assert "quantized_ref" not in dict(plain.rejected) and "unquantized" not in plain.features
 
 
+def test_kernels_for_hopper_say_why_they_run_no_nvfp4() -> None:
+    """A choice for another device does not mention them."""
+    for op, device, told in (("linear", "cuda", True), ("experts", "cuda", True), ("linear", "cpu", False)):
+        needs = KernelNeeds(device=device, dtype="bfloat16", scheme=SCHEMES["nvfp4"])
+        choice = select(op, needs, probe=lambda need: "")
+        assert choice.name == ("weight_only" if told else "panels")
+        reason = "runs no nvfp4 weights: its words have scales for 32 inputs or more, not for 16"
+        assert dict(choice.rejected).get("weight_only_hopper", "") == reason * told
+
+
 def test_memory_of_a_matrix_that_is_not_filled_yet() -> None:
     for scheme in SCHEMES.values():
         made = empty(scheme, (256, 192), "meta")
