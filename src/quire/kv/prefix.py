@@ -47,7 +47,8 @@ class PrefixIndex:
     """Longest-prefix lookup of full blocks over one pool, or over several tiers.
 
     A prefix is found when every group has the blocks that later rows attend to: all of them with full attention, the
-    last ones with a window; and if layers keep states, where a checkpoint of them is. It ends where the blocks of all groups end, that is at a multiple of `hit_size` tokens.
+    last ones with a window; if layers keep states, it ends at a checkpoint of them. It ends where the blocks of all
+    groups end, that is at a multiple of `hit_size` tokens.
     """
 
     def __init__(self, pool: Lookup, geometry: KVGeometry, states: StateCheckpoints | None = None) -> None:

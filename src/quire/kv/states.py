@@ -6,7 +6,7 @@ block of the request's chain that ends at its length. One is taken
 
     of a prompt   at the last place before its last token, and where blocks of another prompt ended that has the same
                   beginning and no checkpoint there
-    of a decode   every `every` tokens, into one that the request holds; it can be found when the request leaves its slot
+    of a decode   every `every` tokens, into one that the request holds; it is found when the request leaves its slot
 """
 
 from collections.abc import Iterable

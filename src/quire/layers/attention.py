@@ -46,8 +46,8 @@ class Attention(nn.Module):
 
     Its steps: q, k and v projection, optional RMS norm of queries, keys and values, rotation, write to the KV cache,
     attention, its gate, output projection. A layer that reads the keys and values of another one projects queries
-    alone, and writes nothing. `group` is the number of the KV group that the layer reads, `turn` that of its rotation. The
-    projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
+    alone, and writes nothing. `group` is the number of the KV group that the layer reads, `turn` that of its rotation.
+    The projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
     """
 
     def __init__(self, args: GroupedArgs, at: str, norm: NormArgs, build: Build, group: int = 0, turn: int = 0) -> None:
