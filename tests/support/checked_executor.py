@@ -70,7 +70,7 @@ class CheckedExecutor(MockExecutor):
             self._tables[a.request_id] = _Table([ids.tolist() for ids in a.block_ids], own)
         for slot, group, block in plan.appended.tolist():
             self._tables[self._slots[slot].request_id].blocks[group].append(block)
-        for moved in plan.blended:
+        for moved in plan.features.blended:
             self._move(moved)
 
     def _move(self, chunk: BlendedChunk) -> None:

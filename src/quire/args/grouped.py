@@ -133,7 +133,7 @@ def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> in
                 "this family: use another model."
             )
         return head_dim
-    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
+    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.heads.rotated)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
         raise keys.unsupported(

@@ -272,14 +272,8 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    geometry = rank_geometry(
-        args,
-        rank,
-        dtype=cache.dtype,
-        activations=dtype.dtype,
-        device="cuda" if by_triton else "cpu",
-        block_size=config.cache.block_size,
-    )
+    kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
+    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend

@@ -34,7 +34,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         "ranks": len(every),
         "replicas": parallel.dp,
         **report.describe_rank(rank, held),
-        "latent": any(kind.sizes for kind in mixers(report.plan.args)),
+        "latent": any("compressed" in kind.facts() for kind in mixers(report.plan.args)),
         **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),

@@ -106,7 +106,7 @@ class PlanReport:
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
-            "latent": next((kind.sizes for kind in mixers(args) if kind.sizes), None),
+            "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),

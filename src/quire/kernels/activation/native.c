@@ -43,7 +43,8 @@ typedef struct OpenJob {
 } OpenJob;
 
 INLINE void open_row(const OpenJob *job, long row, int half) {
-    const void *x = element(job->x, row * job->x_stride, half), *gate = element(job->gate, row * job->gate_stride, half);
+    const void *x = element(job->x, row * job->x_stride, half);
+    const void *gate = element(job->gate, row * job->gate_stride, half);
     void *y = (void *)element(job->y, row * job->width, half);
     for (long i = 0; i < job->width; i += W) {
         const Lanes lanes = lanes_of(job->width - i);
