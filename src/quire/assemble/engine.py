@@ -54,8 +54,6 @@ from quire.plan.memory import MemoryPlan
 from quire.plan.packed_bytes import kept_weights
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
-from quire.plan.rank_report import rank_lines
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
@@ -63,6 +61,8 @@ from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve
 from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
+from quire.reports.engine import PlanReport
+from quire.reports.ranks import rank_lines
 from quire.text.chat import ChatTemplate
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer

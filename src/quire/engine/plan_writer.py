@@ -63,9 +63,8 @@ class PlanWriter:
         bound = table.upper_bound[slots]
         samples = (after >= bound) & (bound < table.end[slots])  # drafts put `after` beyond the bound
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
-        num_rows = samples.astype(np.int32)
+        num_rows, unsampled = samples.astype(np.int32), dict[int, Request]()
         scored: list[tuple[int, Request, int]] = []
-        unsampled: dict[int, Request] = {}
         prefills = np.flatnonzero(before < table.goal[slots])
         for i in prefills.tolist():
             request = table.requests[int(slots[i])]
