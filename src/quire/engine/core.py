@@ -255,7 +255,7 @@ class EngineCore:
 
         Returns True when no request was running.
         """
-        self.scheduler.allocator.pool.reset()
+        self.scheduler.allocator.reset()
         if self._store is not None:
             self._store.reset()
         if self.events is not None:
@@ -284,6 +284,8 @@ class EngineCore:
             held = len(set(self._store.held())) if self._store is not None else 0
             leaked = self.facts.num_blocks - pool.num_free - held
             assert not leaked, f"{leaked} blocks leaked"
+            if (states := self.scheduler.allocator.states) is not None:
+                assert states.pool.num_free == states.pool.num_blocks, "a checkpoint of states leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.
