@@ -153,19 +153,14 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         The scratch serves one layer after the other, those of a draft model, too. 0: layers of the group do not use it.
         Hopper's prefill kernel multiplies two-byte numbers; see `kernels/attention/triton_widen.py`.
         """
-        drafts = self.draft is not None and self.draft.widens
+        own, drafts = _widens(self), self.draft is not None and _widens(self.draft)
         found = list[int]()
         for group in self.geometry.groups:
-            keys = (*group.components[: self.widens], *group.drafts[:drafts])
+            keys = (*group.components[:own], *group.drafts[:drafts])
             size, chunks = group.block_size, (group.window or 0) < 0
             most = [size * widened_blocks(one.num_heads, one.head_dim, size) for one in keys if not chunks]
             found.append(min(filter(None, most), default=0))
         return tuple(found)
-
-    @property
-    def widens(self) -> bool:
-        """True if attention of this model, without its draft model, can use that scratch."""
-        return bool(self.cache.features) and ("attention", "hopper") in [(one.op, one.name) for one in self.kernels]
 
     @property
     def scratch_bytes(self) -> int:
@@ -213,6 +208,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
+
+
+def _widens(plan: EnginePlan) -> bool:
+    """Return True if attention of the model, without its draft model, can use the scratch for an 8-bit KV cache."""
+    return bool(plan.cache.features) and ("attention", "hopper") in [(one.op, one.name) for one in plan.kernels]
 
 
 def of_rank(plan: EnginePlan, rank: Rank) -> EnginePlan:
