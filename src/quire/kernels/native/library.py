@@ -24,7 +24,7 @@ FUNCTIONS = {
     "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fiiii",
     "quire_norm": "ppppp" + "llll" + "fiiii",
-    "quire_gated": "pp" + "lll" + "iii",
+    "quire_gated": "ppp" + "llll" + "iii",
     "quire_sum_bytes": "pppp" + "ll",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",
