@@ -11,6 +11,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from quire.contracts.blocks import first_seen
 from quire.contracts.step import I32, BlendedChunk, StepPlan, StepResult
 from quire.engine.mock_executor import FIRST, MASK, MockExecutor, _Slot, chain
 
@@ -22,6 +23,7 @@ class _Table:
     """The block table of a request, by group.
 
     began       the first position of this step
+    drafted     the first position that a drafter with layers computes at the beginning of the next step
     num_exact   tokens whose KV is that of their prefix; later ones have the request's own
     own         what distinguishes that
     """
@@ -29,6 +31,7 @@ class _Table:
     blocks: list[list[int]]
     own: int
     began: int = 0
+    drafted: int = MASK
     num_exact: int = MASK
 
 
@@ -80,6 +83,9 @@ class CheckedExecutor(MockExecutor):
         assert self._states is not None or plan.features.states is None, "no layer keeps states"
         if self._states is not None:
             self._enter_states(plan, self._states)
+        if self.facts().drafts_cached:
+            for slot in plan.slots[: plan.num_decodes].tolist():
+                self._draft(self._slots[slot])
 
     def _enter_states(self, plan: StepPlan, states: dict[str, int]) -> None:
         """Restore the states of admitted requests, and note the copies of this step."""
@@ -99,6 +105,13 @@ class CheckedExecutor(MockExecutor):
             count = int(plan.num_tokens[plan.slots.tolist().index(slot)])
             before = self._slots[slot].computed
             assert all(before < length <= before + count for length in places), "a copy of a state that is not computed"
+
+    def _draft(self, state: _Slot) -> None:
+        """Check what the first row of a drafter with layers attends to, before a layer of the model writes."""
+        table = self._tables[state.request_id]
+        upto = min(table.drafted, state.computed)
+        for group, window in enumerate(self._windows):
+            self._check(state, group, 0 if window is None else first_seen(upto, window), upto)
 
     def _move(self, chunk: BlendedChunk) -> None:
         """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
@@ -132,15 +145,21 @@ class CheckedExecutor(MockExecutor):
                 self._memory[block, position % size] = digest ^ group ^ own
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
         super()._compute(state, digests, num_valid)
+        table.drafted = table.began + 1 if state.decodes else state.computed
 
     def _attend(self, state: _Slot) -> None:
         end, table = state.computed, self._tables[state.request_id]
-        for group, (window, size) in enumerate(zip(self._windows, self._sizes, strict=True)):
+        for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, table.began - window + 1)  # what the first row sees
             if window is not None and window < 0:
                 first = table.began // -window * -window
-            blocks = table.blocks[group][first // size : -(-end // size)]
-            seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
-            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
-            expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
-            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+            self._check(state, group, first, end)
+
+    def _check(self, state: _Slot, group: int, first: int, end: int) -> None:
+        """Check that a group has the KV of the request's own prefix at these positions."""
+        table, size = self._tables[state.request_id], self._sizes[group]
+        blocks = table.blocks[group][first // size : -(-end // size)]
+        seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
+        expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+        expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
+        assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"

@@ -172,7 +172,7 @@ def _rehearse(
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = max(kind.past for kind in mixers(model.args))
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
-    widened = plan.widened_tokens
+    widened = max(plan.widened_tokens)
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
     if plan.config.cache.enable_cache_blend:
         plans.append(_blended_step(limits))

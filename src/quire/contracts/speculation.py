@@ -13,6 +13,7 @@ AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
 METHODS = ("ngram", "mtp", "draft_model", "eagle", "eagle3")
+MOST_READS = 16  # states of the model that an EAGLE-3 head reads
 HEADS = ("eagle", "eagle3")  # methods with a layer of another checkpoint, which reads the model's hidden states
 MODELS = ("draft_model", *HEADS)  # methods with another checkpoint
 LAYERED = ("mtp", *MODELS)  # methods with layers, and a KV cache of their own
@@ -156,7 +157,10 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
             raise _wrong(f"method {method} needs a model", "give the key model, a folder or hub id")
     elif "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
         own = "drafts with the served model's own layers" if layered else "has no model"
-        raise _wrong(f"method {method} {own}, and {shown(given['model'])} is given as model", "leave model out")
+        raise _wrong(
+            f"method {method} {own}, and {shown(given['model'])} is given as model",
+            "leave model out" + ', or give "method": "draft_model" for a model with its own KV' * layered,
+        )
     if layered and (lookup := next((name for name in SIZES[1:] if name in given), "")):
         raise _wrong(f"{lookup}={shown(given[lookup])}: method {method} looks no n-grams up", f"leave {lookup} out")
     given = {"num_speculative_tokens": 1, **given} if method == "mtp" else given

@@ -225,12 +225,6 @@ class KVAllocator:
         for tell in self.on_withdraw:
             tell(keys)
 
-    def reset(self) -> None:
-        """Empty the prefix cache; running requests keep their blocks."""
-        self.pool.reset()
-        if self.states is not None:
-            self.states.pool.reset()
-
     def free(self, slot: int) -> None:
         """Give back the slot's blocks. The prefix cache finds published blocks until other requests take them."""
         assert self._tables[0][slot], f"slot {slot} is empty"

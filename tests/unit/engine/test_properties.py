@@ -590,6 +590,7 @@ def long_rig(rig_class: Any, row: Row, seed: int, rng: random.Random) -> Any:
         vocab=VOCAB,
         drafts=drafts,
         accepts=[rng.randint(0, drafts) for _ in range(11)],
+        drafts_cached=drafts > 0 and seed % 2 == 1,
         **{name: row[name] for name in ("windows", "sizes", "caching", "policy", "watermark")},
         **tiers_of(row["tiers"], below),
     )
