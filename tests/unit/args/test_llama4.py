@@ -47,9 +47,16 @@ def test_what_can_be_switched_off() -> None:
         assert isinstance(one.mixer, GroupedArgs) and one.mixer.qk_norm == "" and not one.mixer.scores.growth
 
 
+@pytest.mark.parametrize(("value", "grows"), [(4, True), (True, True), (0, False), (False, False), (None, False)])
+def test_the_switch_of_growth_may_be_a_number(value: Any, grows: bool) -> None:
+    unrotated = read(attn_temperature_tuning=value).layers[1].mixer
+    assert isinstance(unrotated, GroupedArgs) and bool(unrotated.scores.growth) == grows
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
+        ({"attn_temperature_tuning": "yes"}, ModelError, "attn_temperature_tuning='yes' must be true or false"),
         ({"attention_chunk_size": 0}, ModelError, "attention_chunk_size=0 lets a token attend to nothing"),
         ({"attention_chunk_size": None}, ModelError, "attention_chunk_size=null leaves open"),
         ({"layer_types": ["chunked_attention"]}, ModelError, "layer_types names 1 of 3 layers"),
