@@ -33,6 +33,9 @@ from quire.weights.slices import write_slice
 Rules = dict[str | tuple[str, int], QuantizedMatrix]
 
 
+PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)  # gpt-oss's experts are transposed
+
+
 class _Kept:
     """A model as a loader sees it, which keeps its weights by parameter and place of the expert."""
 
@@ -141,7 +144,7 @@ class QuantizedInputs(TorchFunctionMode):
                 self._stacks[stacked.data_ptr()] = own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and (rule := self._rules.get(args[1].data_ptr())) is not None:
+        if func in PRODUCTS and (rule := self._rules.get(args[1].data_ptr())) is not None:
             x = args[0]
             args = (rounded(x.reshape(-1, x.shape[-1]), rule).view(x.shape), *args[1:])
         elif func is torch.bmm and (own := self._stacks.get(args[1].data_ptr())) is not None:  # Llama 4
