@@ -49,7 +49,7 @@ def test_the_published_model(shared: Path) -> None:
     ids=str,
 )
 def test_names_of_modules_tell_those_of_tensors(quantization: Any, root: str) -> None:
-    """What is damaged is told by the reader of the quantization."""
+    """Damaged values are left to the reader of the quantization."""
     raw = {"model_type": "llama4", "text_config": {}, "quantization_config": quantization}
     wrapper = unwrapped(raw, "config.json")[1]
     assert wrapper is not None and wrapper.root == root

@@ -13,9 +13,7 @@ from quire.quantization.written_schemes import SCHEMES, has_groups
 from ...support.tiny_models import Tiny, random_model, write_model
 from .test_formats import written
 
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True, "max_num_seqs": 2, "num_threads": 1, "use_tqdm_on_load": False,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, max_num_seqs=2, num_threads=1, use_tqdm_on_load=False)
 CONFIG = EngineConfig.from_flat(**OPTIONS)
 
 
@@ -32,7 +30,7 @@ def test_every_scheme_is_equal(tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
 def test_experts_that_transformers_does_not_call_as_linears(tmp_path: Path, family: str) -> None:
-    """Those of a layer in one product, and transposed ones; quantized while they are loaded."""
+    """All experts of a layer in one product, and transposed ones; quantized while they are loaded."""
     write_model(random_model(Tiny(family=family), 0), tmp_path, family)
     config = EngineConfig.from_flat(**OPTIONS, quantization="fp8")
     report = verify(str(tmp_path), config)
