@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
-from quire import LLM
+from quire import LLM, RequestOutput
 
 from ..support.full import full_rows
+from ..support.many_ranks import SIZES
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.stacked_checkpoints import round_experts, write_mxfp4
 from ..support.tiny_models import Tiny, random_model
-from .test_answers import WIDE, Row, same
+from .test_answers import WIDE, Row, ask, compare, requests, same
 
 
 def plain(folder: Path, **changes: object) -> Path:
@@ -36,6 +38,31 @@ def plain(folder: Path, **changes: object) -> Path:
 def test_tokens_of_one_rank(form: str, sizes: str, changes: Row, tmp_path: Path, engine: Callable[..., LLM]) -> None:
     quantize_checkpoint(plain(tmp_path / "plain", **changes), tmp_path / "quantized", FORMS[form])
     same(engine, tmp_path / "quantized", sizes)
+
+
+PLACED = (("qwen3", "tp2"), ("qwen3_moe", "tp2"), ("qwen3_moe", "tp2-ep"), ("qwen3_moe", "pp2"))
+NVFP4 = [("modelopt-nvfp4", "qwen3_moe", "tp2")]
+NVFP4 += full_rows(("ct-nvfp4-inputs", *placed) for placed in PLACED)
+NVFP4 += full_rows(("modelopt-nvfp4", *placed) for placed in PLACED if placed != NVFP4[0][1:])
+
+
+@pytest.mark.parametrize(("form", "family", "sizes"), NVFP4)
+def test_tokens_of_an_unquantized_model_with_the_numbers_of_nvfp4(
+    form: str,
+    family: str,
+    sizes: str,
+    tmp_path: Path,
+    engine: Callable[..., LLM],
+    truth: Callable[..., list[RequestOutput]],
+) -> None:
+    """Ranks read 48 of 96 columns: three groups of 16. Fused parts, and experts, have factors of their own."""
+    changes = (("moe_intermediate_size", 96), ("intermediate_size", 96), ("hidden_size", 48))
+    random_model(Tiny(family=family, heads=(8, 4), changes=changes), 0).save_pretrained(tmp_path / "plain")
+    means = quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", FORMS[form])
+    for path in (tmp_path / "plain").glob("*.safetensors*"):
+        path.unlink()
+    save_file(means, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    compare(ask(engine(tmp_path / "quantized", **SIZES[sizes]), requests()), truth(requests(), tmp_path / "plain"))
 
 
 def test_tokens_of_one_rank_with_parts_of_stacked_experts(tmp_path: Path, engine: Callable[..., LLM]) -> None:

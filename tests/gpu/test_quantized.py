@@ -23,6 +23,7 @@ from ..support.quantized_cases import (
     make_matrix,
     stands_for,
 )
+from ..support.quantized_cases import WORDS as IN_WORDS
 
 LARGE = (
     Call(1, 1024, 4096, norm=True), Call(1, 1024, 12288, residual=True), Call(2, 2048, 2048, norm=True, gated=True),
@@ -60,7 +61,7 @@ def test_products_of_integer_weights(kind: str, call: Call, device: torch.device
 
 
 @pytest.mark.parametrize("call", (*WORDS, *ACTIVATED), ids=str)
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize("kind", IN_WORDS)
 def test_products_of_integer_weights_in_words(kind: str, call: Call, device: torch.device) -> None:
     """Few rows and some, in all heights of tiles; more than 256 rows are multiplied with the unpacked weight."""
     if why := missing_hopper():

@@ -36,6 +36,7 @@ DEEPSEEK = Routing(
 INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
 GPT_OSS = ExpertForm("swiglu_oai", biased=True)
 MXFP4 = Scheme(values="e2m1", block=(1, 32))
+NVFP4 = Scheme(values="e2m1", block=(1, 16), factor=True)
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
@@ -168,6 +169,8 @@ def integers() -> None:
     launch_quantized(weight_only, 64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
     launch_quantized(weight_only, 64, 32, 4, 2880, 2880, Scheme(values="w4", block=(1, 32)), GPT_OSS)
     launch_quantized(weight_only, 64, 32, 4, 2880, 2880, MXFP4, GPT_OSS)
+    for tokens in (1, 512, *full_rows((128, 8192))):
+        launch_quantized(weight_only, tokens, 128, 8, 2048, 768, NVFP4)
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens in (1, 64, 8192) if dependent else (5, *full_rows((1, 16, 256, 512, 1024))):

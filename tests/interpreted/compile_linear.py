@@ -12,8 +12,10 @@ from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.weight_only import words
 
-from ..support.full import FULL
+from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
+
+NVFP4 = Scheme(values="e2m1", block=(1, 16), factor=True)
 
 
 def check(made: Made) -> None:
@@ -91,6 +93,11 @@ def main() -> None:
     ):
         packed = weight_only.pack(empty_matrix(scheme, (6144, 4096), "meta"))
         weight_only.run(empty(rows, 4096, dtype=torch.float16), packed, None)
+    for n, k, rows in ((24576, 4096, (1, 64)), (4096, 12288, (1, 16, 300)), *full_rows([(4096, 4096, (128, 256))])):
+        gated = n == 24576
+        packed = (weight_only.pack_gated if gated else weight_only.pack)(empty_matrix(NVFP4, (n, k), "meta"))
+        for count in rows:
+            (weight_only.run_gated if gated else weight_only.run)(empty(count, k), packed, None)
     if not FULL:
         return
     for dependent in (False, True):

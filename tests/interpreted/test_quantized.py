@@ -41,6 +41,7 @@ from ..support.quantized_cases import (
     ODD,
     SCALED,
     WEIGHT_ONLY,
+    WORDS,
     Call,
     compare,
     compare_experts,
@@ -80,10 +81,48 @@ def test_products_of_integer_weights(kind: str, call: Call) -> None:
 MANY = (Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True))
 
 
-@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, MANY, every=2), ids=str)
+@pytest.mark.parametrize(("kind", "call"), thinned(WORDS, MANY, every=2), ids=str)
 def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None:
     """The weight is unpacked; fewer rows need a GPU."""
     compare(weight_only_hopper, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
+
+
+# 144 and 208 inputs are no multiple of a tile's 32; of many rows the weight is unpacked; K is divided into parts.
+NVFP4 = (
+    Call(1, 192, 208, bias=True, residual=True), Call(3, 256, 144, gated=True, bias=True), Call(1, 128, 640),
+    Call(9, 100, 256), Call(40, 128, 256, gated=True, act="swiglu_oai"), Call(70, 192, 128),
+    Call(257, 200, 144, bias=True), Call(260, 128, 384, gated=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", NVFP4, ids=str)
+def test_products_of_nvfp4(call: Call) -> None:
+    compare(weight_only, WEIGHT_ONLY["nvfp4"], call, torch.float16, CPU, 4e-3)
+
+
+def test_every_number_of_nvfp4_with_every_scale() -> None:
+    """Products of E2M1, E4M3 and factors of rows: rounded to float32 once by the truth, twice by the kernel."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(127)
+    scale = torch.arange(127, dtype=torch.uint8).view(1, 127).expand(3, 127).contiguous().view(torch.float8_e4m3fn)
+    values = (codes[0::2] | codes[1::2] << 4).expand(3, -1).contiguous()
+    factor = torch.tensor([[1.0], [0.7], [3e-5]])
+    matrix = QuantizedMatrix(WEIGHT_ONLY["nvfp4"], values, scale, factor=factor).check()
+    packed = weight_only.pack(matrix)
+    assert not isinstance(packed, QuantizedMatrix)
+    found, truth = packed.unpack(torch.float32), dequantize(matrix)
+    assert torch.equal(found[0], truth[0])
+    torch.testing.assert_close(found, truth, rtol=2.0**-22, atol=0)
+    for kind in (torch.bfloat16, torch.float16):  # a kernel multiplies by these before the product
+        assert torch.equal(truth[0].to(kind).float(), truth[0])
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 144, 80), (5, 256, 48), (70, 128, 112)])
+@pytest.mark.parametrize("form", [ExpertForm(), ExpertForm("swiglu_oai", True)], ids=str)
+def test_experts_of_nvfp4(form: ExpertForm, tokens: int, hidden: int, inner: int) -> None:
+    """Sizes are no multiple of a tile's 32 inputs; each expert has factors of its own."""
+    given = WEIGHT_ONLY["nvfp4"], tokens, 3, 2, hidden, inner, torch.float16, CPU, 4e-3
+    compare_experts(*given, residual=tokens == 5, away=(1,), kernel=weight_only_experts, form=form)
 
 
 @pytest.mark.parametrize("kind", ["w4 32 order", "w4 channel", "w8 channel symmetric"])

@@ -33,7 +33,9 @@ WEIGHT_ONLY = {
     "w8 128": Scheme(values="w8", block=(1, 128), zeros=True),
     "w8 channel symmetric": Scheme(values="w8", block=(1, 0)),
     "mxfp4": Scheme(values="e2m1", block=(1, 32)),
+    "nvfp4": Scheme(values="e2m1", block=(1, 16), factor=True),
 }
+WORDS = tuple(kind for kind in WEIGHT_ONLY if kind != "nvfp4")  # those of `weight_only_hopper`
 
 
 class Products(Protocol):
@@ -126,14 +128,18 @@ def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> Quantiz
         values = torch.randint(0, 256, (n, k * scheme.bits // 8), dtype=torch.uint8)
     shape = scheme.scales(n, k)
     middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74), "e2m1": (0, 3)}[scheme.values]
-    scale = (torch.rand(shape) + 0.1) / (typical * k**0.5)
+    scale, factor = (torch.rand(shape) + 0.1) / (typical * k**0.5), None
+    if scheme.factor:  # rows have factors of several sizes
+        factor = (torch.rand(n, 1) + 0.1) * 2.0 ** torch.randint(-8, -5, (n, 1))
+        scale = (scale / factor).to(torch.float8_e4m3fn)
     made = QuantizedMatrix(
         scheme,
         values.to(TYPES[scheme.values]),
-        scale.log2().round().add(127).to(torch.uint8) if scheme.values == "e2m1" else scale,
+        scale.log2().round().add(127).to(torch.uint8) if scheme.kind == "mxfp4" else scale,
         torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
         torch.randperm(k).int() if scheme.order else None,
         torch.tensor(0.05) if scheme.inputs == "tensor" else None,
+        factor,
     )
     return cast(QuantizedMatrix, moved(made.check(), device))
 

@@ -188,6 +188,35 @@ def mxfp4(weight: Tensor, random: torch.Generator) -> tuple[Stored, Tensor]:
     }, means.view(rows, columns)
 
 
+def nvfp4(names: tuple[str, str, str], divides: bool, inputs: str = "") -> Callable[..., Any]:
+    """NVFP4: as `mxfp4`, with a scale in e4m3 for 16 columns and one number for the matrix.
+
+    names     of the values, the scales and that number;  divides  it divides the scales, else it multiplies them
+    inputs    name of the scale of activations, which is stored beside
+    """
+
+    def encode(weight: Tensor, random: torch.Generator) -> tuple[Stored, Tensor]:
+        rows, columns = weight.shape
+        factor = weight.abs().max() / (6 * 448) * (0.9 + 0.1 * torch.rand((), generator=random))
+        stored = 1 / factor if divides else factor
+        factor = 1 / stored if divides else factor
+        blocks = weight.view(rows, columns // 16, 16)
+        scale = (blocks.abs().amax(2) / 6 / factor).clamp(max=448).to(torch.float8_e4m3fn)
+        scaled = blocks / (scale.float() * factor).clamp(min=1e-30)[..., None]
+        codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+        means = E2M1[codes] * scaled.sign() * scale.float()[..., None] * factor  # only the last product is rounded
+        codes = (codes + 8 * (scaled < 0)).view(rows, columns).to(torch.uint8)
+        more = {inputs: torch.rand((), generator=random) + 1} if inputs else {}
+        return {
+            names[0]: codes[:, 0::2] + codes[:, 1::2] * 16,
+            names[1]: scale,
+            names[2]: stored.view(1 if divides else ()),
+            **more,
+        }, means.view(rows, columns)
+
+    return encode
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +239,11 @@ def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
 
 TOKEN8, FP8_TOKEN = (numbers(8, kind, "token", dynamic=True) for kind in ("int", "float"))
 FP8_GROUP = numbers(8, "float", "group", dynamic=True, group_size=128)
+FP4_GROUP = numbers(4, "float", "tensor_group", group_size=16)
+NV_MODELOPT, NV_PACKED = (
+    ("weight", "weight_scale", "weight_scale_2"),
+    ("weight_packed", "weight_scale", "weight_global_scale"),
+)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 FORMS: dict[str, Form] = {
     "fp8-block": Form(
@@ -271,6 +305,15 @@ FORMS: dict[str, Form] = {
         compressed("pack-quantized", numbers(8, "int", "channel", symmetric=False)), packed(8, -1, sym=False)
     ),
     "ct-mxfp4": Form(compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=32)), mxfp4),
+    "ct-nvfp4": Form(compressed("nvfp4-pack-quantized", FP4_GROUP), nvfp4(NV_PACKED, True)),
+    "ct-nvfp4-inputs": Form(
+        compressed("nvfp4-pack-quantized", FP4_GROUP, FP4_GROUP | {"dynamic": "local"}),
+        nvfp4(NV_PACKED, True, "input_global_scale"),
+    ),
+    "modelopt-nvfp4": Form(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*.mlp.gate"]},
+        nvfp4(NV_MODELOPT, False, "input_scale"),
+    ),
     "awq": Form(
         {
             "quant_method": "awq",

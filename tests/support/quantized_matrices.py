@@ -22,6 +22,7 @@ SCHEMES = {
     "w8 groups": Scheme(values="w8", block=(1, 32), zeros=True),
     "w8 channels": Scheme(values="w8", block=(1, 0), order=True),
     "mxfp4": Scheme(values="e2m1", block=(1, 32)),
+    "nvfp4": Scheme(values="e2m1", block=(1, 16), factor=True),
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7
 
@@ -50,12 +51,16 @@ def make(scheme: Scheme, rows: int, outputs: int, inputs: int, seed: int = 0) ->
         values = values.view(torch.int8)
     shape = scheme.scales(outputs, inputs)
     scale = torch.rand(shape, generator=random).add_(0.5).mul_(1e-3)
-    if scheme.values == "e2m1":
+    factor = None
+    if scheme.kind == "mxfp4":
         scale = torch.randint(113, 122, shape, generator=random, dtype=torch.uint8)
+    elif scheme.factor:  # every code of a scale but NaN, also 0 and those below the normal numbers
+        scale = torch.randint(0, 127, shape, generator=random, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        factor = torch.rand(outputs, 1, generator=random).add_(0.5).mul_(1e-5)
     zero = torch.randint(0, 1 << scheme.bits, shape, generator=random, dtype=torch.uint8) if scheme.zeros else None
     order = torch.randperm(inputs, generator=random).int() if scheme.order else None
     static = x.abs().amax() / 200 if scheme.inputs == "tensor" else None  # some values are clamped
-    matrix = QuantizedMatrix(scheme, values, scale, zero, order, static).check()
+    matrix = QuantizedMatrix(scheme, values, scale, zero, order, static, factor).check()
     return Inputs(x, matrix, torch.randn(outputs, generator=random))
 
 
@@ -64,8 +69,10 @@ def numbers(matrix: QuantizedMatrix) -> Tensor:
     scheme, (rows, columns) = matrix.scheme, matrix.shape
     middle = {"w4": 8, "w8": 128}.get(scheme.values, 0)
     stored = matrix.values.tolist() if scheme.bits == 4 else matrix.values.float().tolist()
-    powers = scheme.values == "e2m1"
-    scale, zero = matrix.scale.tolist(), None if matrix.zero is None else matrix.zero.tolist()
+    powers = scheme.kind == "mxfp4"
+    factors = [1.0] * rows if matrix.factor is None else matrix.factor.flatten().tolist()
+    scale = (matrix.scale if powers else matrix.scale.float()).tolist()
+    zero = None if matrix.zero is None else matrix.zero.tolist()
     out: list[list[float]] = []
     high, wide = matrix.scheme.block
     for n in range(rows):
@@ -75,6 +82,9 @@ def numbers(matrix: QuantizedMatrix) -> Tensor:
             value = stored[n][k // 2] >> 4 * (k % 2) & 15 if scheme.bits == 4 else stored[n][k]
             if powers:
                 out[n].append((-1) ** (value // 8) * E2M1[value % 8] * 2.0 ** (scale[i][j] - 127))
+                continue
+            if scheme.factor:
+                out[n].append((-1) ** (value // 8) * E2M1[value % 8] * scale[i][j] * factors[n])
                 continue
             out[n].append((value - (middle if zero is None else zero[i][j])) * scale[i][j])
     return torch.tensor(out, dtype=torch.float64)

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.contracts.errors import ConfigError
-from quire.contracts.params import FLOATS, Param
+from quire.contracts.params import FLOATS, Param, num_experts
 from quire.models.names import EACH
 from quire.plan.as_stored import as_stored
 from quire.plan.formats import is_quantizable, settled, with_formats
@@ -137,7 +137,7 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
         _check_shape(source.tensors[name], rule)
     _check_fused(layout(args), rules)
     untied = head is not None and args.tie_word_embeddings
-    items = tuple(_items(source, rules, head, args.tie_word_embeddings))
+    items = tuple(_items(source, rules, head, args.tie_word_embeddings, _fused(layout(args))))
     kept = [*_kept(source, rules), *([HEAD] if head is None and HEAD_WEIGHT not in source.tensors else ())]
     if head is not None:
         kept = [name for name in kept if name != HEAD]
@@ -214,14 +214,39 @@ def _check_fused(params: Sequence[Param], rules: Collection[str]) -> None:
             )
 
 
-def _items(source: Checkpoint, rules: Mapping[str, Rule], head: Rule | None, tied: bool) -> Iterator[WriteItem]:
+def _fused(params: Sequence[Param]) -> Mapping[str, tuple[str, ...]]:
+    """Return the tensors that form a matrix together, in any layer, by each of their names. See `_in_any_layer`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for param in params:
+        if is_quantizable(param):
+            each = len(param.parts) // num_experts(param)
+            for first in range(0, len(param.parts), each):
+                names = tuple(_in_any_layer(part.stored) for part in param.parts[first : first + each])
+                found |= dict.fromkeys(names, names)
+    return found
+
+
+def _beside(source: Checkpoint, name: str, fused: Mapping[str, tuple[str, ...]]) -> tuple[StoredTensor, ...]:
+    """Return the other tensors of the matrix to which a tensor belongs."""
+    layer = re.search(r"\.layers\.\d+\.", name)
+    names = [other.replace(".layers.N.", layer[0] if layer else "") for other in fused.get(_in_any_layer(name), ())]
+    return tuple(source.tensors[other] for other in names if other != name and other in source.tensors)
+
+
+def _items(
+    source: Checkpoint,
+    rules: Mapping[str, Rule],
+    head: Rule | None,
+    tied: bool,
+    fused: Mapping[str, tuple[str, ...]],
+) -> Iterator[WriteItem]:
     """Yield the tensors that are written, in the order in which they are read. A head that was tied comes last."""
     for name, tensor in source.tensors.items():
         if head is not None and name == HEAD_WEIGHT:
             if not tied:
                 yield _item(tensor, name, head)
         else:
-            yield _item(tensor, name, rules.get(name))
+            yield _item(tensor, name, rules.get(name))._replace(beside=_beside(source, name, fused))
     if head is not None and tied:
         yield _item(source.tensors[EMBEDDING], HEAD_WEIGHT, head)
 

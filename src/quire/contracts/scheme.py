@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8", "mxfp4")  # of `Scheme.kind`
+KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8", "mxfp4", "nvfp4")  # of `Scheme.kind`
 UNQUANTIZED = "unquantized"  # the kind of a weight without a scheme
 GROUP = 128  # columns of a row of activations that share a scale, with the inputs "group"
 
@@ -56,11 +56,12 @@ class WirePlan:
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """Quantization of a matrix W [N, K], W = (values - zero) * scale, and of the activations that it multiplies.
 
-    MXFP4 (OCP Microscaling Formats 1.0) is the values "e2m1" in the block (1, 32).
+    MXFP4 (OCP Microscaling Formats 1.0) is the values "e2m1" in the block (1, 32). NVFP4 is "e2m1" in the block (1, 16)
+    with `factor`: W = values * scale * factor.
 
     values   "e4m3": float8_e4m3fn. "int8": signed. "w4", "w8": unsigned 4- and 8-bit integers, weight only; where
              `zeros` is False, the zero point is 8 for "w4" and 128 for "w8". "e2m1": 4-bit floating point, weight
-             only, whose scales are powers of two in a byte each (E8M0)
+             only, whose scales are powers of two in a byte each (E8M0), or, with `factor`, float8_e4m3fn
     block    (rows, columns) of the matrix that share a scale; 0: the whole axis. FP8 blocks (128, 128) or (1, 128), per
              channel (1, 0), groups (1, g), per tensor (0, 0). A `QuantizedMatrix` never has (0, 0): each channel gets
              the scale of the tensor, which is exact
@@ -69,6 +70,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     inputs   quantization of activations: "" (none), "token" (computed scale per row), "tensor" (scale from the
              checkpoint), "group" (computed scale per row and 128 columns)
     ue8m0    True: computed scales of activations are rounded up to powers of two
+    factor   True: a float32 number multiplies all scales of a stored tensor. A `QuantizedMatrix` has it for each row
     """
 
     values: str
@@ -77,12 +79,13 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     order: bool = False
     inputs: str = ""
     ue8m0: bool = False
+    factor: bool = False
 
     @property
     def kind(self) -> str:
         """Kind of quantized weight, such as "fp8 block" or "w4". A kernel that runs the matrix has it as a feature."""
         if self.values == "e2m1":
-            return "mxfp4"
+            return "nvfp4" if self.factor else "mxfp4"
         if self.values != "e4m3":
             return self.values
         return "fp8 block" if self.block[1] else "fp8 channel"
@@ -115,10 +118,11 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         return -(-rows // (high or max(rows, 1))), -(-columns // (wide or max(columns, 1)))
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a `QuantizedMatrix` [rows, columns]: values, scales, zero points and order."""
+        """Return the bytes of a `QuantizedMatrix` [rows, columns]: values, scales, zero points, order and factors."""
         high, wide = self.scales(rows, columns)
         return (
             rows * -(-columns * self.bits // 8)
             + high * wide * (self.scale_bytes + self.zeros)
             + 4 * columns * self.order
+            + 4 * rows * self.factor
         )

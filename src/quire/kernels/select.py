@@ -145,7 +145,8 @@ def runs_no(support: Support, needs: KernelNeeds) -> str:
     if not support.features & _WEIGHTS:
         return ""
     lacking = sorted(needs.weights - support.features)
-    return f"runs no {' '.join(lacking)} weights" if lacking else ""
+    reasons = (f": {support.lacks[kind]}" for kind in lacking if kind in support.lacks)
+    return f"runs no {' '.join(lacking)} weights" + next(reasons, "") if lacking else ""
 
 
 def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
@@ -155,7 +156,9 @@ def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
 
 
 def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
-    """Choose the best implementation of `op` for `needs`. Implementations for other kinds of weights do not count.
+    """Choose the best implementation of `op` for `needs`.
+
+    Implementations for other kinds of weights do not count, unless they have a reason against this kind on the device.
 
     forced   name of the implementation to use; None: the best
     probe    function that checks the machine for a need
@@ -168,7 +171,8 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
     rejected: list[tuple[str, str]] = []
     weights = () if needs.scheme is None else tuple(sorted(needs.weights))
     for name, support in supports.items():
-        if name != forced and runs_no(support, needs):
+        told = needs.device in support.devices and needs.weights & support.lacks.keys()
+        if name != forced and runs_no(support, needs) and not told:
             continue
         why_not = objection(support, needs, probe)
         if forced is not None and name != forced:

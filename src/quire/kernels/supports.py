@@ -27,6 +27,7 @@ class Support:
                    that reads weights also names the kinds of weights that it runs: words of `KINDS`, or UNQUANTIZED
     extra          key of `NEEDS` -> features that the implementation has only where this need is met
     max_head_dim   largest size of an attention head; None: any
+    lacks          kind of weights that the implementation does not run, although it runs kinds like it -> the reason
     needs          keys of `NEEDS`, which must all be met for the implementation to run
     typed          dtype -> more keys of `NEEDS`, for a model that computes in this dtype
     """
@@ -35,6 +36,7 @@ class Support:
     dtypes: frozenset[str]
     features: frozenset[str] = frozenset()
     extra: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
     max_head_dim: int | None = None
     needs: tuple[str, ...] = ()
     typed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -54,6 +56,7 @@ _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
 _NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
+_WIDE_GROUPS = {"nvfp4": "its words have scales for 32 inputs or more, not for 16"}
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
 _FORMS = frozenset({"gelu_tanh", "swiglu_oai", "bias"})  # of experts, see their form.py
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
@@ -74,8 +77,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
                           features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
-        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW, lacks=_WIDE_GROUPS),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW | {"nvfp4"}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
@@ -110,8 +113,10 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "triton": replace(TRITON, features=_STACKED | _FORMS | {"join"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
                           features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
-        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"}),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_FORMS | {"w4", "w8", "mxfp4", "join"}),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},
+                                      lacks=_WIDE_GROUPS),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},
+                               features=_FORMS | {"w4", "w8", "mxfp4", "nvfp4", "join"}),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED | _FORMS),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN | _FORMS, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | _FORMS | {"stored"}),

@@ -109,5 +109,5 @@ def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hard
 
 def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
     """Return the reason why a kernel of experts cannot run groups of this size, or ""."""
-    wide = scheme.block[1] if scheme is not None and kernel == "weight_only" else 0
+    wide = scheme.block[1] if scheme is not None and kernel == "weight_only" and not scheme.factor else 0
     return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""

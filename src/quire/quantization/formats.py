@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quire.contracts.params import Param, Part, RawTensor, first_expert, num_experts, of_expert
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
-from quire.quantization.microscaled import GPT_OSS, MX_PACKED
+from quire.quantization.microscaled import GPT_OSS, MX_PACKED, NV_MODELOPT, NV_PACKED
 from quire.quantization.rows import FBGEMM, FLOAT, FP8, INT, MODELOPT, PACKED
 from quire.quantization.unquantized import ONLINE, UNQUANTIZED
 
@@ -30,9 +30,8 @@ class WeightFormat(Protocol):
 
 
 _ROWS, _COLUMNS = (FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED), (AWQ, GPTQ, GPTQ_V2)
-FORMATS: dict[str, WeightFormat] = {
-    one.name: one for one in (UNQUANTIZED, ONLINE, *_ROWS, *_COLUMNS, GPT_OSS, MX_PACKED)
-}
+_MICROSCALED = (GPT_OSS, MX_PACKED, NV_PACKED, NV_MODELOPT)
+FORMATS: dict[str, WeightFormat] = {one.name: one for one in (UNQUANTIZED, ONLINE, *_ROWS, *_COLUMNS, *_MICROSCALED)}
 
 
 def raw_tensors(param: Param) -> Iterator[RawTensor]:

@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 from quire.args.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
-from quire.quantization.rules import PLAIN, rules_of
+from quire.quantization.microscaled import NVFP4
+from quire.quantization.rules import MIXED, MODELOPT, PLAIN, in_nvfp4, rules_of
 
 KEY = "quantization_config"
 SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # ModelOpt, GPTQ, AWQ
 ONLINE = "online fp8"  # quant_method of an unquantized checkpoint that is quantized when it is loaded
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt", "mxfp4")
+SPELLINGS = {
+    "compressed_tensors": "compressed-tensors",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 KERNELS = "Quire chooses kernels by itself; `quire explain` names them"
 # Values of the option `quantization` -> methods of checkpoints that they stand for.
 FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -29,10 +35,15 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "gptq_bitblas": ("gptq",),
     "marlin": ("gptq", "awq"),
     "slimquant_marlin": METHODS,
+    "modelopt_fp4": ("modelopt",),
+    "modelopt_mixed": ("modelopt",),
+    "petit_nvfp4": ("modelopt",),
+    "nvfp4": ("modelopt", "compressed-tensors"),
     "auto": METHODS,
 }
+NV_FLAGS = ("modelopt_fp4", "petit_nvfp4", "nvfp4")  # of FLAGS, for checkpoints in NVFP4 alone
 REFUSED = (
-    "gguf bitsandbytes mxfp8 nvfp4 modelopt_fp4 modelopt_mxfp8 petit_nvfp4 gptq_marlin_24 hqq quark torchao "
+    "gguf bitsandbytes mxfp8 modelopt_mxfp8 gptq_marlin_24 hqq quark torchao "
     "auto-round auto_round inc experts_int8 moe_wna16 tpu_int8 rtn bitblas aqlm quip eetq higgs vptq spqr fp_quant "
     "exl2 exl3 deepspeedfp cpu_awq ipex fpgemm_fp8"
 ).split()
@@ -106,13 +117,9 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
         )
     keys = Keys(config, inside)
     keys.checked("quant_method", lambda name: isinstance(name, str) and name != "", "a name")
-    method = config["quant_method"] = {"compressed_tensors": "compressed-tensors"}.get(
-        config["quant_method"].lower(), config["quant_method"].lower()
-    )
+    method = config["quant_method"] = SPELLINGS.get(config["quant_method"].lower(), config["quant_method"].lower())
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         method = "bitsandbytes"
-    if method == "modelopt" and "FP4" in str(config.get("quant_algo", "")).upper():
-        method = "nvfp4"
     if method not in METHODS:
         raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {PLAIN}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
@@ -120,12 +127,26 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
     keys.checked(
         "kv_cache_scheme", lambda value: value is None or isinstance(value, dict | str), "an object, a word or null"
     )
-    {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(keys)
+    checks = {"compressed-tensors": _check_groups, "gptq": _check_gptq, "modelopt": _check_layers}
+    checks.get(method, _check_block)(keys)
     return config
 
 
 def _check_block(keys: Keys) -> None:
     keys.checked("weight_block_size", _is_block, "two positive integers, [rows, columns], or null")
+
+
+def _check_layers(keys: Keys) -> None:
+    mixed = str(keys.get("quant_algo")).upper() == MIXED
+    keys.checked(
+        "quantized_layers",
+        lambda value: (
+            (value is None and not mixed)
+            or isinstance(value, dict)
+            and all(isinstance(layer, dict) for layer in value.values())
+        ),
+        "an object of modules, each with its quant_algo",
+    )
 
 
 def _check_gptq(keys: Keys) -> None:
@@ -209,12 +230,42 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> dict[str, Any]
             )
         return {"quant_method": ONLINE}
     method = str(config["quant_method"])
-    if method not in FLAGS[name]:
+    said = f"{method!r}" + " without NVFP4" * (method in FLAGS[name])
+    if method not in FLAGS[name] or name in NV_FLAGS and not _holds_nvfp4(config):
         raise ConfigError(
-            f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
-            "leave the flag out."
+            f"--quantization {asked} contradicts {source}, whose quantization_config says {said}: leave the flag out."
         )
     return config
+
+
+def _holds_nvfp4(config: Mapping[str, Any]) -> bool:
+    """True for a checked quantization_config of ModelOpt or compressed-tensors with weights in NVFP4."""
+    return bool(_nvfp4_algorithms(config)) or any(in_nvfp4(group.get("weights")) for group in _groups(config))
+
+
+def _quantizes_to_nvfp4(config: Mapping[str, Any]) -> bool:
+    """True for a checked quantization_config that also quantizes activations to NVFP4."""
+    if config.get("quant_method") == "modelopt":
+        return "NVFP4" in _nvfp4_algorithms(config)
+    return any(in_nvfp4(group.get("input_activations")) for group in _groups(config))
+
+
+def _nvfp4_algorithms(config: Mapping[str, Any]) -> set[str]:
+    """Return the algorithms of ModelOpt in the config that store weights in NVFP4."""
+    if config.get("quant_method") != "modelopt":
+        return set()
+    layers = (config.get("quantized_layers") or {}).values()
+    named = {str(one.get("quant_algo")).upper() for one in (config, *layers)}
+    return {name for name in named if name in MODELOPT and MODELOPT[name].scheme == NVFP4}
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the groups of modules of compressed-tensors."""
+    return (
+        tuple((config.get("config_groups") or {}).values())
+        if config.get("quant_method") == "compressed-tensors"
+        else ()
+    )
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None = None) -> tuple[str, ...]:
@@ -232,6 +283,11 @@ def quantization_notes(config: Mapping[str, Any], asked: str | None = None) -> t
         notes.append(
             f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
             "no upper bound here."
+        )
+    if _quantizes_to_nvfp4(config):
+        notes.append(
+            "activations are not quantized to NVFP4: weights stay packed and are widened to the type of the "
+            "computation; stored scales of activations are not read."
         )
     if asked and config and method != ONLINE and check_flag(asked) not in (method, "auto"):
         notes.append(f"--quantization {asked}: the weights are {method}. {KERNELS}.")

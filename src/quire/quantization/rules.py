@@ -12,10 +12,12 @@ import msgspec
 
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.scheme import Scheme
-from quire.quantization.microscaled import GPT_OSS, MX_PACKED, MXFP4
+from quire.quantization.microscaled import GPT_OSS, MX_PACKED, MXFP4, NV_MODELOPT, NV_PACKED, NVFP4
 
 HEAD = "lm_head"
-PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, MXFP4, AWQ, GPTQ or compressed-tensors"
+PLAIN = (
+    "use the unquantized checkpoint of this model, or one in FP8, INT8, MXFP4, NVFP4, AWQ, GPTQ or compressed-tensors"
+)
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -88,16 +90,43 @@ def _unless_kept(config: Mapping[str, Any], rule: Rule) -> Rules:
     return lambda module: None if is_kept(module, kept) else rule
 
 
+MODELOPT = {
+    "FP8": Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor")),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Rule(NV_MODELOPT.name, NVFP4)),
+}
+MIXED = "MIXED_PRECISION"  # quant_algo of a checkpoint that names the algorithm of each module in `quantized_layers`
+
+
 def _modelopt(config: Mapping[str, Any]) -> Rules:
-    if (algorithm := config.get("quant_algo")) is None and config.get("kv_cache_quant_algo"):
+    if config.get("quant_algo") is None and config.get("kv_cache_quant_algo"):
         return lambda module: None
-    if algorithm != "FP8":
-        raise refused(f"ModelOpt quant_algo={algorithm!r} is not implemented (only FP8)")
     patterns = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
-    rule = Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor"))
-    return lambda module: (
-        None if any(fnmatchcase(module, one) or module.startswith(f"{one}.") for one in patterns) else rule
-    )
+    layers = config.get("quantized_layers") or {}
+    mixed = str(config.get("quant_algo")).upper() == MIXED
+    rules = {name: _modelopt_rule(own, name) for name, own in layers.items()} if mixed else {}
+    whole = None if mixed else _modelopt_rule(config, "")
+
+    def rule(module: str) -> Rule | None:
+        if any(fnmatchcase(module, one) or module.startswith(f"{one}.") for one in patterns):
+            return None
+        words = module.split(".")
+        names = (".".join(words[:count]) for count in range(len(words), 0, -1))  # a module, and those around it
+        return next((rules[name] for name in names if name in rules), whole)
+
+    return rule
+
+
+def _modelopt_rule(config: Mapping[str, Any], module: str) -> Rule:
+    """Return the rule of a module of `quantized_layers`, or, for "", that of the whole checkpoint."""
+    algorithm, size = config.get("quant_algo"), config.get("group_size")
+    if (rule := MODELOPT.get(str(algorithm).upper())) is None:
+        where = f" of {module}" if module else ""
+        raise refused(
+            f"ModelOpt quant_algo={algorithm!r}{where} is not implemented (only {', '.join(MODELOPT)} and {MIXED})"
+        )
+    if rule.scheme == NVFP4 and size not in (None, NVFP4.block[1]):
+        raise refused(f"ModelOpt NVFP4 in groups of {size!r} has no kernel (only {NVFP4.block[1]})")
+    return rule
 
 
 # --- mxfp4 (gpt-oss) --------------------------------------------------------------------------------------------------
@@ -187,8 +216,9 @@ FORMS = {
     "int8": ("int-quantized", "naive-quantized"),
     "w4": ("pack-quantized",),
     "w8": ("pack-quantized", "int-quantized", "naive-quantized"),
-    "e2m1": (MX_PACKED.name,),
+    "e2m1": (MX_PACKED.name, NV_PACKED.name),
 }
+FLOATS_OF_4_BITS = {MX_PACKED.name: MXFP4, NV_PACKED.name: NVFP4}
 # (values, rows of a block, activations) that kernels run; 0: scales of channels or of the tensor.
 RUN = frozenset(
     {
@@ -244,7 +274,9 @@ def _group_rule(config: Mapping[str, Any], group: Mapping[str, Any]) -> Rule | N
         for key, default in (("num_bits", "?"), ("type", "int"), ("strategy", "tensor"))
     )
     words, form = f"compressed-tensors weights of {bits}-bit {kind} per {strategy}", group.get("format")
-    form, block, activations = form or config.get("format"), _block(weights, strategy), _inputs(inputs, kind, words)
+    form, block = form or config.get("format"), _block(weights, strategy)
+    # Activations in NVFP4 stay as they are: weights are widened to the type of the computation.
+    activations = "" if form == NV_PACKED.name and in_nvfp4(inputs) else _inputs(inputs, kind, words)
     values = {
         ("float", "8"): "e4m3",
         ("int", "8"): "int8" if inputs else "w8",
@@ -256,25 +288,39 @@ def _group_rule(config: Mapping[str, Any], group: Mapping[str, Any]) -> Rule | N
         raise refused(f"{words} have no kernel")
     if form not in FORMS[values]:
         raise refused(f"{words}: format={form!r} is not implemented (one of {', '.join(FORMS[values])})")
-    if values == "e2m1" and block != MXFP4.block:
-        raise refused(f"{words} of {weights.get('group_size')} columns have no kernel (only groups of 32, MXFP4)")
+    scheme = FLOATS_OF_4_BITS.get(str(form)) if values == "e2m1" else None
+    if scheme is not None and (block != scheme.block or zeros or order):
+        raise refused(
+            f"{words} of {weights.get('group_size')} columns have no kernel in the format {form} (only symmetric "
+            f"groups of {scheme.block[1]})"
+        )
     if zeros and form != "pack-quantized":
         raise refused(f"{words} with zero points are implemented in the format pack-quantized only")
     if (values, block[0] if block[1] else 0, activations) not in RUN:
         raise refused(f"{words} with activations {_words(inputs)} have no kernel")
     stored = {"e4m3": "float-quantized", "int8": "int-quantized"}.get(values, form)
     stored = "int-quantized" if stored == "naive-quantized" else stored
-    return Rule(str(stored), Scheme(values=values, block=block, zeros=zeros, order=order, inputs=activations))
+    found = Scheme(values=values, block=block, zeros=zeros, order=order, inputs=activations)
+    return Rule(str(stored), scheme or found)
 
 
 def _block(weights: Mapping[str, Any], strategy: str) -> tuple[int, int] | None:
     """Return rows and columns that share a scale; None for a strategy that is not implemented."""
     size = weights.get("group_size")
-    if strategy == "group" and type(size) is int and size > 0:
+    if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
         return _group(size)
     if strategy == "block":
         return (128, 128) if list(weights.get("block_structure") or ()) == [128, 128] else None
     return {"tensor": (0, 0), "channel": (1, 0)}.get(strategy)
+
+
+def in_nvfp4(inputs: Mapping[str, Any] | None) -> bool:
+    """True for the description of activations in NVFP4, in the words of compressed-tensors or ModelOpt."""
+    return inputs is not None and (inputs.get("num_bits"), inputs.get("type"), inputs.get("group_size")) == (
+        4,
+        "float",
+        NVFP4.block[1],
+    )
 
 
 def _inputs(inputs: Mapping[str, Any] | None, kind: str, words: str) -> str:

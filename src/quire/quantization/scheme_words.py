@@ -27,4 +27,4 @@ def weight_words(scheme: Scheme) -> str:
     high, wide = scheme.block
     shared = {(0, 0): "per tensor", (1, 0): "per channel"}.get((high, wide), f"in groups of {wide}")
     shared = f"in blocks of {high} x {wide}" if scheme.kind == "fp8 block" else shared
-    return f"{NAMES[scheme.values]} {shared}"
+    return f"{'NVFP4' if scheme.factor else NAMES[scheme.values]} {shared}"

@@ -9,7 +9,7 @@ from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ
-from quire.quantization.microscaled import MX_PACKED, MXFP4
+from quire.quantization.microscaled import MX_PACKED, MXFP4, NV_PACKED, NVFP4
 from quire.quantization.rows import FLOAT, FP8, INT, PACKED
 from quire.quantization.rules import Rule
 
@@ -21,6 +21,7 @@ SCHEMES: Mapping[str, Rule] = {
     "w8a16": Rule(PACKED.name, Scheme(values="w8", block=(1, GROUP))),
     "w4a16": Rule(PACKED.name, Scheme(values="w4", block=(1, GROUP))),
     "mxfp4": Rule(MX_PACKED.name, MXFP4),
+    "nvfp4": Rule(NV_PACKED.name, NVFP4),
     "awq-int4": Rule(AWQ.name, Scheme(values="w4", block=(1, GROUP), zeros=True)),
 }
 METHODS = {FP8.name: "fp8", AWQ.name: "awq"}  # format -> quant_method; of the others compressed-tensors
@@ -30,7 +31,8 @@ BYTES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F32": 4, "BF16": 2
 class Stored(NamedTuple):
     """A tensor of a checkpoint that `quire quantize` writes.
 
-    role    "values", "scale", "zero" or "shape" of a quantized matrix; "": a tensor copied from the source unchanged
+    role    "values", "scale", "zero", "factor" or "shape" of a quantized matrix; "": a tensor copied from the source
+            unchanged
     dtype   in safetensors' spelling, such as "BF16"
     """
 
@@ -85,7 +87,7 @@ def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tu
     ]
     if rule.format == PACKED.name:
         found.append((f"{weight.removesuffix('weight')}weight_shape", "shape", "I64", (2,)))
-    types = {} if rule.scheme == MXFP4 else {"scale": scale_type(rule, dtype)}
+    types = {"factor": "F32"} if rule.scheme.values == "e2m1" else {"scale": scale_type(rule, dtype)}
     made = ((name, role, types.get(role, kind), size) for name, role, kind, size in found)
     return tuple(Stored(name, role, kind, size, prod(size) * BYTES[kind]) for name, role, kind, size in made)
 
@@ -148,12 +150,13 @@ def _group(rule: Rule, target: str) -> dict[str, Any]:
         "type": "float" if scheme.values in ("e4m3", "e2m1") else "int",
         "symmetric": True,
     }
-    powers = {"scale_dtype": "torch.uint8"} if scheme == MXFP4 else {}
-    wide = {"strategy": "group", "group_size": scheme.block[1]} if scheme.block[1] else {"strategy": "channel"}
+    types = {"mxfp4": {"scale_dtype": "torch.uint8"}, "nvfp4": {"scale_dtype": "torch.float8_e4m3fn"}}
+    strategy = "tensor_group" if scheme.factor else "group"
+    wide = {"strategy": strategy, "group_size": scheme.block[1]} if scheme.block[1] else {"strategy": "channel"}
     inputs = numbers | {"strategy": "token", "dynamic": True} if scheme.inputs else None
     return {
         "targets": [target],
-        "weights": numbers | wide | powers | {"dynamic": False},
+        "weights": numbers | wide | types.get(scheme.kind, {}) | {"dynamic": False},
         "input_activations": inputs,
         "output_activations": None,
         "format": rule.format,

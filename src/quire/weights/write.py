@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.kernels.pack.matrix import MOST_POWER, float_scales
-from quire.kernels.pack.nearest import quantized, relative_error
+from quire.kernels.pack.nearest import largest, quantized, relative_error
 from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
 from quire.quantization.written_schemes import Stored, scale_type
@@ -23,11 +24,16 @@ from quire.weights.load import DTYPES
 
 
 class WriteItem(NamedTuple):
-    """A tensor of a checkpoint and the tensors to write for it. `rule`: its quantization; None for a copy."""
+    """A tensor of a checkpoint and the tensors to write for it.
+
+    rule     its quantization; None for a copy
+    beside   other tensors of its fused matrix, which share the factor of NVFP4: some engines have one for the matrix
+    """
 
     source: StoredTensor
     rule: Rule | None
     stored: tuple[Stored, ...]
+    beside: tuple[StoredTensor, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -126,8 +132,9 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
     """Quantize a matrix and write its tensors. Return its relative error."""
     scales = DTYPES[scale_type(rule, item.source.dtype)]
     source = item.source
-    weight = torch.frombuffer(source.read(), dtype=DTYPES[source.dtype]).view(source.shape)
-    matrix = quantized(weight, rule.scheme, scales=scales)
+    weight = _read(source)
+    most = max(map(largest, (weight, *map(_read, item.beside)))) if rule.scheme.factor else 0.0
+    matrix = quantized(weight, rule.scheme, scales=scales, most=most)
     if not float_scales(matrix).isfinite().all():
         raise WeightsError(
             f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
@@ -145,6 +152,10 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
         file.seek(places[stored.name])
         file.write(tensor.view(torch.uint8).numpy().data)
     return relative_error(weight, matrix)
+
+
+def _read(source: StoredTensor) -> Tensor:
+    return torch.frombuffer(source.read(), dtype=DTYPES[source.dtype]).view(source.shape)
 
 
 def copy_files(source: Path, out: Path) -> None:

@@ -35,6 +35,7 @@ STEPS = {
     "w4a16": 0.54 / 7.5,
     "awq-int4": 1.04 / 15,
     "mxfp4": 1 / 5,
+    "nvfp4": 1 / 5.6,
 }
 GROUPED = ("w8a16", "w4a16", "awq-int4")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -92,6 +93,16 @@ def means(scheme: str, stored: dict[str, Tensor], module: str) -> Tensor:
         assert set(own) == {"weight_packed", "weight_scale"} and {one.dtype for one in own.values()} == {torch.uint8}
         codes = torch.stack((own["weight_packed"] & 15, own["weight_packed"] >> 4), 2).flatten(1)
         return E2M1[codes.int()] * 2.0 ** (own["weight_scale"].float() - 127).repeat_interleave(32, 1)
+    if scheme == "nvfp4":
+        assert {name: (one.dtype, one.dim()) for name, one in own.items()} == {
+            "weight_packed": (torch.uint8, 2),
+            "weight_scale": (torch.float8_e4m3fn, 2),
+            "weight_global_scale": (torch.float32, 1),
+        }
+        codes = torch.stack((own["weight_packed"] & 15, own["weight_packed"] >> 4), 2).flatten(1)
+        return (
+            E2M1[codes.int()] * own["weight_scale"].float().repeat_interleave(16, 1) * (1 / own["weight_global_scale"])
+        )
     suffix = "weight_scale_inv" if scheme == "fp8-block" else "weight_scale"
     assert set(own) == {"weight", suffix}
     values, scale = own["weight"], own[suffix]
@@ -106,7 +117,8 @@ def means(scheme: str, stored: dict[str, Tensor], module: str) -> Tensor:
 
 def check_rounding(scheme: str, weight: Tensor, found: Tensor) -> None:
     """Every number is at most half a step of its block from the weight."""
-    high, wide = {"fp8-block": (128, 128)}.get(scheme, (1, 32 if scheme in (*GROUPED, "mxfp4") else weight.shape[1]))
+    size = {**dict.fromkeys((*GROUPED, "mxfp4"), 32), "nvfp4": 16}.get(scheme, weight.shape[1])
+    high, wide = {"fp8-block": (128, 128)}.get(scheme, (1, size))
 
     def blocks(x: Tensor) -> Tensor:
         """Rows and columns of blocks, and the rows and columns of each; zeros fill the last ones."""
@@ -196,6 +208,15 @@ def test_values_are_rounded_for_the_stored_scale(plain: Callable[[str], Path], t
         values = (sizes / step).round().mul(step).clamp(max=6) * weight.sign()  # halves go to even numbers of steps
         assert torch.equal(means(scheme, stored, UP), values * powers)
         return
+    if scheme == "nvfp4":
+        factor = 1 / stored[f"{UP}.weight_global_scale"]
+        scaled = weight / (scale * factor)
+        own = weight.abs().unflatten(1, (-1, 16)).amax(2) / 6 / factor
+        assert torch.equal(stored[f"{UP}.weight_scale"].float(), own.to(torch.float8_e4m3fn).float())
+        error = (means(scheme, stored, UP) / factor / scale - scaled).abs()
+        least = (scaled.clamp(-6, 6)[..., None] - E2M1).abs().amin(-1) + (scaled.abs() - 6).clamp(min=0)
+        assert torch.allclose(error, least, atol=1e-5), "the nearest values for the stored scales"
+        return
     if scheme.startswith("fp8"):
         values = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     else:
@@ -205,6 +226,24 @@ def test_values_are_rounded_for_the_stored_scale(plain: Callable[[str], Path], t
         low, high = {"w8a8-int8": (-128, 127), "w8a16": (0, 255)}.get(scheme, (0, 15))
         values = ((weight / scale).round() + zero).clamp(low, high) - zero
     assert torch.equal(means(scheme, stored, UP), values * scale)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "glm4_moe"])
+def test_parts_of_a_matrix_share_the_factor_of_nvfp4(plain: Callable[[str], Path], tmp_path: Path, model: str) -> None:
+    """Engines with one factor for a fused matrix read the same numbers."""
+    quantize_checkpoint(plain(model), tmp_path / "out", recipe("nvfp4"))
+    stored, given = stored_in(tmp_path / "out"), stored_in(plain(model))
+    experts = [f"model.layers.0.mlp.experts.{i}.{{}}_proj" for i in range(4)] if model == "glm4_moe" else []
+    matrices = [[f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]]
+    matrices += [[name.format(part) for part in ("gate", "up")] for name in experts or ["model.layers.0.mlp.{}_proj"]]
+    factors = set()
+    for names in matrices:
+        most = max(float(given[f"{name}.weight"].float().abs().max()) for name in names)
+        found = {float(stored[f"{name}.weight_global_scale"]) for name in names}
+        assert len(found) == 1 and found.copy().pop() == pytest.approx(448 * 6 / most, rel=1e-6)
+        assert max(float(stored[f"{name}.weight_scale"].float().max()) for name in names) == 448
+        factors |= found
+    assert len(factors) == len(matrices), "each matrix has its own"
 
 
 def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -224,6 +263,7 @@ def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None
             ("w4a16", "w8a16"),
             ("w4a16", "fp8-channel"),
             ("mxfp4", "mxfp4"),
+            ("nvfp4", "nvfp4"),
             ("w8a8-int8", "w8a16"),
         )
     ):
@@ -364,6 +404,7 @@ def test_ignored_modules_stay(plain: Callable[[str], Path], tmp_path: Path) -> N
         ({"scheme": "w4a16", "head": "q4"}, "scheme q4 does not exist"),
         ({"scheme": "w4a16"}, "has 160 columns, not a multiple of 128: use --group-size 32 or --ignore model."),
         ({"scheme": "awq-int4", "group_size": 36}, "--group-size 36 is not a multiple of 8"),
+        ({"scheme": "nvfp4", "group_size": 16}, "scheme nvfp4 has no group size: leave --group-size out"),
         ({"scheme": "mxfp4", "group_size": 16}, "scheme mxfp4 has no group size: leave --group-size out"),
         ({"scheme": "fp8-block", "group_size": 32}, "scheme fp8-block has no group size: leave --group-size out"),
         ({"scheme": "fp8-block", "head": "w8a16", "group_size": 32}, "--lm-head w8a16 is stored as compressed-tensors"),

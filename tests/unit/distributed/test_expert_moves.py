@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -65,12 +66,25 @@ def matrix(rows: int, columns: int, scale: float | None, seed: int) -> Quantized
     return QuantizedMatrix(Scheme(values="int8", block=(1, 0), inputs="token"), values, scales)
 
 
+def nvfp4_matrix(rows: int, columns: int, factor: float | None, seed: int) -> QuantizedMatrix:
+    """A random matrix of NVFP4 with the same factor for all rows, or a random one for each."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=random)
+    scale = torch.randint(0, 127, (rows, columns // 16), dtype=torch.uint8, generator=random)
+    factors = torch.rand(rows, 1, generator=random) + 0.1 if factor is None else torch.full((rows, 1), factor)
+    scheme = Scheme(values="e2m1", block=(1, 16), factor=True)
+    return QuantizedMatrix(scheme, values, scale.view(torch.float8_e4m3fn), factor=factors).check()
+
+
 @pytest.mark.skipif(bool(library.missing()), reason=library.missing())
-def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_places() -> None:
+@pytest.mark.parametrize("make", [matrix, nvfp4_matrix])
+def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_places(
+    make: Callable[[int, int, float | None, int], QuantizedMatrix],
+) -> None:
     """Their biases, too. float16 holds 2^-6 and 2^-20 exactly, not 3e5 and 1e-9; others round."""
-    hidden, width, scales = 16, 24, [2.0**-6, None, 3e5, 1e-9, 2.0**-20, None]
+    hidden, width, scales = 16, 32, [2.0**-6, None, 3e5, 1e-9, 2.0**-20, None]
     experts = [
-        (matrix(2 * width, hidden, scale, seed), matrix(hidden, width, scale, 50 + seed))
+        (make(2 * width, hidden, scale, seed), make(hidden, width, scale, 50 + seed))
         for seed, scale in enumerate(scales)
     ]
     biases = torch.randn(6, 2 * width), torch.randn(6, hidden)
@@ -86,7 +100,8 @@ def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_p
         return [panels.run(x, weight, torch.full((3, 1), place, dtype=torch.int32), made) for place in range(len(made))]
 
     plain = packed(list(range(6)))
-    assert len({made[0].quantized.scale.dtype for made in plain if made[0].quantized}) == 2
+    types = {made[0].quantized.scale.dtype for made in plain if made[0].quantized}
+    assert types == ({torch.float16, torch.float32} if make is matrix else {torch.float8_e4m3fn})
     right = answers(plain)
 
     def work(group: SimulatedGroup) -> list[Tensor]:

@@ -69,7 +69,7 @@ def test_bytes_are_those_of_the_packed_weights(form: str, tmp_path: Path) -> Non
     assert {name for name in kept if ".experts." in name} and any(name.endswith("qkv.weight") for name in kept)
     for name, packed in kept.items():
         first = packed[0] if isinstance(packed, list) else packed
-        if halves or first.quantized.scale.dtype == torch.float32:
+        if halves or first.quantized.scale.dtype != torch.float16:
             assert told[name] == live(packed), name
 
 

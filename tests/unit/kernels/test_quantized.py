@@ -119,7 +119,7 @@ def test_sums_of_int8_are_exact(rows: int, inputs: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> None:
     inputs = make(SCHEMES[name], 2 * rows, 70, 320)
@@ -294,6 +294,16 @@ def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
     plain = select("linear", needs, probe=lambda need: "")
     assert plain.name == "native" or plain.name == "panels"
     assert "quantized_ref" not in dict(plain.rejected) and "unquantized" not in plain.features
+
+
+def test_kernels_for_hopper_say_why_they_run_no_nvfp4() -> None:
+    """A choice for another device does not mention them."""
+    for op, device, told in (("linear", "cuda", True), ("experts", "cuda", True), ("linear", "cpu", False)):
+        needs = KernelNeeds(device=device, dtype="bfloat16", scheme=SCHEMES["nvfp4"])
+        choice = select(op, needs, probe=lambda need: "")
+        assert choice.name == ("weight_only" if told else "panels")
+        reason = "runs no nvfp4 weights: its words have scales for 32 inputs or more, not for 16"
+        assert dict(choice.rejected).get("weight_only_hopper", "") == reason * told
 
 
 def test_memory_of_a_matrix_that_is_not_filled_yet() -> None:

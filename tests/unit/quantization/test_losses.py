@@ -13,7 +13,7 @@ NUM_TOKENS = 640
 # Scheme -> share by which the loss may rise; all 5,316 tokens: docs/quantization.md.
 SCHEMES = {
     "fp8-block": 0.01, "fp8-channel": 0.01, "w8a8-int8": 0.01, "w8a16": 0.01, "w4a16": 0.06, "awq-int4": 0.06,
-    "mxfp4": 0.06,
+    "mxfp4": 0.06, "nvfp4": 0.06,
 }  # fmt: skip
 
 

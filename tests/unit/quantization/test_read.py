@@ -11,7 +11,7 @@ from quire.contracts.scheme import Scheme
 from quire.quantization.read import FLAGS, METHODS, REFUSED, check_flag, find_quantization, format_words
 from quire.quantization.rules import HEAD, head_is_quantized, rules_of
 
-from ...support.quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
+from ...support.quantized_checkpoints import FORMS, FP4_GROUP, GPTQ, TOKEN8, compressed, numbers
 
 AWQ = FORMS["awq"].config
 GPT_OSS = {
@@ -19,6 +19,11 @@ GPT_OSS = {
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", HEAD],
 }
 Q, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate_proj"
+
+
+def mixed(layers: object) -> dict[str, Any]:
+    """The config of ModelOpt with an algorithm for each module."""
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,8 @@ Q, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate_proj"
         ({"quant_method": "gptq", "dynamic": {"(": {}}}, "dynamic={'(': {}}"),
         ({"quant_method": "gptq", "modules_in_block_to_quantize": ["q_proj"]}, "modules_in_block_to_quantize="),
         ({"quant_method": "awq", "modules_to_not_convert": [1]}, "modules_to_not_convert=[1]"),
+        (mixed(None), "quantized_layers=None must be an object of modules"),
+        (mixed({Q: "NVFP4"}), "quantized_layers={'model.layers.3.self_attn.q_proj': 'NVFP4'}"),
     ],
     ids=str,
 )
@@ -59,8 +66,10 @@ def test_wrong_values_are_named(config: Any, named: str) -> None:
         ({"quant_method": "mxfp8"}, "asks for 'mxfp8', which is not implemented"),
         ({"quant_method": "gguf"}, "'gguf'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
-        ({"quant_algo": "NVFP4"}, "'nvfp4'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo='W4A8'"),
+        ({"quant_algo": "W4A8_NVFP4_FP8"}, "quant_algo='W4A8_NVFP4_FP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "only FP8, NVFP4, W4A16_NVFP4 and MIXED_PRECISION"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 in groups of 32 has no kernel"),
+        (mixed({Q: {"quant_algo": "MXFP8"}}), f"quant_algo='MXFP8' of {Q} is not implemented"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "blocks of 64 x 128"),
         ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "activation_scheme='sometimes'"),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}, "blocks with static"),
@@ -78,8 +87,17 @@ def test_wrong_values_are_named(config: Any, named: str) -> None:
             "activations of 8-bit int per token (dynamic",
         ),
         (compressed("float-quantized", numbers(8, "float", "channel")), "activations that are not quantized"),
-        (compressed("nvfp4-pack-quantized", numbers(4, "float", "group", group_size=16)), "'nvfp4-pack-quantized' is"),
-        (compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=16)), "only groups of 32, MXFP4"),
+        (
+            compressed("nvfp4-pack-quantized", numbers(4, "float", "group", group_size=32)),
+            "only symmetric groups of 16",
+        ),
+        (compressed("nvfp4-pack-quantized", FP4_GROUP | {"symmetric": False}), "only symmetric groups of 16"),
+        (compressed("nvfp4-pack-quantized", FP4_GROUP, TOKEN8 | {"type": "float"}), "activations of 8-bit float per t"),
+        (
+            compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=16)),
+            "only symmetric groups of 32",
+        ),
+        (compressed("float-quantized", FP4_GROUP), "'float-quantized' is not implemented (one of mxfp4-pack-quantized"),
         (
             compressed(
                 "mxfp4-pack-quantized",
@@ -119,6 +137,10 @@ def test_what_no_kernel_runs_is_refused_in_one_line(config: dict[str, Any], said
         ("fp8", FORMS["fbgemm"].config, "the weights are fbgemm_fp8"),
         ("compressed_tensors", FORMS["ct-w4-group"].config, None),
         ("modelopt", FORMS["modelopt"].config, None),
+        ("modelopt", FORMS["modelopt-nvfp4"].config, None),
+        ("modelopt_fp4", FORMS["modelopt-nvfp4"].config, "the weights are modelopt"),
+        ("nvfp4", FORMS["ct-nvfp4"].config, "the weights are compressed-tensors"),
+        ("petit_nvfp4", mixed({Q: {"quant_algo": "W4A16_NVFP4"}}), "the weights are modelopt"),
     ],
 )
 def test_names_of_the_option(asked: str | None, config: dict[str, Any], said: str | None) -> None:
@@ -139,7 +161,12 @@ def test_names_of_the_option(asked: str | None, config: dict[str, Any], said: st
         ("awq", {}, "has no quantization_config, and only fp8 quantizes while loading"),
         ("slimquant_marlin", {}, "only fp8 quantizes"),
         ("gguf", {}, "--quantization gguf is not implemented"),
-        ("nvfp4", GPTQ, "nvfp4 is not implemented"),
+        ("nvfp4", GPTQ, "nvfp4 contradicts x/config.json, whose quantization_config says 'gptq': leave"),
+        ("nvfp4", FORMS["ct-mxfp4"].config, "says 'compressed-tensors' without NVFP4: leave the flag out"),
+        ("modelopt_fp4", FORMS["modelopt"].config, "says 'modelopt' without NVFP4: leave the flag out"),
+        ("modelopt_fp4", mixed({Q: {"quant_algo": "FP8"}}), "says 'modelopt' without NVFP4: leave the flag out"),
+        ("modelopt_fp4", {}, "only fp8 quantizes while loading"),
+        ("modelopt_mxfp8", {}, "modelopt_mxfp8 is not implemented"),
         ("bitsandbytes", {}, "is not implemented: use the unq"),
         ("turbo", {}, "--quantization turbo does not exist (one of fp8"),
     ],
@@ -180,6 +207,26 @@ def test_files_beside_config_json(tmp_path: Path, file: str, content: dict[str, 
             find_quantization(tmp_path, {})
 
 
+@pytest.mark.parametrize(
+    ("config", "quantizes"),
+    [
+        (FORMS["ct-nvfp4"].config, False),
+        (FORMS["ct-nvfp4-inputs"].config, True),
+        (FORMS["modelopt-nvfp4"].config, True),
+        (FORMS["modelopt-nvfp4"].config | {"quant_algo": "W4A16_NVFP4"}, False),
+        (mixed({Q: {"quant_algo": "FP8"}, GATE: {"quant_algo": "NVFP4"}}), True),
+        (mixed({Q: {"quant_algo": "FP8"}, GATE: {"quant_algo": "W4A16_NVFP4"}}), False),
+        (FORMS["modelopt"].config, False),
+    ],
+    ids=str,
+)
+def test_a_note_says_that_activations_are_not_quantized_to_nvfp4(config: dict[str, Any], quantizes: bool) -> None:
+    notes = find_quantization(Path("x"), {"quantization_config": config}).notes
+    assert [note.startswith("activations are not quantized to NVFP4: weights stay packed") for note in notes] == [
+        True
+    ] * quantizes
+
+
 def test_older_spellings() -> None:
     for raw in (
         {"compression_config": FORMS["ct-int8-channel"].config},
@@ -212,6 +259,15 @@ def test_older_spellings() -> None:
         (FORMS["ct-mxfp4"].config, Q, "mxfp4-pack-quantized"),
         (FORMS["modelopt"].config | {"exclude_modules": ["model.layers.3*"]}, Q, ""),
         (FORMS["modelopt"].config | {"ignore": ["model.layers.3.self_attn"]}, Q, ""),
+        (FORMS["modelopt-nvfp4"].config | {"quant_algo": "W4A16_NVFP4"}, Q, "modelopt nvfp4"),
+        (FORMS["modelopt-nvfp4"].config | {"quant_method": "modelopt_fp4"}, Q, "modelopt nvfp4"),
+        (FORMS["modelopt-nvfp4"].config | {"exclude_modules": ["model.layers.3*"]}, Q, ""),
+        (mixed({Q: {"quant_algo": "FP8"}}), Q, "modelopt"),
+        (mixed({Q: {"quant_algo": "FP8"}}), GATE, ""),
+        (mixed({"model.layers.3.mlp": {"quant_algo": "nvfp4", "group_size": 16}}), GATE, "modelopt nvfp4"),
+        (mixed({GATE: {"quant_algo": "NVFP4"}}) | {"ignore": ["model.layers.3.mlp*"]}, GATE, ""),
+        (FORMS["ct-nvfp4"].config, Q, "nvfp4-pack-quantized"),
+        (FORMS["ct-nvfp4-inputs"].config, Q, "nvfp4-pack-quantized"),
         (compressed("pack-quantized", numbers(4, "int", "channel")) | {"ignore": [Q]}, Q, ""),
         (compressed("pack-quantized", numbers(4, "int", "channel")) | {"ignore": ["re:.*self_attn.*"]}, Q, ""),
     ],

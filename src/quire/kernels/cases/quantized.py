@@ -10,7 +10,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.cases import KernelCase, KernelSetup, Pair, made
 from quire.kernels.experts.inputs import Case, make_quantized
 from quire.kernels.linear import quantized_ref
-from quire.kernels.linear.inputs import random_matrix
+from quire.kernels.pack.dummy import random_matrix
 from quire.kernels.pack.matrix import dequantize
 from quire.kernels.select import KernelNeeds, load_kernel, select
 
@@ -20,6 +20,7 @@ SCHEMES = {
     "int8": Scheme(values="int8", block=(1, 0), inputs="token"),
     "w4, groups of 128": Scheme(values="w4", block=(1, 128), zeros=True),
     "mxfp4": Scheme(values="e2m1", block=(1, 32)),
+    "nvfp4": Scheme(values="e2m1", block=(1, 16), factor=True),
     "w8, groups of 128": Scheme(values="w8", block=(1, 128)),
 }
 

@@ -27,7 +27,7 @@ def let_move(packed: object) -> None:
     """Bring packed weights into a form in which every expert, on every rank, has tensors of the same dtypes.
 
     `linear/panels` keeps the scales of a matrix in float16 where that is exact. These become float32 here, which every
-    scale is exactly; powers of two in bytes stay. Tensors that the loader made come into memory of the expert's own.
+    scale is exactly; scales of a byte stay. Tensors that the loader made come into memory of the expert's own.
     """
     if isinstance(packed, list):
         packed[:] = [_movable(one) for one in packed]
@@ -39,10 +39,15 @@ def _movable(value: Any) -> Any:
     if isinstance(value, Quantized):
         own = {
             name: None if one is None else one.clone()
-            for name, one in (("zero", value.zero), ("order", value.order), ("input_scale", value.input_scale))
+            for name, one in (
+                ("zero", value.zero),
+                ("order", value.order),
+                ("input_scale", value.input_scale),
+                ("factor", value.factor),
+            )
         }
-        powers = value.scale.dtype == torch.uint8
-        scale = value.scale.clone() if powers else value.scale.to(torch.float32, copy=True)
+        narrow = value.scale.itemsize == 1
+        scale = value.scale.clone() if narrow else value.scale.to(torch.float32, copy=True)
         return replace(value, scale=scale, **own)
     quantized = getattr(value, "quantized", None)
     return value if quantized is None else replace(value, quantized=_movable(quantized))

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.quantized_ref import Pair
-from quire.kernels.linear.inputs import random_matrix
+from quire.kernels.pack.dummy import random_matrix
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.weight_only.pairs_in_tiles import Stack, Tiles, product, tiles_of
 from quire.kernels.weight_only.pairs_in_words import Ending
-from quire.kernels.weight_only.tiles import ROWS, repack
+from quire.kernels.weight_only.tiles import DEEP, ROWS, deep_of, repack
 from quire.kernels.words import product_words
-
-DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups
 
 Packed = ExpertWeights[Stack]
 
@@ -48,8 +46,8 @@ def empty(
 
 def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: int, outputs: int) -> Stack:
     scheme, group = one.scheme, one.scheme.block[1]
-    columns = one.shape[1] if group else -(-one.shape[1] // DEEP[0]) * DEEP[0]
-    deep = next(deep for deep in DEEP if (group or columns) % deep == 0)
+    deep = deep_of(scheme, DEEP[0])
+    columns = -(-one.shape[1] // deep) * deep
     scales = num_experts, columns // (group or columns), parts * outputs
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -57,8 +55,9 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
 
     return Stack(
         zeros(num_experts, parts * -(-outputs // ROWS), columns // deep, ROWS, deep * scheme.bits // 8),
-        zeros(*scales, dtype=scale_dtype(scheme)),
+        zeros(*scales, dtype=torch.uint8 if scheme.factor else scale_dtype(scheme)),
         zeros(*scales) if scheme.zeros else None,
+        zeros(num_experts, parts * outputs, dtype=torch.float32) if scheme.factor else None,
         zeros(num_experts, columns, dtype=torch.int32) if scheme.order else None,
         parts,
         scheme,
@@ -78,9 +77,11 @@ def put(
             for part in one.values.chunk(stack.parts)
         ]
         stack.tiles[place].copy_(torch.cat(tiles), non_blocking=True)
-        for room, given in ((stack.scales, one.scale), (stack.zeros, one.zero)):
+        scale = one.scale.view(torch.uint8) if stack.scheme.factor else one.scale
+        beside = (stack.scales, scale), (stack.zeros, one.zero), (stack.factors, one.factor)
+        for room, given in beside:
             if room is not None and given is not None:
-                own = room[place].unflatten(1, (stack.parts, -1))[..., : rows // stack.parts]
+                own = room[place].view(-1, stack.parts, stack.outputs)[: given.shape[1], :, : rows // stack.parts]
                 own.copy_(given.t().unflatten(1, (stack.parts, -1)), non_blocking=True)
         if stack.columns is not None and one.order is not None:
             behind = torch.arange(columns, stack.inputs, device=one.device)

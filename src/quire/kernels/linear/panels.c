@@ -34,14 +34,15 @@ enum { X_BYTES = 768 << 10 };                            /* of x that stay in th
 enum { QUADS_IN = 512 };                                 /* as CHUNK_IN, for QUADS */
 enum { FLOAT32, BFLOAT16, SIGNED8, SIGNED4, E4M3, QUADS, E2M1, PAIRED, PAIRED4, PAIRED_E2M1 }; /* kinds */
 enum { PLAIN, AS_FLOAT, GATED };                                                                /* out */
-enum { FLOAT16_SCALES, FLOAT32_SCALES, POWER_SCALES }; /* type of scales; POWER_SCALES: E8M0, a byte each */
+enum { FLOAT16_SCALES, FLOAT32_SCALES, POWER_SCALES, E4M3_SCALES }; /* type of scales; POWER_SCALES: E8M0 */
 
 /* scale, zero: [panel][group][2 W] or NULL; xsum [block][chunk][row of the block]: sums of x; type: of scales; chunk:
    inputs of a chain, a divisor of the group; group 0: the scale belongs to the column.
-   xscale: [row], or fine: [block][SCALE_IN inputs][row of the block]; offset [panel][2 W]: first sums of QUADS. */
+   xscale: [row], or fine: [block][SCALE_IN inputs][row of the block]; offset [panel][2 W]: first sums of QUADS.
+   factor: [panel][2 W] or NULL, multiplies the sums. */
 typedef struct PanelsJob {
     Tasks tasks;
-    const float *x, *xsum, *xscale;
+    const float *x, *xsum, *xscale, *factor;
     const void *weight, *scale, *bias, *residual;
     const int8_t *zero;
     const int32_t *offset;
@@ -95,6 +96,7 @@ INLINE Vec scales(const void *from, long at, int type) {
     if (type == FLOAT32_SCALES) return _mm512_loadu_ps((const float *)from + at);
     if (type == FLOAT16_SCALES)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at)));
+    if (type == E4M3_SCALES) return e4m3((const char *)from + at);
     const __m512i power = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)((const uint8_t *)from + at)));
     return as_floats(_mm512_max_epi32(_mm512_slli_epi32(power, 23), _mm512_set1_epi32(1 << 22)));
 }
@@ -137,6 +139,7 @@ INLINE Vec scales(const void *from, long at, int type) {
     if (type == FLOAT32_SCALES) return _mm256_loadu_ps((const float *)from + at);
     if (type == FLOAT16_SCALES)
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)from + at)));
+    if (type == E4M3_SCALES) return e4m3((const char *)from + at);
     const __m256i power = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)((const uint8_t *)from + at)));
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(power, 23), _mm256_set1_epi32(1 << 22)));
 }
@@ -310,6 +313,10 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
     if (job->scale && !job->group) {
         a = a * scales(job->scale, panel * 2 * W, job->type);
         b = b * scales(job->scale, panel * 2 * W + W, job->type);
+    }
+    if (job->factor) {
+        a = a * get(job->factor + panel * 2 * W);
+        b = b * get(job->factor + panel * 2 * W + W);
     }
     if (job->bias) {
         a = a + load(job->bias, at, low, half);
@@ -599,6 +606,7 @@ static int paired(int kind, int pairs) {
               NULL: none
    zero       as scale, or NULL: zero points less the middle;  xsum  from quire_linear_rows with the same chunk
    offset     [panel][2 W] of QUADS: -128 times the sum of the column's weights
+   factor     [panel][2 W] or NULL: numbers that multiply the sums of a column; those of E4M3_SCALES hold 256
    chunk      inputs of a chain: a divisor of the group, at most CHUNK_IN, and of SCALE_IN if fine
    out        0: y [rows, cols];  1: y [rows, cols] float32;  2: y [rows, cols] = gated_of(gate, up), where a panel has
               W columns of gate and W of up; bias is [2 * cols], gate's first
@@ -609,14 +617,15 @@ static int paired(int kind, int pairs) {
    fine       xscale has a number for every SCALE_IN inputs of a row, else for a row
    inner is a multiple of 4. */
 void quire_linear_panels(const float *x, const float *xsum, const float *xscale, const void *weight, const void *scale,
-                         const int8_t *zero, const int32_t *offset, const void *bias, const void *residual, void *y,
-                         long rows, long cols, long inner, int group, int chunk, int kind, int out, int act, int half,
-                         int type, int pairs, int fine, int threads) {
+                         const int8_t *zero, const int32_t *offset, const float *factor, const void *bias,
+                         const void *residual, void *y, long rows, long cols, long inner, int group, int chunk,
+                         int kind, int out, int act, int half, int type, int pairs, int fine, int threads) {
     const long width = out == GATED ? W : 2 * W, panels = (cols + width - 1) / width;
     PanelsJob job = {.x = x, .xsum = xsum, .xscale = xscale, .weight = weight, .scale = scale, .zero = zero,
-                     .offset = offset, .bias = bias, .residual = residual, .y = y, .rows = rows, .cols = cols,
-                     .inner = inner, .panels = panels, .group = group, .chunk = chunk, .kind = paired(kind, pairs),
-                     .out = out, .act = act, .half = half, .type = type, .each = 4, .pairs = pairs, .fine = fine};
+                     .offset = offset, .factor = factor, .bias = bias, .residual = residual, .y = y, .rows = rows,
+                     .cols = cols, .inner = inner, .panels = panels, .group = group, .chunk = chunk,
+                     .kind = paired(kind, pairs), .out = out, .act = act, .half = half, .type = type, .each = 4,
+                     .pairs = pairs, .fine = fine};
     if (rows == 0) return;
     if (rows <= DIRECT) {
         while (job.each > 1 && panels < 4L * threads * job.each) job.each /= 2;

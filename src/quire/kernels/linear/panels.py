@@ -32,11 +32,11 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4, "e2m1": 6}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
 QUADS = 5  # the kind of "int8" weights if the CPU multiplies int8
-SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2}  # type of scales of quire_linear_panels
+SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2, torch.float8_e4m3fn: 3}  # type in quire_linear_panels
 POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
-_NO_SCALES = (None, None, None, 0, 0)
+_NO_SCALES = (None, None, None, None, 0, 0)
 ROWS_OF_A_BLOCK = {16: 12, 8: 6}  # lanes of a vector -> MR of panels.c
 
 
@@ -44,14 +44,15 @@ ROWS_OF_A_BLOCK = {16: 12, 8: 6}  # lanes of a vector -> MR of panels.c
 class Quantized:
     """Scales, zero points and other numbers of a packed quantized weight, without its values.
 
-    scale         scales in the order of the packed values (panels.c): powers of two as uint8 (E8M0), else float16 if
-                  that is exact, else float32
+    scale         scales in the order of the packed values (panels.c): powers of two as uint8 (E8M0), those of NVFP4 as
+                  float8_e4m3fn, else float16 if that is exact, else float32
     zero          zero points, int8, minus the middle of the values' range; None: no zero points
     offset        int32, -128 times the sum of each output's values; None: the values are not int8 for `QUADS`
     order         number of the input that each column of the weight multiplies; None: column k, input k
     input_scale   scale of all activations, if the checkpoint has it
     group         inputs that share a scale; 0: all
     chunk         inputs whose products are added in one chain of sums, see panels.c
+    factor        float32, 256 times the factor of each output of NVFP4, in the order of outputs in panels; None: 1
     """
 
     scheme: Scheme
@@ -62,6 +63,7 @@ class Quantized:
     input_scale: Tensor | None
     group: int
     chunk: int
+    factor: Tensor | None = None
 
     @property
     def rule(self) -> int:
@@ -266,6 +268,7 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
         scale = half
     if matrix.zero is not None:
         zero = ordered(matrix.zero.short() - (MIDDLE[matrix.scheme.values])).to(torch.int8)
+    factor = None if matrix.factor is None else ordered(matrix.factor * 256, 1)  # see `e4m3` in panels.c
     fine = matrix.scheme.inputs == "group"
     if (zero is not None or fine) and not group:  # zero points need the sums of chunks
         group = packed.padded
@@ -282,6 +285,7 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
         matrix.input_scale,
         group,
         chunk,
+        factor,
     )
 
 
@@ -322,7 +326,9 @@ def _run(
     y = torch.empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     rows, sums, scales = _rows(x, packed)
     own = packed.quantized
-    scale, zero, offset, group, chunk = (own.scale, own.zero, own.offset, own.group, own.chunk) if own else _NO_SCALES
+    scale, zero, offset, factor, group, chunk = (
+        (own.scale, own.zero, own.offset, own.factor, own.group, own.chunk) if own else _NO_SCALES
+    )
     loaded().quire_linear_panels(
         rows.data_ptr(),
         _address(sums),
@@ -331,6 +337,7 @@ def _run(
         _address(scale),
         _address(zero),
         _address(offset),
+        _address(factor),
         _address(bias),
         _address(residual),
         y.data_ptr(),

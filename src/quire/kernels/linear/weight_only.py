@@ -6,7 +6,6 @@ the product, which cuBLAS runs. A weight whose groups of inputs are no multiple 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -50,59 +49,14 @@ class WeightOnly(Protocol):
         """Return the weight [N, K] in the floating-point type `dtype`."""
 
 
-@dataclass(frozen=True)
-class Tiled:
-    """A packed weight of 4 or 8 bits in tiles, an implementation of `WeightOnly`.
-
-    tiles      the weight, as `weight_only.tiles.repack` returns it
-    scales     [groups, N] float32; of MXFP4 uint8 (E8M0)
-    zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
-    counters   int32 zeros, scratch memory of `weight_only.tiles.product`
-    bits       4 or 8
-    """
-
-    tiles: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    order: Tensor | None
-    counters: Tensor
-    outputs: int
-    bits: int
-    scheme: Scheme
-
-    def product(self, x: Tensor, into: Epilogue) -> Tensor:
-        """Multiply x, of few rows, by the packed weight. See `WeightOnly`."""
-        return products.product(x, self.tiles, self.scales, self.zeros, into, bits=self.bits, counters=self.counters)
-
-    def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
-        return products.unpack(self.tiles, self.scales, self.zeros, self.bits, self.outputs, dtype)
-
-
 Packed = WeightOnly | QuantizedMatrix
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
     """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
-    (n, k), (_, group) = matrix.shape, matrix.scheme.block
-    group = group or k
-    deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
-    if not deep or k % group:
-        return matrix
-    bits = matrix.scheme.bits
-    zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
-    high = -(-products.MOST_ROWS // 128)
-    counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
-    return Tiled(
-        products.repack(matrix.values, bits, deep),
-        matrix.scale.t().contiguous(),
-        zeros,
-        None if matrix.order is None else matrix.order.long(),
-        counters,
-        n,
-        bits,
-        matrix.scheme,
-    )
+    inputs = matrix.shape[1]
+    deep, whole = products.deep_of(matrix.scheme, inputs), inputs % (matrix.scheme.block[1] or inputs) == 0
+    return products.tiled(matrix, deep) if deep and whole else matrix
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:

@@ -29,7 +29,7 @@ FUNCTIONS = {
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "iii",
-    "quire_linear_panels": "pppppppppp" + "lll" + "iiiiiiiiii",
+    "quire_linear_panels": "ppppppppppp" + "lll" + "iiiiiiiiii",
     "quire_linear_rows": "pppppp" + "llll" + "iiiiiif",
     "quire_linear_pack": "pp" + "lll" + "iii",
     "quire_linear_unpack_rows": "ppp" + "llll" + "iii",

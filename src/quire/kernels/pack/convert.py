@@ -1,7 +1,8 @@
 """From the tensors that a checkpoint stores to a `QuantizedMatrix`, format by format.
 
 The tensors are those of `quire.quantization.formats`, loaded on one device: "weight.values" (one tensor of all parts,
-or "weight.0.values" of each), "weight.0.scale", "weight.0.zero", "weight.0.order", "weight.0.input_scale".
+or "weight.0.values" of each), "weight.0.scale", "weight.0.zero", "weight.0.order", "weight.0.input_scale",
+"weight.0.factor".
 """
 
 from collections.abc import Mapping
@@ -19,17 +20,20 @@ from quire.kernels.pack.matrix import (
     Weight,
     dequantize,
     integers,
+    scale_dtype,
     torch_room,
 )
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
+from quire.quantization.microscaled import NV_PACKED
 from quire.quantization.rows import PACKED
 from quire.quantization.slices import mixes_groups, packed_scheme
 from quire.quantization.unquantized import ONLINE
 
 NUMBERS = 1 << 22  # of a matrix that are checked at once
+E4M3_NAN = 127  # the code of float8_e4m3fn that is NaN; those above are negative
 
 
 class Findings:
@@ -102,7 +106,7 @@ class _Conversion:
 
     def matrix(self) -> QuantizedMatrix:
         """Return the converted matrix: the scales, zero points and column order of all parts, then their values."""
-        scales, zeros, given, order = list[Tensor](), list[Tensor](), list[Tensor](), None
+        scales, zeros, given, factors, order = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor](), None
         for i, part in enumerate(self.param.parts):
             scales.append(self._by_rows(self._positive(f"{i}.scale"), part))
             if f"{i}.zero" in self.tensors:
@@ -112,14 +116,17 @@ class _Conversion:
                 order = self._order(f"{i}.order", order)
             if self.stored.inputs == "tensor":
                 given.append(self._positive(f"{i}.input_scale"))
+            if self.stored.factor:
+                factors.append(self._factor(f"{i}.factor").expand(part.rows, 1))
         return QuantizedMatrix(
             self.scheme,
             self._values(order),
-            torch.cat(scales),
+            torch.cat(scales).view(scale_dtype(self.scheme)),
             torch.cat(zeros) if zeros else None,
             None if order is None else order.int(),
             # Fused parts read the same activations: the largest scale clamps none of them earlier than its own.
             torch.cat(given).amax() if given else None,
+            torch.cat(factors) if factors else None,
         ).check()
 
     def mixed(self) -> Tensor:
@@ -146,11 +153,25 @@ class _Conversion:
             fault = (scale > MOST_POWER).any()
             self.findings.add(self.param, name, "has a scale that is NaN or above 2, which no kernel takes", fault)
             return scale
+        if scale.dtype == torch.float8_e4m3fn:  # 0 is the scale of a group of zeros
+            fault = (scale.view(torch.uint8) >= E4M3_NAN).any()
+            self.findings.add(self.param, name, "has a scale that is NaN or below 0", fault)
+            return scale.view(torch.uint8)  # PyTorch has few operations for the type itself
         fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
         self.findings.add(self.param, name, "has a scale that is not a positive number", fault)
         if scale.dim() == 1:
             return scale.view(1, 1)
         return scale.t().contiguous() if self.transposed else scale
+
+    def _factor(self, name: str) -> Tensor:
+        """Return the number that multiplies all scales of a part, [1, 1] float32."""
+        factor = self._positive(name)
+        if self.param.format != NV_PACKED.name:
+            return factor
+        words = "divides scales by a number so small or large that float32 does not hold the factor"
+        factor = 1 / factor
+        self.findings.add(self.param, name, words, ~((factor > 0) & factor.isfinite()).all())
+        return factor
 
     def _by_rows(self, blocks: Tensor, part: Part) -> Tensor:
         """Return a number of each block for each row of the part, in the part's order: [rows, blocks of columns]."""
@@ -206,7 +227,7 @@ class _Conversion:
             fill_rows(values, self.tensors["values"])
         elif stored.values == "w8":  # stored signed
             values = self.tensors["values"].view(torch.uint8).bitwise_xor_(MIDDLE["w8"])
-        else:  # those of gpt-oss come in blocks, [rows, K / 32, 16]
+        else:  # MXFP4 of gpt-oss comes in blocks, [rows, K / 32, 16]
             values = self.tensors["values"].flatten(1)
         if stored.values == "e4m3":
             self._check_codes(values)

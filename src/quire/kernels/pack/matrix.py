@@ -27,15 +27,16 @@ MOST_POWER = 128  # the largest code that kernels take, of the scale 2: see `wei
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A quantized weight [N, K]. Its numbers are (values - zero) * scale (`dequantize`).
+    """A quantized weight [N, K]. Its numbers are (values - zero) * scale * factor (`dequantize`).
 
     values        [N, K] float8_e4m3fn ("e4m3"), int8 ("int8") or uint8 ("w8"); [N, K / 2] uint8 ("w4", "e2m1"), the low
                   nibble is the even column
-    scale         float32, or uint8 in E8M0 for "e2m1": [ceil(N / rows), ceil(K / columns)] for blocks of rows x
-                  columns; [N, 1] for channels
+    scale         float32; of MXFP4 uint8 (E8M0), of NVFP4 float8_e4m3fn: [ceil(N / rows), ceil(K / columns)] for blocks
+                  of rows x columns; [N, 1] for channels
     zero          uint8, of the scale's shape; None: 0, or the middle of unsigned values (8 or 128)
     order         int32 [K]: column k of `values` multiplies x[:, order[k]]; None: x[:, k]
     input_scale   float32 scalar, the scale of all activations; None: not stored
+    factor        float32 [N, 1], multiplies the scales of a row of NVFP4; None: 1
     """
 
     scheme: Scheme
@@ -44,6 +45,7 @@ class QuantizedMatrix:
     zero: Tensor | None = None
     order: Tensor | None = None
     input_scale: Tensor | None = None
+    factor: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,6 +61,7 @@ class QuantizedMatrix:
             "zero": self.zero,
             "order": self.order,
             "input_scale": self.input_scale,
+            "factor": self.factor,
         }
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
@@ -77,12 +80,14 @@ class QuantizedMatrix:
         assert self.zero is None or (self.zero.shape == self.scale.shape and self.zero.dtype == torch.uint8)
         assert self.order is None or (self.order.shape == (columns,) and self.order.dtype == torch.int32)
         assert (self.input_scale is not None) == (scheme.inputs == "tensor")
+        assert (self.factor is not None) == scheme.factor
+        assert self.factor is None or (self.factor.shape == (rows, 1) and self.factor.dtype == torch.float32)
         return self
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
     """Return the dtype of the scales of a `QuantizedMatrix`."""
-    return torch.uint8 if scheme.values == "e2m1" else torch.float32
+    return {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(scheme.kind, torch.float32)
 
 
 Room = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # allocates memory
@@ -109,6 +114,7 @@ def empty(
         torch.empty(scales, dtype=torch.uint8, device=device) if scheme.zeros else None,
         torch.empty(columns, dtype=torch.int32, device=device) if scheme.order else None,
         torch.empty((), dtype=torch.float32, device=device) if scheme.inputs == "tensor" else None,
+        torch.empty((rows, 1), dtype=torch.float32, device=device) if scheme.factor else None,
     ).check()
 
 
@@ -132,16 +138,20 @@ def dequantize(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) 
     scale = _spread(matrix, float_scales(matrix), start, end)
     if matrix.scheme.values == "e2m1":
         table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=matrix.device)
-        return table[unpacked(matrix, start, end).int()] * scale
+        numbers = table[unpacked(matrix, start, end).int()] * scale
+        return numbers if matrix.factor is None else numbers * matrix.factor[start:end]
     values = unpacked(matrix, start, end).float()
     zero = _spread(matrix, matrix.zero, start, end) if matrix.zero is not None else MIDDLE.get(matrix.scheme.values, 0)
     return (values - zero) * scale
 
 
 def float_scales(matrix: QuantizedMatrix) -> Tensor:
-    """Return the scales in float32. Those of E8M0 are 2^(code - 127), of which float32 holds all; code 255 is NaN."""
+    """Return the scales in float32, without `factor`.
+
+    Those of E8M0 are 2^(code - 127), of which float32 holds all; code 255 is NaN.
+    """
     scale = matrix.scale
-    return scale.view(torch.float8_e8m0fnu).float() if scale.dtype == torch.uint8 else scale
+    return scale.view(torch.float8_e8m0fnu).float() if scale.dtype == torch.uint8 else scale.float()
 
 
 def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from quire.kernels.pack.matrix import MIDDLE, NO_POWER, QuantizedMatrix, Room, d
 from quire.kernels.pack.words import join_nibbles
 
 FP8_MAX, SMALLEST = 448.0, 1e-10
+E2M1_MAX, LEAST_E4M3 = 6.0, 2.0**-9
 # Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both
 # halves the largest error of the positive side.
 MOST = {"e4m3": FP8_MAX, "int8": 127.0, "w4": 7.5, "w8": 127.5}
@@ -19,26 +20,34 @@ NUMBERS = 1 << 20  # of the weight that are quantized at once
 
 
 def quantized(
-    weight: Tensor, scheme: Scheme, room: Room = torch_room, scales: torch.dtype = torch.float32
+    weight: Tensor, scheme: Scheme, room: Room = torch_room, scales: torch.dtype = torch.float32, most: float = 0.0
 ) -> QuantizedMatrix:
     """Return a weight [N, K] quantized by rounding to nearest: values, scales and zero points.
 
     Blocks at the edges may be smaller; groups must divide K.
     The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. The scale of MXFP4 is the smallest
     power of two with amax < 7 * scale, so that amax is rounded to at most 6; of numbers that are not finite it is NaN.
+    The factor of NVFP4 is 1 / (448 * 6 / most), rounded twice to float32, and the scale amax / 6 / factor in E4M3.
     A zero point is the value that means 0.
     room     function that allocates the values
     scales   dtype in which a checkpoint stores the scales; they are rounded to it before the values are computed
+    most     of NVFP4: the largest magnitude of all matrices that share the factor
     """
     rows, columns = weight.shape
     made = empty(scheme, (rows, columns), weight.device, room)
     high, wide = scheme.block[0], scheme.block[1] or columns
+    factor = 1 / (FP8_MAX * E2M1_MAX / torch.tensor(most, device=weight.device).clamp(min=SMALLEST))
+    if made.factor is not None:
+        made.factor.copy_(factor)
     step = max(NUMBERS // max(columns, 1) // high, 1) * high
     for i in range(0, rows, step):
         part = weight[i : i + step].float()
         padded = F.pad(part, (0, -columns % wide, 0, -len(part) % high))
         blocks = padded.view(-1, high, padded.shape[1] // wide, wide)
-        if scheme.values == "e2m1":
+        if scheme.kind == "nvfp4":
+            scale, zero = _fractions(blocks, factor), None
+            values = _codes(blocks / (scale.float() * factor))
+        elif scheme.kind == "mxfp4":
             scale, zero = _powers(blocks), None
             values = _codes(blocks / scale.view(torch.float8_e8m0fnu).float())
         else:
@@ -73,6 +82,17 @@ def _scales(blocks: Tensor, scheme: Scheme, scales: torch.dtype) -> tuple[Tensor
     low, high = blocks.amin((1, 3), keepdim=True).clamp(max=0), blocks.amax((1, 3), keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / top).clamp(min=least).to(scales).float()
     return scale, (-low / scale).round().clamp(0, top)
+
+
+def largest(weight: Tensor) -> float:
+    """Return the largest magnitude of a weight, 0 of none; NaN if it has one."""
+    return float(torch.stack(weight.aminmax()).abs().amax()) if weight.numel() else 0.0
+
+
+def _fractions(blocks: Tensor, factor: Tensor) -> Tensor:
+    """Return the scale of each block in units of `factor`, [rows, 1, columns, 1] float8_e4m3fn, above 0."""
+    scale = blocks.abs().amax((1, 3), keepdim=True) / E2M1_MAX / factor
+    return scale.clamp(LEAST_E4M3, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def _powers(blocks: Tensor) -> Tensor:

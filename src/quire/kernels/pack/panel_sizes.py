@@ -55,12 +55,16 @@ def panels_of(shape: tuple[int, int], scheme: Scheme | None, *, gated: bool, lan
 def kept_bytes(made: Panels, shape: tuple[int, int], scheme: Scheme, count: int = 1, scale_bytes: int = 4) -> int:
     """Return the bytes of `count` quantized weights [N, K] in panels, which are allocated together.
 
-    scale_bytes   of a packed scale: 2 where float16 holds all scales exactly; powers of two (E8M0) 1; else 4
+    scale_bytes   of a packed scale: 2 where float16 holds all scales exactly; of a byte (E8M0, E4M3) 1; else 4
     """
     values = in_pages(count * made.outputs * made.padded * scheme.bits // 8)
     groups = scheme.scales(*shape)[1]
     numbers = scale_bytes + scheme.zeros + 4 * made.quads * (groups == 1)
-    each = made.outputs * groups * numbers + 4 * shape[1] * scheme.order + 4 * (scheme.inputs == "tensor")
+    each = (
+        made.outputs * (groups * numbers + 4 * scheme.factor)
+        + 4 * shape[1] * scheme.order
+        + 4 * (scheme.inputs == "tensor")
+    )
     return values + count * each
 
 

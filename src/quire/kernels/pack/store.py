@@ -6,16 +6,17 @@ from torch import Tensor
 from quire.kernels.pack.matrix import QuantizedMatrix, unpacked
 from quire.kernels.pack.words import join_nibbles
 from quire.quantization.kfirst import AWQ
+from quire.quantization.microscaled import NV_PACKED
 from quire.quantization.rows import PACKED
 
 
 def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint stores for a matrix, by role: "values", "scale", "zero", "shape".
+    """Return the tensors that a checkpoint stores for a matrix, by role: "values", "scale", "zero", "shape", "factor".
 
     form     checkpoint format, a name of `FORMATS`. "pack-quantized" needs K % 8 == 0, "awq" needs N % 8 == 0
-    scales   dtype of the stored scales, unless they are powers of two in a byte (MXFP4)
+    scales   dtype of the stored scales, unless they are a byte each (MXFP4, NVFP4)
     """
-    scale = matrix.scale if matrix.scale.dtype == torch.uint8 else matrix.scale.to(scales)
+    scale = matrix.scale if matrix.scheme.scale_bytes == 1 else matrix.scale.to(scales)
     if form == AWQ.name:
         assert matrix.zero is not None
         return {
@@ -26,6 +27,9 @@ def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> d
     if form == PACKED.name:
         assert matrix.zero is None
         return {"values": matrix.values.view(torch.int32), "scale": scale, "shape": torch.tensor(matrix.shape)}
+    if form == NV_PACKED.name:
+        assert matrix.factor is not None
+        return {"values": matrix.values, "scale": scale, "factor": 1 / matrix.factor[0]}
     return {"values": matrix.values, "scale": scale}
 
 

@@ -30,8 +30,9 @@ class Stack:
     K is a multiple of the inputs of an iteration, and N of gate and of up is the K of down: added numbers are zero.
 
     tiles     uint8 [E, (2) * ceil(N / 64), K / deep, 64, deep * bits / 8], see `weight_only.tiles.repack`
-    scales    float32 [E, groups, (2) * N]; of MXFP4 uint8 (E8M0)
+    scales    float32 [E, groups, (2) * N]; of MXFP4 uint8 (E8M0), of NVFP4 uint8 (E4M3)
     zeros     uint8 zero points, as scales; None: all are 8 (4 bits) or 128 (8 bits)
+    factors   float32 [E, (2) * N] of NVFP4; None: 1
     columns   int32 [E, K]: the column of x that each column of the weight multiplies; None: columns in their order
     parts     2 where gate and up are stacked, else 1
     """
@@ -39,6 +40,7 @@ class Stack:
     tiles: Tensor
     scales: Tensor
     zeros: Tensor | None
+    factors: Tensor | None
     columns: Tensor | None
     parts: int
     scheme: Scheme
@@ -64,7 +66,7 @@ class Tiles:
     """The tiling of a product: pairs of a tile, warps, iterations in flight (num_stages of Triton).
 
     first   True: weights are scaled before the product, in x's dtype. False: the sum of each iteration is scaled.
-            Not for MXFP4, see `weight_only.tiles.Tiles`
+            Not for MXFP4 and NVFP4, see `weight_only.tiles.Tiles`
     """
 
     rows: int
@@ -95,6 +97,7 @@ def product(x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, into
         stack.tiles,
         stack.scales,
         stack.zeros,
+        stack.factors,
         stack.columns,
         into.bias,
         order,
@@ -113,7 +116,7 @@ def product(x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, into
         stack.deep,
         bits,
         into.act,
-        x.dtype == torch.bfloat16 if stack.scheme.kind == "mxfp4" else cut.first,
+        stack.scheme.factor or (x.dtype == torch.bfloat16 if stack.scheme.kind == "mxfp4" else cut.first),
         BAND,
         stages,
         not INTERPRETED,
@@ -130,6 +133,7 @@ def _packed_kernel(
     tiles,
     scales,
     zeros,
+    factors,
     columns,
     bias,
     order,
@@ -179,6 +183,7 @@ def _packed_kernel(
     if left <= 0:
         return
     E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    E4M3: tl.constexpr = factors is not None
     BYTES: tl.constexpr = DEEP * BITS // 8
     STEPS: tl.constexpr = K // DEEP
     TOTAL: tl.constexpr = N << GATED
@@ -200,17 +205,30 @@ def _packed_kernel(
             if BITS == 4:
                 high = tl.load(columns + expert * K + high)
         scale_at = turn * DEEP // GROUP * TOTAL + one
-        scale = load_scale(scales, scale_at)
+        scale = load_scale(scales, scale_at, E4M3)
+        other = scale
+        if E4M3:
+            other = load_scale(scales, scale_at + TOTAL, E4M3)
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + scale_at).to(tl.float32)
-        acc = _sums(at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, zero, acc, BITS, E2M1, FIRST, ASM)
+        acc = _sums(
+            at + turn * (ROWS * BYTES), x_at + low, x_at + high, scale, other, zero, acc, BITS, E2M1, FIRST, ASM
+        )
         if GATED:
-            scale = load_scale(scales, scale_at + N)
+            scale = load_scale(scales, scale_at + N, E4M3)
+            other = scale
+            if E4M3:
+                other = load_scale(scales, scale_at + TOTAL + N, E4M3)
             if zeros is not None:
                 zero = tl.load(zeros + scale_at + N).to(tl.float32)
             up_at = at + (COLS * STEPS + turn) * (ROWS * BYTES)
-            up = _sums(up_at, x_at + low, x_at + high, scale, zero, up, BITS, E2M1, FIRST, ASM)
+            up = _sums(up_at, x_at + low, x_at + high, scale, other, zero, up, BITS, E2M1, FIRST, ASM)
+    if factors is not None:
+        factors += expert * TOTAL + tl.minimum(col, N - 1)
+        acc *= tl.load(factors)
+        if GATED:
+            up *= tl.load(factors + N)
     row, pair = row[None, :], pair[None, :]
     to = first + row
     if bias is not None:

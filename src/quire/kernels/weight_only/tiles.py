@@ -10,15 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
 from quire.kernels.linear.epilogue import Epilogue, finish, give_part, sum_parts
 from quire.kernels.linear.gemv import bucket
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 ROWS = 64  # outputs of a tile of weights
 MOST_ROWS = 256  # rows of x
+DEEP = (128, 64, 32)  # inputs of a tile: the first that divides the groups
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,9 @@ class Tiles:
     rows    rows of x, padded to a power of two
     split   equal parts of K, which programs multiply side by side; the last program to end adds up the sums in order
     first   True: weights are scaled before the product, in x's dtype. False: the sum of each group is scaled after the
-            product, in float32. Weights in E2M1, whose scales are powers of two, are scaled before in bf16, which is
-            exact, and after in f16, which does not hold all powers
+            product, in float32. MXFP4, whose scales are powers of two, is scaled before in bf16, which is exact, and
+            after in f16, which does not hold all powers. NVFP4 is scaled before: a number of E2M1 times one of E4M3 has
+            6 bits, which both types hold. Its factors multiply the sums
     """
 
     rows: int
@@ -48,6 +53,72 @@ def tiles_of(rows: int, n: int, k: int, deep: int, gated: bool) -> Tiles:
     wide = -(-n // ROWS) * -(-rows // 128)
     most = max(1, min(steps // 4, 528 // wide)) if rows <= 64 else max(1, min(steps // 8, 264 // wide))
     return Tiles(min(size, 128), 4, 4, max(part for part in range(1, most + 1) if steps % part == 0), rows > 32)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A packed weight of 4 or 8 bits in tiles, an implementation of `linear.weight_only.WeightOnly`.
+
+    tiles      the weight, as `repack` returns it
+    scales     [groups, N] float32; of MXFP4 uint8 (E8M0), of NVFP4 uint8 (E4M3)
+    zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
+    factor     [N] float32 of NVFP4; None: 1
+    counters   int32 zeros, scratch memory of `product`
+    inputs     number of inputs K, without those that fill the last tile
+    bits       4 or 8
+    """
+
+    tiles: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    factor: Tensor | None
+    order: Tensor | None
+    counters: Tensor
+    outputs: int
+    inputs: int
+    bits: int
+    scheme: Scheme
+
+    def product(self, x: Tensor, into: Epilogue) -> Tensor:
+        """Multiply x, of few rows, by the packed weight. See `WeightOnly`."""
+        if more := -self.inputs % (self.tiles.shape[3] * 8 // self.bits):
+            x = F.pad(x, (0, more))
+        given = self.tiles, self.scales, self.zeros, into
+        return product(x, *given, bits=self.bits, counters=self.counters, factor=self.factor)
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
+        made = unpack(self.tiles, self.scales, self.zeros, self.bits, self.outputs, dtype, self.factor)
+        return made[:, : self.inputs]
+
+
+def deep_of(scheme: Scheme, inputs: int) -> int:
+    """Return the inputs of a tile of a weight with `inputs` inputs; 0: its groups do not lie in tiles.
+
+    A tile lies in one group. Of NVFP4, whose groups have 16 inputs, each half of a tile is a group.
+    """
+    group = scheme.block[1] or inputs
+    return 2 * group if scheme.factor else next((deep for deep in DEEP if group % deep == 0), 0)
+
+
+def tiled(matrix: QuantizedMatrix, deep: int) -> Tiled:
+    """Return a matrix in tiles of `deep` inputs; zeros fill the last tile."""
+    (n, k), bits, values = matrix.shape, matrix.scheme.bits, matrix.values
+    high, scale = -(-MOST_ROWS // 128), matrix.scale.view(torch.uint8) if matrix.scheme.factor else matrix.scale
+    if more := -k % deep:
+        values, scale = F.pad(values, (0, more * bits // 8)), F.pad(scale, (0, more // matrix.scheme.block[1]))
+    return Tiled(
+        repack(values, bits, deep),
+        scale.t().contiguous(),
+        None if matrix.zero is None else matrix.zero.t().contiguous(),
+        None if matrix.factor is None else matrix.factor.flatten(),
+        None if matrix.order is None else matrix.order.long(),
+        torch.zeros(-(-n // ROWS) * high, dtype=torch.int32, device=matrix.values.device),
+        n,
+        k,
+        bits,
+        matrix.scheme,
+    )
 
 
 def repack(values: Tensor, bits: int, deep: int) -> Tensor:
@@ -78,13 +149,16 @@ def product(
     *,
     bits: int,
     counters: Tensor,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs; return `into.y`.
 
     tiles      the weight, packed by `repack`
-    scales     [groups, N] float32; a group is K / groups inputs that share a scale. uint8 (E8M0): the weight is E2M1
+    scales     [groups, N] float32; a group is K / groups inputs that share a scale. uint8: the weight is E2M1, and its
+               scales are E8M0, or, with `factor`, E4M3
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
+    factor     [N] float32 multiplies the sums of an output; None: 1
     """
     (y, bias, act, residual), gated = into, into.gated
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)
@@ -101,6 +175,7 @@ def product(
         tiles,
         scales,
         zeros,
+        factor,
         bias,
         residual,
         y,
@@ -116,7 +191,7 @@ def product(
         deep,
         bits,
         act,
-        x.dtype == torch.bfloat16 if scales.dtype == torch.uint8 else walk.first,
+        factor is not None or (x.dtype == torch.bfloat16 if scales.dtype == torch.uint8 else walk.first),
         walk.stages,
         walk.split,
         not INTERPRETED,
@@ -128,7 +203,15 @@ def product(
     return y
 
 
-def unpack(tiles: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, n: int, dtype: torch.dtype) -> Tensor:
+def unpack(
+    tiles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    n: int,
+    dtype: torch.dtype,
+    factor: Tensor | None = None,
+) -> Tensor:
     """Return the weight [N, K] in `dtype`; arguments as in `product`."""
     steps, deep = tiles.shape[1], tiles.shape[3] * 8 // bits
     weight = torch.empty(n, steps * deep, dtype=dtype, device=tiles.device)
@@ -137,6 +220,7 @@ def unpack(tiles: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, n: in
         tiles,
         scales,
         zeros,
+        factor,
         weight,
         n,
         steps * deep,
@@ -166,9 +250,17 @@ def power(codes):
 
 
 @jit
-def load_scale(scales, at):
-    """Load scales in float32; those of weights in E2M1 are uint8 (E8M0)."""
-    if scales.dtype.element_ty == tl.uint8:
+def fraction(codes):
+    """Return the numbers of E4M3 codes, which are not negative, in float32: their bits are the numbers times 2^-120."""
+    return ((codes.to(tl.int32) & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@jit
+def load_scale(scales, at, E4M3: tl.constexpr):
+    """Load scales in float32; those of weights in E2M1 are uint8 (E8M0, or E4M3)."""
+    if E4M3:
+        scale = fraction(tl.load(scales + at))
+    elif scales.dtype.element_ty == tl.uint8:
         scale = power(tl.load(scales + at))
     else:
         scale = tl.load(scales + at)
@@ -267,6 +359,7 @@ def _sums(
     low_at,
     high_at,
     scale,
+    other,
     zero,
     acc,
     BITS: tl.constexpr,
@@ -279,6 +372,7 @@ def _sums(
     tile_at           pointers of a tile [ROWS, bytes]
     low_at, high_at   pointers of the inputs [bytes, M] of the low and, with 4 bits, of the high halves of its bytes
     scale, zero       [ROWS, 1] float32
+    other             [ROWS, 1] float32: scale of the high halves, which is another one only if FIRST
     """
     packed = tl.load(tile_at)
     given = tl.load(low_at)
@@ -293,7 +387,7 @@ def _sums(
         given = tl.load(high_at)
         numbers = _numbers(packed, zero, True, BITS, E2M1, DTYPE, ASM)
         if FIRST:
-            numbers *= scale.to(DTYPE)
+            numbers *= other.to(DTYPE)
             acc = tl.dot(numbers, given, acc)
         else:
             part = tl.dot(numbers, given, part)
@@ -308,6 +402,7 @@ def _product_kernel(
     tiles,
     scales,
     zeros,
+    factor,
     bias,
     residual,
     y,
@@ -334,6 +429,7 @@ def _product_kernel(
     x                  [rows, K] bf16 or f16;  stride  elements from row to row
     tiles              [ceil(N / ROWS), K / DEEP, ROWS, DEEP * BITS / 8] uint8, N = n; if GATED 2 n, gate first
     scales, zeros      [K / GROUP, N] float32, or uint8 (E8M0) of E2M1; [K / GROUP, N] uint8, or None
+    factor             [N] float32, or None. With it, scales are uint8 (E4M3), and each half of DEEP inputs is a group
     bias, residual, y  as in `gemv._few_kernel`
     parts              [.., SPLIT, 1 or 2, ROWS, M] float32: sums of the parts of K; None if SPLIT is 1
     counters           [programs / SPLIT] int32, zeros: programs of an output tile that have ended; left as zeros
@@ -344,6 +440,7 @@ def _product_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    E4M3: tl.constexpr = factor is not None
     BYTES: tl.constexpr = DEEP * BITS // 8
     STEPS: tl.constexpr = K // DEEP
     SHARE: tl.constexpr = STEPS // SPLIT
@@ -365,18 +462,24 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
     for turn in tl.range(0, SHARE, num_stages=STAGES):
         group = (first + turn) * DEEP // GROUP
-        scale = load_scale(scales, group * total + one)
+        scale = load_scale(scales, group * total + one, E4M3)
+        other = scale
+        if E4M3:
+            other = load_scale(scales, group * total + total + one, E4M3)
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + group * total + one).to(tl.float32)
         low_at = given_at + turn * DEEP
         high_at = low_at + DEEP // 2
-        acc = _sums(at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, acc, BITS, E2M1, FIRST, ASM)
+        acc = _sums(at + turn * (ROWS * BYTES), low_at, high_at, scale, other, zero, acc, BITS, E2M1, FIRST, ASM)
         if GATED:
-            scale = load_scale(scales, group * total + n + one)
+            scale = load_scale(scales, group * total + n + one, E4M3)
+            other = scale
+            if E4M3:
+                other = load_scale(scales, group * total + total + n + one, E4M3)
             if zeros is not None:
                 zero = tl.load(zeros + group * total + n + one).to(tl.float32)
-            up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, up, BITS, E2M1, FIRST, ASM)
+            up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, other, zero, up, BITS, E2M1, FIRST, ASM)
     if SPLIT > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         EACH: tl.constexpr = (2 if GATED else 1) * ROWS * M
@@ -385,6 +488,10 @@ def _product_kernel(
             return
         tl.store(counters + tile, 0)
         acc, up = sum_parts(part_at, SPLIT, GATED)
+    if factor is not None:
+        acc *= tl.load(factor + one)
+        if GATED:
+            up *= tl.load(factor + n + one)
     row, col = row[None, :], col[:, None]
     finish(acc, up, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)
 
@@ -394,6 +501,7 @@ def _unpack_kernel(
     tiles,
     scales,
     zeros,
+    factor,
     weight,
     n,
     K: tl.constexpr,
@@ -419,14 +527,19 @@ def _unpack_kernel(
     at = tiles + (tl.program_id(1).to(tl.int64) * (K // DEEP) + step) * (ROWS * BYTES)
     packed = tl.load(at + tl.arange(0, ROWS)[:, None] * BYTES + lane)
     one = step * DEEP // GROUP * n + tl.minimum(col, n - 1)
-    scale = load_scale(scales, one)
+    scale = load_scale(scales, one, factor is not None)
+    other = scale
     zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
     if zeros is not None:
         zero = tl.load(zeros + one).to(tl.float32)
+    if factor is not None:
+        own = tl.load(factor + tl.minimum(col, n - 1))
+        other = load_scale(scales, one + n, True) * own
+        scale *= own
     DTYPE: tl.constexpr = weight.dtype.element_ty
     to = weight + col.to(tl.int64) * K + step * DEEP + lane
     low = _numbers(packed, zero, False, BITS, E2M1, DTYPE, ASM).to(tl.float32) * scale
     tl.store(to, low.to(DTYPE), mask=col < n)
     if BITS == 4:
-        high = _numbers(packed, zero, True, BITS, E2M1, DTYPE, ASM).to(tl.float32) * scale
+        high = _numbers(packed, zero, True, BITS, E2M1, DTYPE, ASM).to(tl.float32) * other
         tl.store(to + DEEP // 2, high.to(DTYPE), mask=col < n)
