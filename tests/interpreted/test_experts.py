@@ -72,6 +72,16 @@ def test_routing(plan: Routing, kind: str) -> None:
     assert torch.equal(routing.route(wide, bias, plan)[1], routing_ref.route(wide, bias, plan)[1])
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_routing_by_large_logits(top_k: int) -> None:
+    """float32 rounds the sigmoid of all of them to 1."""
+    plan = Routing(num_experts=16, top_k=top_k, scoring="sigmoid")
+    logits = 25 + 2 * torch.randn(7, 16)
+    for actual, wanted in zip(routing.route(logits, None, plan), routing_ref.route(logits, None, plan), strict=True):
+        assert torch.equal(actual, wanted)
+    assert torch.equal(routing.route(logits, None, plan)[1].long(), logits.topk(top_k).indices)
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 def test_routing_of_no_tokens_and_of_no_numbers() -> None:
     assert routing.route(torch.empty(0, 128), None, QWEN3)[1].shape == (0, 8)
