@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.args.keys import Keys
-from quire.contracts.speculation import MOST_READS
+from quire.contracts.params import MOST_READS
 
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"

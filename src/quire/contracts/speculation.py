@@ -13,7 +13,6 @@ AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
 METHODS = ("ngram", "mtp", "draft_model", "eagle", "eagle3")
-MOST_READS = 16  # states of the model that an EAGLE-3 head reads
 HEADS = ("eagle", "eagle3")  # methods with a layer of another checkpoint, which reads the model's hidden states
 MODELS = ("draft_model", *HEADS)  # methods with another checkpoint
 LAYERED = ("mtp", *MODELS)  # methods with layers, and a KV cache of their own

@@ -1,6 +1,6 @@
 """EAGLE-3 heads: a Llama layer that reads embeddings and states beside each other; norm, head, and a map of ids."""
 
-from quire.contracts.speculation import MOST_READS
+from quire.contracts.params import MOST_READS
 from quire.models import eagle
 from quire.models.names import NameMap
 
