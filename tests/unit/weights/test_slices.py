@@ -92,7 +92,7 @@ def test_one_rank_reads_whole_tensors(family: str) -> None:
     """Or, of a tensor that holds several parts of a parameter, all of its rows."""
     for param in layout(arguments(family, False)):
         for stored, parts in groupby(param.parts, lambda part: (part.stored, part.expert)):
-            own = list(parts)
+            own = sorted(parts, key=lambda part: part.start)  # some families store a projection head by head
             assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
             assert sum(part.count for part in own) == own[0].matrix[own[0].axis], stored
 
