@@ -10,7 +10,7 @@ from quire.explain.verify.recording import on_sum
 from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.delta import GatedDelta
 
-RECURRENCE = "convolution, recurrence and norm"
+RECURRENCE = "recurrence"
 
 
 class DeltaSteps:
