@@ -117,8 +117,8 @@ def resolve_memory(
     each, slots = slot_bytes(length, geometry), max_num_seqs
     if geometry.states and (slots := max(1, min(max_num_seqs, (free_bytes - kv_bytes) // 2 // each))) < max_num_seqs:
         notes += (
-            f"{slots} requests run at once, not max_num_seqs={max_num_seqs}: each has {as_gib(geometry.state_bytes)} of "
-            "states of recurrent layers, which take at most half of the memory beside the KV cache.",
+            f"{slots} requests run at once, not max_num_seqs={max_num_seqs}: each has {as_gib(geometry.state_bytes)} "
+            "of states of recurrent layers, which take at most half of the memory beside the KV cache.",
         )
     _check_free(source, kv_bytes, slots, each, free_bytes)
     left = free_bytes - kv_bytes - slots * each
