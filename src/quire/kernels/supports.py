@@ -100,6 +100,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
     },
     "delta": {"native": NATIVE, "ref": REFERENCE},
+    "mamba": {"native": NATIVE, "ref": REFERENCE},
+    "shortconv": {"native": NATIVE, "ref": REFERENCE},
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES),
