@@ -28,6 +28,7 @@ from quire.args.experts import MoEArgs
 from quire.args.families import FAMILIES
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.args.wrappers import WRAPPERS
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +74,12 @@ def attention(args: ModelArgs) -> str:
     return ", ".join([*words, *(name for name, true in facts.items() if true)])
 
 
-KINDS: Mapping[type, str] = {LatentArgs: "latent", GroupedArgs: "grouped", DeltaArgs: "recurrent (gated delta rule)"}
+KINDS: Mapping[type, str] = {
+    LatentArgs: "latent",
+    GroupedArgs: "grouped",
+    DeltaArgs: "recurrent (gated delta rule)",
+    ShortConvArgs: "recurrent (short convolution)",
+}
 
 
 def feed_forward(args: ModelArgs) -> str:

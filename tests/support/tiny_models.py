@@ -92,6 +92,7 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "initializer_range": 0.1,  # with larger weights, float32 rounds differently from float32 by more than the tests allow
 }  # fmt: skip
+_CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -195,6 +196,10 @@ FAMILIES: Mapping[str, FamilyCase] = {
         options=_DELTA | _QWEN | {"shared_expert_intermediate_size": 40, "partial_rotary_factor": 0.5},
         biases=("attention_bias",),
         ropes=("default", "theta"),
+    ),
+    "lfm2": FamilyCase(options=_CONV | {"block_multiple_of": 8}, biases=("conv_bias",)),
+    "lfm2_moe": FamilyCase(
+        options=_CONV | _QWEN | {"num_dense_layers": 1, "routed_scaling_factor": 1.7}, biases=("conv_bias",)
     ),
     "granitemoehybrid": FamilyCase(
         options={
@@ -317,10 +322,11 @@ class Oracle:
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
 
-    Llama 4 counts padding as positions there, so its prompts run one by one. With a window of 1 the cache of
-    transformers keeps all tokens instead of none, so it is off.
+    Llama 4 counts padding as positions there, and biases of LFM2's convolutions make padding count: their prompts run
+    one by one. With a window of 1 the cache of transformers keeps all tokens instead of none, so it is off.
     """
-    if model.config.model_type == "llama4_text" and len(prompts) > 1:
+    padded = model.config.model_type != "llama4_text" and not getattr(model.config, "conv_bias", False)
+    if not padded and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -455,7 +461,7 @@ def random_model(spec: Tiny, seed: int) -> Any:
             if parameter.ndim == 1 or name.endswith("_proj_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (("norm" in name) or name.endswith("scale")))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.4)

@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import structs
 
-from quire.args.delta import DeltaArgs, read_delta, read_recurrent
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, read_moe
 from quire.args.families import FAMILIES, Family
@@ -31,8 +30,11 @@ from quire.args.layers import (
     LayerArgs,
     MixerArgs,
     NormArgs,
+    RecurrentArgs,
 )
+from quire.args.recurrent import READERS, read_recurrent
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
+from quire.args.spelling import respelled
 from quire.args.windows import LayerRule, read_layer_rules
 from quire.args.wrappers import WRAPPERS, WrapperArgs, unwrapped
 from quire.contracts.errors import ModelError, ModelNotFound
@@ -105,7 +107,7 @@ class ModelArgs:
     @property
     def attending(self) -> tuple[AttentionArgs, ...]:
         """The mixers that attend to tokens; each model has one. The others are recurrent."""
-        return tuple(one for one in self.mixers if not isinstance(one, DeltaArgs))
+        return tuple(one for one in self.mixers if isinstance(one, AttentionArgs))
 
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
@@ -167,10 +169,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
-    if family.heads.by_kind and keys.get("rope_parameters") is None:
-        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.heads.rotated}
-        ropes = {"full_attention": full, "sliding_attention": {"rope_theta": family.window.theta}}
-        keys = Keys({**keys, "rope_parameters": ropes}, keys.source)
+    keys = respelled(keys, model_type, family)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
@@ -179,7 +178,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
     )
     context = max(max_positions, rope.extended_positions)
-    recurrent = read_recurrent(keys, layers) if family.recurrent else frozenset[int]()
+    recurrent = read_recurrent(keys, family.recurrent, layers) if family.recurrent else frozenset[int]()
     rules = read_layer_rules(_of_attention(keys, family), family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys, family)
@@ -228,7 +227,7 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
     """
 
     def fitted(one: LayerArgs) -> LayerArgs:
-        if isinstance(one.mixer, DeltaArgs):
+        if isinstance(one.mixer, RecurrentArgs):
             return one
         rope = one.mixer.rope
         if rope.kind != "longrope" or length is None:
@@ -262,7 +261,7 @@ def _layers(
     """
     mixers = _mixers(keys, family, ropes, rules, extra)
     for layer in recurrent:
-        mixers[layer] = read_delta(keys, family.recurrent)
+        mixers[layer] = READERS[family.recurrent](keys)
     act = _activation(keys, family)
     width, bias = (
         keys.size(family.form.width_key, family.form.width),

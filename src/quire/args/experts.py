@@ -93,6 +93,10 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
+    "lfm2_moe": frozenset(
+        "num_experts num_experts_per_tok moe_intermediate_size num_dense_layers use_expert_bias norm_topk_prob "
+        "routed_scaling_factor".split()
+    ),
     "gemma4": frozenset("enable_moe_block num_experts top_k_experts moe_intermediate_size".split()),
     "minimax_m2": frozenset(
         "num_experts num_local_experts num_experts_per_tok scoring_func use_routing_bias shared_intermediate_size "
@@ -118,6 +122,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "llama4": _read_llama4,
         "minimax_m2": _read_minimax,
         "gemma4": _read_gemma4,
+        "lfm2_moe": _read_lfm2,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -222,6 +227,22 @@ def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froze
         stored="each" if keys.get("quantization_config") else "rows",
     )
     return moe, frozenset(range(num_layers))
+
+
+def _read_lfm2(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """The first num_dense_layers have a gated MLP, of the width intermediate_size."""
+    routing = _routing(
+        keys,
+        "num_experts",
+        scoring="sigmoid",
+        correction=keys.flag("use_expert_bias", True),
+        normalize=keys.flag("norm_topk_prob", True),
+        normalize_eps=1e-6,
+        scaling=keys.positive("routed_scaling_factor", 1.0),
+    )
+    width, dense = keys.size("moe_intermediate_size"), keys.count("num_dense_layers", 2, most=num_layers) or 0
+    moe = MoEArgs(routing=routing, expert_size=width, shared_size=0, shared_gate=False, router_float=False)
+    return moe, frozenset(range(dense, num_layers))
 
 
 def _read_minimax(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:

@@ -110,7 +110,7 @@ class Family:
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
                  have experts, in place of the MLP
-    recurrent    key in `delta.DEFAULTS` of a family with recurrent layers beside those with attention; "": it has none
+    recurrent    key in `recurrent.READERS` of a family with recurrent layers beside attention; "": it has none
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
@@ -165,6 +165,11 @@ GEMMA4_KEYS = (
 LLAMA4_KEYS = (
     "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale intermediate_size_mlp "
     "no_rope_layers no_rope_layer_interval use_qk_norm"
+)
+LFM2_KEYS = (
+    "norm_eps conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init full_attn_idxs tie_embedding "
+    "block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier block_dim block_norm_eps "
+    "block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init use_pos_enc num_heads"
 )
 MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
@@ -255,6 +260,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None,
                                heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
                                experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
+    "lfm2": Family(architecture="Lfm2ForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                   form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), words=LFM2_KEYS),
+    "lfm2_moe": Family(architecture="Lfm2MoeForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                       form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), experts="lfm2_moe", words=LFM2_KEYS),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
                       dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True, settings=True), form=LayerForm(eps=1e-5), experts="gpt_oss",

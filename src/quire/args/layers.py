@@ -12,6 +12,7 @@ from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.rope import RopeArgs, Rotation
+from quire.args.shortconv import ShortConvArgs
 
 MOST_GROWTH_STEPS = 4096  # queries grow up to so many times `ScoreArgs.trained` positions
 
@@ -106,7 +107,8 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
 
 
 AttentionArgs = GroupedArgs | LatentArgs
-MixerArgs = AttentionArgs | DeltaArgs
+RecurrentArgs = DeltaArgs | ShortConvArgs
+MixerArgs = AttentionArgs | RecurrentArgs
 FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
 
 

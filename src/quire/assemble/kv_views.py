@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.delta import DeltaArgs
-from quire.args.layers import MixerArgs
+from quire.args.layers import MixerArgs, RecurrentArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ def kv_views(
     every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
     return [
         StateView(*parts)
-        if isinstance(mixer, DeltaArgs)
+        if isinstance(mixer, RecurrentArgs)
         else LatentView(*parts, own[0])
         if mixer.one_scale
         else KVView(*parts, *own)

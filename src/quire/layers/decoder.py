@@ -10,7 +10,8 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs
+from quire.args.layers import AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, RecurrentArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
@@ -28,12 +29,18 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
+from quire.layers.shortconv import ShortConv
 
+Recurrent = GatedDelta | ShortConv
 ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
     LatentArgs: LatentAttention,
 }
 
+RECURRENT: Mapping[type[RecurrentArgs], tuple[Callable[..., Recurrent], str]] = {  # with its name below the layer
+    DeltaArgs: (GatedDelta, "delta"),
+    ShortConvArgs: (ShortConv, "conv"),
+}
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
     DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
     MoEArgs: lambda args, at, hidden_size, build, norm: MoE(args, at, hidden_size, build),
@@ -83,11 +90,12 @@ class DecoderBlock(nn.Module):
             self.experts.join(ctx)
 
 
-def _mixer(args: ModelArgs, layer: int, build: Build) -> Attention | LatentAttention | GatedDelta:
+def _mixer(args: ModelArgs, layer: int, build: Build) -> Attention | LatentAttention | Recurrent:
     """Return the mixer of a layer."""
     own = args.layers[layer].mixer
-    if isinstance(own, DeltaArgs):
-        return GatedDelta(own, f"layers.{layer}.delta", args.norm, build)
+    if isinstance(own, RecurrentArgs):
+        module, name = RECURRENT[type(own)]
+        return module(own, f"layers.{layer}.{name}", args.norm, build)
     group, turn = build.group_of(args.kept_by(layer)), args.rotations.index(own.rotation)
     return ATTENTION[type(own)](own, f"layers.{layer}.attention", args.norm, build, group, turn)
 

@@ -137,7 +137,7 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

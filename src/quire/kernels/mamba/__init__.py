@@ -4,8 +4,8 @@ mix(inner [T, C], gate [T, H * P], step [T, H], weights, state, meta, form) -> [
     A row of inner has values of H heads (H * P), then N inputs and N outputs of each of G groups, so C = H P + 2 G N.
     Group g belongs to heads g * H / G to (g + 1) * H / G - 1. A row i of a sequence:
 
-    u = silu(bias + sum of weights.conv[k] * inner[i - K + 1 + k] over k)   causal convolution of each of the C channels;
-                                                                    the inputs before the step are `state.columns`
+    u = silu(bias + sum of weights.conv[k] * inner[i - K + 1 + k] over k)   causal convolution of each of the C
+                                                          channels; the inputs before the step are `state.columns`
     x, b, c = their parts of u
     d = softplus(step + weights.shift), at least form.lowest and at most form.highest      in float32, one for each head
     S = exp(-exp(weights.rate) d) S + b (d x)^T;  o = S^T c + weights.skip x     S [N, P] is the head's part of

@@ -59,8 +59,8 @@ def _check(rows: tuple[Tensor, ...], weights: MambaWeights, state: StateView, fo
         for one, width in zip(rows, widths, strict=True)
     ):
         raise ValueError(
-            f"native mamba: inner, gate and step must be of one type, float32 or bfloat16, contiguous inside a row, and "
-            f"of widths {widths}; they are {[(one.dtype, tuple(one.shape), one.stride()) for one in rows]}"
+            f"native mamba: inner, gate and step must be of one type, float32 or bfloat16, contiguous inside a row, "
+            f"and of widths {widths}; they are {[(one.dtype, tuple(one.shape), one.stride()) for one in rows]}"
         )
     shape = form.heads, form.state_dim, form.head_dim
     packed = shape[1] * shape[2], shape[2], 1

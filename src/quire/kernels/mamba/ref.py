@@ -56,6 +56,7 @@ def _parts(u: Tensor, form: MambaForm) -> tuple[Tensor, Tensor, Tensor]:
     width = form.groups * form.state_dim
     x, b, c = u.split((form.width, width, width), 1)
     b, c = (
-        one.unflatten(1, (form.groups, form.state_dim)).repeat_interleave(form.heads // form.groups, 1) for one in (b, c)
+        one.unflatten(1, (form.groups, form.state_dim)).repeat_interleave(form.heads // form.groups, 1)
+        for one in (b, c)
     )
     return x.unflatten(1, (form.heads, form.head_dim)), b, c

@@ -36,8 +36,8 @@ def _check(rows: Tensor, weights: ShortConvWeights, state: StateView) -> None:
     taps, channels = weights.conv.shape
     if rows.dtype not in (torch.float32, torch.bfloat16) or rows.shape[1] != 3 * channels or rows.stride(1) != 1:
         raise ValueError(
-            f"native shortconv: rows must be float32 or bfloat16 [., {3 * channels}], contiguous inside a row; they are "
-            f"{rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}"
+            f"native shortconv: rows must be float32 or bfloat16 [., {3 * channels}], contiguous inside a row; they "
+            f"are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}"
         )
     columns, size = state.columns, (taps - 1, channels)
     if columns.dtype != rows.dtype or columns.shape[1:] != size or columns.stride()[1:] != (channels, 1):
@@ -47,4 +47,6 @@ def _check(rows: Tensor, weights: ShortConvWeights, state: StateView) -> None:
         )
     for one, shape in ((weights.conv, (taps, channels)), (weights.bias, (channels,))):
         if one is not None and (one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous()):
-            raise ValueError(f"native shortconv: weights must be float32 {shape}; one is {one.dtype} {tuple(one.shape)}")
+            raise ValueError(
+                f"native shortconv: weights must be float32 {shape}; one is {one.dtype} {tuple(one.shape)}"
+            )

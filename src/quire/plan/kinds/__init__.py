@@ -1,7 +1,7 @@
 """The kinds of layers, one object for each: parameters, KV cache, division among ranks, kernels, calls, facts.
 
     mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention) delta.py (recurrent
-                    layers with the gated delta rule)
+                    layers with the gated delta rule) shortconv.py (with a short convolution)
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
@@ -16,6 +16,7 @@ from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.delta import DeltaKind
 from quire.plan.kinds.dense import DenseKind
@@ -23,11 +24,13 @@ from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
+from quire.plan.kinds.shortconv import ShortConvKind
 
 MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
     GroupedArgs: GroupedKind,
     LatentArgs: LatentKind,
     DeltaArgs: DeltaKind,
+    ShortConvArgs: ShortConvKind,
 }
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
