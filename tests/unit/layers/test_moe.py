@@ -44,6 +44,12 @@ from ...support.filled_models import experts_plan
 from ...support.simulated_ranks import SIMULATED, owned
 from ...support.tiny_models import EXPERTS, Tiny, as_family, configured, experts_of, hf_config, tiny_config
 
+CORRECTIONS = (
+    "e_score_correction_bias",
+    "gate.e_score_correction_bias",
+    "router.e_score_correction_bias",
+    "expert_bias",
+)  # names in transformers
 CTX = StepContext(torch.arange(0), (), [])  # of the step, the feed-forward layers read which rows are live
 
 
@@ -111,8 +117,7 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     if args.moe.weigh_inputs:  # Llama 4: transposed in memory, too
         stored |= {name: stored[name].mT for name in ("experts.gate_up", "experts.down")}
     if args.moe.routing.correction:
-        owner = router if hasattr(router, "e_score_correction_bias") else theirs
-        stored["router.correction"] = owner.e_score_correction_bias
+        stored["router.correction"] = next(one for name, one in theirs.named_buffers() if name in CORRECTIONS)
     if args.moe.shared_size:
         shared = theirs.shared_expert if hasattr(theirs, "shared_expert") else theirs.shared_experts
         stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))

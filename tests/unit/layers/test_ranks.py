@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.args.delta import DeltaArgs
 from quire.args.latent import LatentArgs
+from quire.args.layers import RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
@@ -85,7 +85,7 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
     mixer = args.layers[last_layer(args)].mixer
     rotary = Rotaries(args.rotations, CPU)
     kv: KVView | LatentView | StateView
-    if isinstance(mixer, DeltaArgs):
+    if isinstance(mixer, RecurrentArgs):
         kv = StateView(*state_arena(args, 1, rank=rank).views(last_layer(args)))
     elif isinstance(mixer, LatentArgs):
         kv = LatentView(

@@ -44,7 +44,9 @@ GROUPS = {  # sizes of some families that groups of 32 divide
     "intermediate_size_mlp": 128,
     "moe_layers": [1, 2],
 }
-BLOCKS = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe") | {"llama4_text": "feed_forward"}
+BLOCKS = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe") | dict.fromkeys(
+    ("llama4_text", "lfm2_moe"), "feed_forward"
+)
 HOPPER = probe_of((9, 0))
 W4, BLOCK = Scheme(values="w4", block=(1, 32)), Scheme(values="e4m3", block=(128, 128), inputs="group")
 
