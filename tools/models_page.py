@@ -28,6 +28,7 @@ from quire.args.experts import MoEArgs
 from quire.args.families import FAMILIES
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs
+from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.args.wrappers import WRAPPERS
 
@@ -79,6 +80,7 @@ KINDS: Mapping[type, str] = {
     GroupedArgs: "grouped",
     DeltaArgs: "recurrent (gated delta rule)",
     ShortConvArgs: "recurrent (short convolution)",
+    MambaArgs: "recurrent (Mamba 2)",
 }
 
 

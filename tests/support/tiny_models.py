@@ -93,6 +93,14 @@ _DELTA: dict[str, Any] = {
     "initializer_range": 0.1,  # with larger weights, float32 rounds differently from float32 by more than the tests allow
 }  # fmt: skip
 _CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0,
+    "head_dim": None, "shared_intermediate_size": 72,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_d_conv": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -202,20 +210,28 @@ FAMILIES: Mapping[str, FamilyCase] = {
         options=_CONV | _QWEN | {"num_dense_layers": 1, "routed_scaling_factor": 1.7}, biases=("conv_bias",)
     ),
     "granitemoehybrid": FamilyCase(
-        options={
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-            "head_dim": None,
-            "layer_types": ["attention"] * 3,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 72,
-            "mamba_n_heads": 1,
+        options=_GRANITE
+        | {"layer_types": ["attention"] * 3, "mamba_n_heads": 1, "position_embedding_type": "rope"}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        biases=("attention_bias",),
+    ),
+    "granite_mamba": FamilyCase(
+        options=_GRANITE | _MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1},
+        biases=("attention_bias", "mamba_proj_bias"),
+        ropes=("default",),
+        of="granitemoehybrid",
+    ),
+    "granite_moe": FamilyCase(
+        options=_GRANITE
+        | _MAMBA
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
             "position_embedding_type": "rope",
         },
         biases=("attention_bias",),
+        of="granitemoehybrid",
     ),
     "glm4": FamilyCase(
         options={"partial_rotary_factor": 0.5},
@@ -322,11 +338,11 @@ class Oracle:
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
 
-    Llama 4 counts padding as positions there, and biases of LFM2's convolutions make padding count: their prompts run
-    one by one. With a window of 1 the cache of transformers keeps all tokens instead of none, so it is off.
+    Llama 4 counts padding as positions there, and biases of projections to convolutions make padding count: their
+    prompts run one by one. With a window of 1 the cache of transformers keeps all tokens instead of none, so it is off.
     """
-    padded = model.config.model_type != "llama4_text" and not getattr(model.config, "conv_bias", False)
-    if not padded and len(prompts) > 1:
+    biased = any(getattr(model.config, key, False) for key in ("conv_bias", "mamba_proj_bias", "use_bias"))
+    if (biased or model.config.model_type == "llama4_text") and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)

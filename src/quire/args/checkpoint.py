@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
-from quire.args.experts import MoEArgs, read_moe
+from quire.args.experts import MoEArgs, has_experts, read_moe
 from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
@@ -272,7 +272,7 @@ def _layers(
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
         shares = [isinstance(one, GroupedArgs) and one.kv_from >= 0 for one in mixers]
         parts = [structs.replace(dense, width=2 * width) if shared else dense for shared in shares]
-    if family.experts and (not family.beside or keys.flag(family.beside)):
+    if family.experts and has_experts(keys, family.experts) and (not family.beside or keys.flag(family.beside)):
         moe, sparse = read_moe(keys, family.experts, len(rules))
         for layer in (*sparse, *range(len(rules), len(mixers))):
             mlp = parts[layer]

@@ -93,6 +93,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
+    "granitemoehybrid": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "lfm2_moe": frozenset(
         "num_experts num_experts_per_tok moe_intermediate_size num_dense_layers use_expert_bias norm_topk_prob "
         "routed_scaling_factor".split()
@@ -103,6 +104,11 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
         "use_qk_norm qk_norm_type attn_type_list".split()
     ),
 }
+
+
+def has_experts(keys: Keys, kind: str) -> bool:
+    """Return False for a model without experts of a family that has models with and without. kind: as in `read_moe`."""
+    return kind != "granitemoehybrid" or bool(keys.count("num_local_experts", 8))
 
 
 def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
@@ -123,6 +129,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "minimax_m2": _read_minimax,
         "gemma4": _read_gemma4,
         "lfm2_moe": _read_lfm2,
+        "granitemoehybrid": _read_granite,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -225,6 +232,19 @@ def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froze
         router_float=False,
         router_eps=keys.positive("rms_norm_eps", 1e-6),
         stored="each" if keys.get("quantization_config") else "rows",
+    )
+    return moe, frozenset(range(num_layers))
+
+
+def _read_granite(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Softmax over the chosen logits is softmax over all, renormalized. No experts: the shared MLP stands alone."""
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring="softmax", normalize=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=keys.size("shared_intermediate_size"),
+        shared_gate=False,
+        router_float=False,
+        stored="rows",
     )
     return moe, frozenset(range(num_layers))
 

@@ -44,7 +44,7 @@ class Heads:
     one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
     dim          head_dim when config.json lacks the key; None: hidden_size / heads
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
-                 ones if the model has a window, or ""
+                 ones if the model has a window, "all", all "unless named" by position_embedding_type="rope", or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
     grow         queries grow with their position: in "all" layers by llama_4_scaling_beta of the rotary settings, in
                  "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
@@ -171,7 +171,7 @@ LFM2_KEYS = (
     "block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier block_dim block_norm_eps "
     "block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init use_pos_enc num_heads"
 )
-MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
+MAMBA = (  # sizes of recurrent layers
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
 )
@@ -228,9 +228,10 @@ FAMILIES: Mapping[str, Family] = {
                       words="attention_bias mlp_bias attention_multiplier embedding_multiplier "
                                  "residual_multiplier logits_scaling"),
     "granitemoehybrid": Family(architecture="GraniteMoeHybridForCausalLM", qkv_bias=None, output_bias=None,
-                               heads=OWN_KV, form=LayerForm(width_key="shared_intermediate_size"),
-                               words="attention_bias attention_multiplier embedding_multiplier residual_multiplier "
-                                     "logits_scaling shared_intermediate_size num_experts_per_tok " + MAMBA),
+                               heads=Heads(one_kv_each=True, unrotated="unless named"), experts="granitemoehybrid",
+                               recurrent="granitemoehybrid", form=LayerForm(width_key="shared_intermediate_size"),
+                               words="position_embedding_type attention_bias attention_multiplier embedding_multiplier "
+                                     "residual_multiplier logits_scaling shared_intermediate_size " + MAMBA),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
                    heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),

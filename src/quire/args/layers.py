@@ -11,6 +11,7 @@ from msgspec import structs
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
+from quire.args.mamba import MambaArgs
 from quire.args.rope import RopeArgs, Rotation
 from quire.args.shortconv import ShortConvArgs
 
@@ -107,7 +108,7 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
 
 
 AttentionArgs = GroupedArgs | LatentArgs
-RecurrentArgs = DeltaArgs | ShortConvArgs
+RecurrentArgs = DeltaArgs | ShortConvArgs | MambaArgs
 MixerArgs = AttentionArgs | RecurrentArgs
 FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
 

@@ -6,6 +6,7 @@ from functools import partial
 from quire.args.delta import read_delta
 from quire.args.keys import Keys
 from quire.args.layers import RecurrentArgs
+from quire.args.mamba import read_granite
 from quire.args.shortconv import read_shortconv
 
 # Words in layer_types -> the layer is recurrent. LFM2 alone has "conv".
@@ -21,6 +22,7 @@ READERS: Mapping[str, Callable[[Keys], RecurrentArgs]] = {
     "qwen3_next": partial(read_delta, family="qwen3_next"),
     "qwen3_5": partial(read_delta, family="qwen3_5"),
     "lfm2": read_shortconv,
+    "granitemoehybrid": read_granite,
 }
 
 
@@ -54,6 +56,8 @@ def _attending(keys: Keys, family: str, num_layers: int) -> Collection[int]:
         fits = lambda value: value is None or _numbers(value)  # noqa: E731
         listed = keys.checked("full_attn_idxs", fits, "a list of layers, or null")
         return range(num_layers) if listed is None else listed
+    if family == "granitemoehybrid":
+        return ()
     every = keys.size("full_attention_interval", 4)
     return range(every - 1, num_layers, every)
 

@@ -11,6 +11,7 @@ from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, RecurrentArgs
+from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
@@ -26,12 +27,13 @@ from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
 from quire.layers.layer_inputs import LayerInputs, OwnInput
 from quire.layers.linear import Linear
+from quire.layers.mamba import Mamba
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
 from quire.layers.shortconv import ShortConv
 
-Recurrent = GatedDelta | ShortConv
+Recurrent = GatedDelta | ShortConv | Mamba
 ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
     LatentArgs: LatentAttention,
@@ -40,6 +42,7 @@ ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttentio
 RECURRENT: Mapping[type[RecurrentArgs], tuple[Callable[..., Recurrent], str]] = {  # with its name below the layer
     DeltaArgs: (GatedDelta, "delta"),
     ShortConvArgs: (ShortConv, "conv"),
+    MambaArgs: (Mamba, "mamba"),
 }
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
     DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),

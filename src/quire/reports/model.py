@@ -82,6 +82,9 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
 def _recurrent(facts: dict[str, Any]) -> str:
     begin = f"{facts['layers']} recurrent layers ({facts['kind']})"
     end = f"convolution of {facts['taps']} tokens"
+    if "state_dim" in facts:
+        sizes = "{heads} heads of {head_dim} dimensions with states of {state_dim}, {groups} groups".format(**facts)
+        return f"{begin}: {sizes}, {end}"
     if "key_dim" not in facts:
         return f"{begin}: {end}"
     heads = f"{facts['heads']} heads, {facts['key_heads']} of keys"

@@ -2,6 +2,7 @@
 
     mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention) delta.py (recurrent
                     layers with the gated delta rule) shortconv.py (with a short convolution)
+                    mamba.py (with Mamba 2)
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
@@ -16,6 +17,7 @@ from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.delta import DeltaKind
@@ -24,6 +26,7 @@ from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
+from quire.plan.kinds.mamba import MambaKind
 from quire.plan.kinds.shortconv import ShortConvKind
 
 MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
@@ -31,6 +34,7 @@ MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
     LatentArgs: LatentKind,
     DeltaArgs: DeltaKind,
     ShortConvArgs: ShortConvKind,
+    MambaArgs: MambaKind,
 }
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
