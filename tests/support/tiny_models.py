@@ -98,7 +98,7 @@ _GRANITE: dict[str, Any] = {
     "head_dim": None, "shared_intermediate_size": 72,
 }  # fmt: skip
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_d_conv": 3,
+    "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_d_conv": 3,
     "layer_types": ["mamba", "attention", "mamba"],
 }  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
@@ -285,8 +285,10 @@ def configured(family: str) -> Family:
 
 
 def _has_experts(family: str) -> bool:
-    own = configured(family)
-    return bool(own.experts) and (not own.beside or bool(FAMILIES[family].options.get(own.beside)))
+    own, options = configured(family), FAMILIES[family].options
+    if own.experts == "granitemoehybrid" and not options["num_local_experts"]:
+        return False
+    return bool(own.experts) and (not own.beside or bool(options.get(own.beside)))
 
 
 EXPERTS = tuple(family for family in FAMILIES if _has_experts(family))  # rows of models with experts
@@ -461,7 +463,10 @@ def experts_of(config: Any) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    parts = (getattr(layer, "mlp", None) or layer.feed_forward for layer in model.model.layers)
+    parts = (
+        next(getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe") if hasattr(layer, name))
+        for layer in model.model.layers
+    )
     return next(part for part in parts if hasattr(part, "experts"))
 
 

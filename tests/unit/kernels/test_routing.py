@@ -42,7 +42,7 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
             made.forward = partial(made.forward, expert_bias=made.e_score_correction_bias)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
-    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), FAMILIES[family].experts, 2)
+    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), configured(family).experts, 2)
     return made, moe.routing
 
 

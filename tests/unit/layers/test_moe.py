@@ -151,7 +151,8 @@ def branch_for(args: ModelArgs, build: Build) -> Branch:
     return branch
 
 
-@pytest.mark.parametrize("family", [family for family in EXPERTS if not configured(family).beside])
+# The block of Granite 4 in transformers is without its shared MLP: tests/unit/models compares the whole layer.
+@pytest.mark.parametrize("family", [one for one in EXPERTS if not configured(one).beside and one != "granite_moe"])
 def test_the_block_of_every_family(family: str) -> None:
     args, theirs = block(family)
     build = build_for(args)

@@ -126,13 +126,18 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
     """A random model of transformers in float32, saved in small shards. Norms and biases are random too."""
     torch.manual_seed(seed)
     case = FAMILIES[family]
-    options = BASE | ({"num_key_value_heads": 4} if CONFIGURED[family].latent else {}) | dict(case.options) | changes
+    options = (
+        BASE
+        | ({"num_key_value_heads": 4} if CONFIGURED[case.of or family].latent else {})
+        | dict(case.options)
+        | changes
+    )
     options = {"pad_token_id": None} | {
         key: value for key, value in options.items() if (key, value) != ("head_dim", None)
     }
     if part := options.pop("partial_rotary_factor", None) if "glm4" == family else None:
         options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
-    config = transformers.AutoConfig.for_model(case.peer or family, **options)
+    config = transformers.AutoConfig.for_model(case.peer or case.of or family, **options)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():

@@ -33,7 +33,7 @@ from ...support.tiny_models import EXPERTS, Tiny, tiny_config
 from ..models.test_against_transformers import run_paged, write_checkpoint
 from ..quantization.test_logits import PROMPT, theirs
 
-STACKED = ("gpt_oss", "gemma4_moe")  # families whose experts lie in one tensor: only MXFP4 quantizes it
+STACKED = ("gpt_oss", "gemma4_moe", "granite_moe")  # families whose experts lie in one tensor: only MXFP4 quantizes it
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "moe_intermediate_size": 128, "intermediate_size": 128}
 GROUPS = {  # sizes of some families that groups of 32 divide
     "shared_expert_intermediate_size": 64,
