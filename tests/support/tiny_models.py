@@ -101,6 +101,10 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_d_conv": 3,
     "layer_types": ["mamba", "attention", "mamba"],
 }  # fmt: skip
+_NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 20,
+    "conv_kernel": 3, "chunk_size": 16,
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -232,6 +236,15 @@ FAMILIES: Mapping[str, FamilyCase] = {
         },
         biases=("attention_bias",),
         of="granitemoehybrid",
+    ),
+    "nemotron_h": FamilyCase(options=_NEMOTRON, biases=("use_bias", "mlp_bias"), ropes=("default",)),
+    "nemotron_moe": FamilyCase(
+        options=_NEMOTRON
+        | {key: one for key, one in _DEEPSEEK.items() if key != "first_k_dense_replace"}
+        | {"hybrid_override_pattern": "ME*E", "moe_shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+        biases=("use_bias",),
+        ropes=("default",),
+        of="nemotron_h",
     ),
     "glm4": FamilyCase(
         options={"partial_rotary_factor": 0.5},

@@ -21,6 +21,7 @@ from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import read_latent
 from quire.args.layers import (
+    NONE,
     AttentionArgs,
     BesideArgs,
     DenseArgs,
@@ -30,9 +31,8 @@ from quire.args.layers import (
     LayerArgs,
     MixerArgs,
     NormArgs,
-    RecurrentArgs,
 )
-from quire.args.recurrent import READERS, read_recurrent
+from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.spelling import respelled
 from quire.args.windows import LayerRule, read_layer_rules
@@ -102,7 +102,7 @@ class ModelArgs:
     @cached_property
     def mixers(self) -> tuple[MixerArgs, ...]:
         """Each kind and size of mixers once, in the order of the layers."""
-        return tuple(dict.fromkeys(one.mixer for one in self.layers))
+        return tuple(dict.fromkeys(one.mixer for one in self.layers if one.mixer != NONE))
 
     @property
     def attending(self) -> tuple[AttentionArgs, ...]:
@@ -227,7 +227,7 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
     """
 
     def fitted(one: LayerArgs) -> LayerArgs:
-        if isinstance(one.mixer, RecurrentArgs):
+        if not isinstance(one.mixer, AttentionArgs):
             return one
         rope = one.mixer.rope
         if rope.kind != "longrope" or length is None:
@@ -278,6 +278,8 @@ def _layers(
             mlp = parts[layer]
             assert isinstance(mlp, DenseArgs)
             parts[layer] = BesideArgs(dense=mlp, experts=structs.replace(moe, act=act)) if family.beside else moe
+    for layer, word in enumerate(keys.names("layer_types") if family.form.single else ()):
+        (mixers if word in FEED_FORWARDS else parts)[layer] = NONE
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
     inputs, form = _layer_inputs(keys, family), family.form
     return tuple(
@@ -405,10 +407,10 @@ def _refuse_math(keys: Keys, family: Family) -> None:
 def _activation(keys: Keys, family: Family) -> str:
     """Return the activation of a gated MLP, by its name in `quire.kernels.activation`."""
     key = "hidden_activation" if keys.get("hidden_activation") is not None else "hidden_act"
-    value = keys.get(key, family.form.act)
-    if not isinstance(value, str) or value not in ACTS:
-        raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(ACTS)}.")
-    return ACTS[value]
+    value, known = keys.get(key, family.form.act), ACTS if family.form.act != "relu2" else {"relu2": "relu2"}
+    if not isinstance(value, str) or value not in known:
+        raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(known)}.")
+    return known[value]
 
 
 def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:

@@ -94,6 +94,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
     ),
     "granitemoehybrid": frozenset({"num_local_experts", "num_experts_per_tok"}),
+    "nemotron_h": DEEPSEEK_KEYS | {"moe_shared_expert_intermediate_size", "moe_latent_size"},
     "lfm2_moe": frozenset(
         "num_experts num_experts_per_tok moe_intermediate_size num_dense_layers use_expert_bias norm_topk_prob "
         "routed_scaling_factor".split()
@@ -108,6 +109,8 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 
 def has_experts(keys: Keys, kind: str) -> bool:
     """Return False for a model without experts of a family that has models with and without. kind: as in `read_moe`."""
+    if kind == "nemotron_h":
+        return "moe" in keys.names("layer_types")
     return kind != "granitemoehybrid" or bool(keys.count("num_local_experts", 8))
 
 
@@ -130,6 +133,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "gemma4": _read_gemma4,
         "lfm2_moe": _read_lfm2,
         "granitemoehybrid": _read_granite,
+        "nemotron_h": _read_nemotron,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -234,6 +238,36 @@ def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froze
         stored="each" if keys.get("quantization_config") else "rows",
     )
     return moe, frozenset(range(num_layers))
+
+
+def _read_nemotron(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Experts without gates, routed as DeepSeek-V3's. The shared one has a width of its own."""
+    if keys.get("moe_latent_size") is not None:
+        raise keys.unsupported(f"moe_latent_size={keys['moe_latent_size']} is not implemented: use a model without.")
+    if keys.flag("mlp_bias"):
+        raise keys.unsupported("mlp_bias=true beside experts is not implemented: use a model without.")
+    _agrees(keys, "n_shared_experts", (1,))
+    routing = _routing(
+        keys,
+        "n_routed_experts",
+        scoring="sigmoid",
+        normalize=keys.flag("norm_topk_prob", True),
+        normalize_eps=1e-20,
+        correction=True,
+        group_score="top2",
+        num_groups=keys.size("n_group", 1),
+        top_groups=keys.size("topk_group", 1),
+        scaling=keys.positive("routed_scaling_factor", 1.0),
+    )
+    moe = MoEArgs(
+        routing=routing,
+        expert_size=keys.size("moe_intermediate_size", 7688),
+        shared_size=keys.size("moe_shared_expert_intermediate_size", 7688),
+        shared_gate=False,
+        router_float=True,
+        act="relu2",
+    )
+    return moe, frozenset(i for i, word in enumerate(keys.names("layer_types")) if word == "moe")
 
 
 def _read_granite(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:

@@ -84,6 +84,7 @@ class LayerForm:
     logit_cap         final_logit_softcapping when config.json lacks the key
     width_key, width  key of the width of a gated MLP; width when config.json lacks the key, None: it must have it
     scaled            as in `LayerArgs`
+    single            True: a layer is a mixer or a feed-forward part alone, as layer_types says
     """
 
     norms: str = "before"
@@ -98,6 +99,7 @@ class LayerForm:
     width_key: str = "intermediate_size"
     width: int | None = None
     scaled: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,13 @@ MAMBA = (  # sizes of recurrent layers
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
 )
+NEMOTRON_KEYS = (
+    "mlp_bias mlp_hidden_act hybrid_override_pattern layers_block_type mtp_hybrid_override_pattern "
+    "mtp_layers_block_type ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act mamba_ssm_cache_dtype "
+    "n_groups conv_kernel expand chunk_size use_conv_bias use_bias mamba_proj_bias time_step_limit time_step_min "
+    "time_step_max time_step_floor time_step_rank layer_norm_epsilon residual_in_fp32 rescale_prenorm_residual "
+    "hidden_dropout num_logits_to_keep use_mamba_kernels moe_shared_expert_overlap norm_eps attention_bias"
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
                     words="attention_bias mlp_bias"),
@@ -232,6 +241,9 @@ FAMILIES: Mapping[str, Family] = {
                                recurrent="granitemoehybrid", form=LayerForm(width_key="shared_intermediate_size"),
                                words="position_embedding_type attention_bias attention_multiplier embedding_multiplier "
                                      "residual_multiplier logits_scaling shared_intermediate_size " + MAMBA),
+    "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(one_kv_each=True, dim=128, unrotated="all"),
+                         recurrent="nemotron_h", experts="nemotron_h", words=NEMOTRON_KEYS,
+                         form=LayerForm(eps=1e-5, eps_key="layer_norm_epsilon", act="relu2", single=True)),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
                    heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),

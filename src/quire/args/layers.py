@@ -89,10 +89,20 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
         return Rotation(self.rope, self.rotary_dim, self.head_dim)
 
 
-class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
-    """Sizes of a gated MLP: numbers between gate and down, biases of all its projections, and the activation.
+class NoneArgs(msgspec.Struct, frozen=True, kw_only=True, tag="none"):
+    """The half that a layer does not have, with its norm: it has the other one alone."""
 
-    act   activation of the gate, of `quire.kernels.activation`
+    one_scale: ClassVar[bool] = False
+    act: ClassVar[str] = ""
+
+
+NONE = NoneArgs()
+
+
+class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
+    """Sizes of an MLP: numbers between its projections, biases of all of them, and the activation.
+
+    act   activation of the gate, of `quire.kernels.activation`; "relu2": there is no gate, see `activation.squared`
     """
 
     width: int
@@ -109,8 +119,8 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
 
 AttentionArgs = GroupedArgs | LatentArgs
 RecurrentArgs = DeltaArgs | ShortConvArgs | MambaArgs
-MixerArgs = AttentionArgs | RecurrentArgs
-FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
+MixerArgs = AttentionArgs | RecurrentArgs | NoneArgs
+FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs | NoneArgs
 
 
 class NormArgs(msgspec.Struct, frozen=True, kw_only=True):

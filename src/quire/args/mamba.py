@@ -53,6 +53,25 @@ def read_granite(keys: Keys) -> MambaArgs:
     )
 
 
+def read_nemotron(keys: Keys) -> MambaArgs:
+    """Return the sizes of the recurrent layers of Nemotron-H. Raises ModelError or UnsupportedModel."""
+    if (act := keys.get("mamba_hidden_act", "silu")) != "silu":
+        raise keys.unsupported(f"mamba_hidden_act={act!r} is not implemented: use a model with silu.")
+    bias = keys.flag("use_bias")
+    args = MambaArgs(
+        heads=keys.size("mamba_num_heads", 128),
+        groups=keys.size("n_groups", 8),
+        head_dim=keys.size("mamba_head_dim", 64),
+        state_dim=keys.size("ssm_state_size", 128, most=MOST_DIM),
+        taps=keys.size("conv_kernel", 4, most=MOST_TAPS),
+        conv_bias=keys.flag("use_conv_bias", True),
+        input_bias=bias,
+        output_bias=bias,
+        steps=_steps(keys),
+    )
+    return _checked(keys, args)
+
+
 def _sizes(keys: Keys, *, width: int, input_bias: bool, output_bias: bool, **more: Any) -> MambaArgs:
     """Return the sizes of layers whose keys begin with "mamba_". width: numbers of all heads."""
     heads = keys.size("mamba_n_heads", 128)

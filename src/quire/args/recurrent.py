@@ -6,7 +6,7 @@ from functools import partial
 from quire.args.delta import read_delta
 from quire.args.keys import Keys
 from quire.args.layers import RecurrentArgs
-from quire.args.mamba import read_granite
+from quire.args.mamba import read_granite, read_nemotron
 from quire.args.shortconv import read_shortconv
 
 # Words in layer_types -> the layer is recurrent. LFM2 alone has "conv".
@@ -17,12 +17,14 @@ WORDS: Mapping[str, bool] = {
     "full_attention": False,
     "attention": False,
 }
+FEED_FORWARDS = ("mlp", "moe")  # further words of Nemotron-H, whose layers are one thing alone
 # `Family.recurrent` -> reader of the sizes of its recurrent layers.
 READERS: Mapping[str, Callable[[Keys], RecurrentArgs]] = {
     "qwen3_next": partial(read_delta, family="qwen3_next"),
     "qwen3_5": partial(read_delta, family="qwen3_5"),
     "lfm2": read_shortconv,
     "granitemoehybrid": read_granite,
+    "nemotron_h": read_nemotron,
 }
 
 
@@ -37,15 +39,17 @@ def read_recurrent(keys: Keys, family: str, num_layers: int) -> frozenset[int]:
         found = frozenset(range(num_layers)) - frozenset(_attending(keys, family, num_layers))
         return _with_attention(keys, found, num_layers)
     known = WORDS.keys() - ({"conv"} if family != "lfm2" else set())
+    known |= set(FEED_FORWARDS) if family == "nemotron_h" else set()
     if other := sorted(set(named) - known):
         raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
     if len(named) < num_layers:
         raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
-    return _with_attention(keys, frozenset(i for i in range(num_layers) if WORDS[named[i]]), num_layers)
+    found = frozenset(i for i in range(num_layers) if WORDS.get(named[i]))
+    return _with_attention(keys, found, num_layers - sum(word in FEED_FORWARDS for word in named[:num_layers]))
 
 
-def _with_attention(keys: Keys, found: frozenset[int], num_layers: int) -> frozenset[int]:
-    if len(found) == num_layers:
+def _with_attention(keys: Keys, found: frozenset[int], num_mixers: int) -> frozenset[int]:
+    if len(found) == num_mixers:
         raise keys.unsupported("a model of recurrent layers alone is not implemented: use one with attention, too.")
     return found
 

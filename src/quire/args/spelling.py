@@ -36,4 +36,26 @@ def _lfm2_moe(keys: Keys) -> dict[str, Any]:
     return {"tie_word_embeddings": keys["tie_embedding"]} if "tie_embedding" in keys else {}
 
 
-SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {"lfm2": _lfm2, "lfm2_moe": _lfm2_moe}
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron(keys: Keys) -> dict[str, Any]:
+    """Return layer_types, their number, hidden_act and tie_word_embeddings, which transformers does not follow.
+
+    Without layers_block_type a text has a sign for each layer.
+    """
+    named = keys.names("layers_block_type") or keys.names("layer_types")
+    if not named:
+        fits = lambda value: isinstance(value, str) and bool(value) and set(value) <= PATTERN.keys()  # noqa: E731
+        text = keys.checked("hybrid_override_pattern", fits, f"a text of the signs {' '.join(PATTERN)}")
+        named = [PATTERN[sign] for sign in text]
+    act = keys.get("mlp_hidden_act") or "relu2"
+    sizes = {"layer_types": named, "num_hidden_layers": len(named)}
+    return sizes | {"hidden_act": act, "tie_word_embeddings": False}
+
+
+SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "nemotron_h": _nemotron,
+}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.layers import MixerArgs, RecurrentArgs
+from quire.args.layers import NONE, MixerArgs, RecurrentArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +27,13 @@ def kv_views(
     """
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
-    from quire.kernels.states import StateView
+    from quire.kernels.states import NOTHING, StateView
 
     every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
     return [
-        StateView(*parts)
+        NOTHING
+        if mixer == NONE
+        else StateView(*parts)
         if isinstance(mixer, RecurrentArgs)
         else LatentView(*parts, own[0])
         if mixer.one_scale
@@ -52,7 +54,7 @@ def model_views(
     """
 
     def views(layer: int) -> "tuple[Tensor, ...]":
-        return states(layer) or blocks(layer)
+        return states(layer) or (() if model.args.layers[layer].mixer == NONE else blocks(layer))
 
     mixers = [one.mixer for one in model.held]
     found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)

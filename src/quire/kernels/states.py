@@ -29,6 +29,9 @@ class StateView:
     matrix: Tensor | None = None
 
 
+NOTHING = StateView(torch.empty(0, 0, 0))  # of a layer without a mixer
+
+
 @dataclass
 class StateMeta:
     """S sequences of a step, their T rows (tokens) and their states; the same for all layers.

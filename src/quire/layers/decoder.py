@@ -10,7 +10,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, RecurrentArgs
+from quire.args.layers import NONE, AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, RecurrentArgs
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.contracts.params import Param
@@ -33,6 +33,7 @@ from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
 from quire.layers.shortconv import ShortConv
 
+FeedForward = GatedMLP | MoE | MLPBesideExperts
 Recurrent = GatedDelta | ShortConv | Mamba
 ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
@@ -44,7 +45,7 @@ RECURRENT: Mapping[type[RecurrentArgs], tuple[Callable[..., Recurrent], str]] = 
     ShortConvArgs: (ShortConv, "conv"),
     MambaArgs: (Mamba, "mamba"),
 }
-FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., FeedForward]] = {
     DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
     MoEArgs: lambda args, at, hidden_size, build, norm: MoE(args, at, hidden_size, build),
     BesideArgs: MLPBesideExperts,
@@ -55,30 +56,37 @@ class DecoderBlock(nn.Module):
     """A decoder layer: h = hidden + attention(hidden), then h + mlp(h), each by way of its `Branch`.
 
     `args.layers` choose grouped-query or latent attention, a gated MLP or experts, and the norms. With one norm for
-    both halves: hidden + attention(norm(hidden)) + mlp(norm(hidden)).
+    both halves: hidden + attention(norm(hidden)) + mlp(norm(hidden)). A layer may lack a half (`NoneArgs`).
     """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
         at = f"layers.{layer}"
         own = args.layers[layer]
-        self.attention_branch = Branch(f"{at}.attention", own, args.norm, build)
-        self.attention = _mixer(args, layer, build)
+        mixes, feeds = own.mixer != NONE, own.feed_forward != NONE
+        self.attention_branch = Branch(f"{at}.attention", own, args.norm, build) if mixes else None
+        self.attention = _mixer(args, layer, build) if mixes else None
         self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
-        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, None if own.inputs else self.factor)
+        factor = None if own.inputs else self.factor
+        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, factor) if feeds else None
         self.own_input = OwnInput(args, layer, build, self.factor) if own.inputs else None
         self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
-        part = FEED_FORWARDS[type(own.feed_forward)]
-        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
+        self.mlp: FeedForward | None = None
+        if feeds:
+            part = FEED_FORWARDS[type(own.feed_forward)]
+            self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
 
     def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView | StateView) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         if self.norm is not None:
+            assert self.attention is not None and self.mlp is not None, "the halves share a norm"
             x = self.norm(hidden)
             hidden = self.attention(x, self.attention_branch, turns, ctx, kv, hidden)
             return self.mlp(x, self.mlp_branch, ctx, hidden)
-        hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
-        hidden = self.mlp(hidden, self.mlp_branch, ctx)
+        if self.attention is not None:
+            hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
+        if self.mlp is not None:
+            hidden = self.mlp(hidden, self.mlp_branch, ctx)
         return hidden if self.own_input is None else self.own_input(hidden, ctx)
 
     @property

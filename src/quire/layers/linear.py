@@ -77,6 +77,23 @@ class Linear(nn.Module):
         return y if self.tp is None else self.tp.all_reduce(y)
 
 
+class SquaredLinear(Linear):
+    """max(up(x), 0)^2, [T, in_features] -> [T, out_features]."""
+
+    def __init__(self, at: str, build: Build) -> None:
+        super().__init__(at, build)
+        self.activation = build.kernels.activation
+
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        y: Tensor = self.activation.squared(super().forward(x, ctx))
+        return y
+
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
+        """Return `forward` of norm(x). See `Linear`."""
+        return self(norm(x), ctx)
+
+
 class GatedLinear(Linear):
     """act(gate(x), up(x)), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 

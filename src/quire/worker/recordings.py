@@ -136,7 +136,7 @@ def _groups_of(model: Model) -> tuple[GroupCalls, ...]:
     found: dict[int, GroupCalls] = {}
     for index, layer in enumerate(model.layers):
         own = layer.attention
-        if isinstance(own, Recurrent):
+        if own is None or isinstance(own, Recurrent):
             continue
         before = found.setdefault(own.group, GroupCalls(own.group, index, own.window, own.num_heads, own.head_dim))
         most = {"num_heads": max(before.num_heads, own.num_heads), "head_dim": max(before.head_dim, own.head_dim)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.eagle import EagleArgs
-from quire.args.layers import LayerArgs
+from quire.args.layers import NONE, LayerArgs
 from quire.contracts.params import Param
 from quire.plan.kinds import feed_forward, mixer, mixers
 from quire.plan.kinds.interfaces import (
@@ -50,7 +50,9 @@ def input_params(args: ModelArgs, write: ParamWriter, vocab: StoredRows) -> Iter
 
 
 def _norms(half: str, own: LayerArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
-    """Yield the norms of a half of a layer: before it, and of its result."""
+    """Yield the norms of a half of a layer, if it has the half: before it, and of its result."""
+    if (own.mixer if half == "attention" else own.feed_forward) == NONE:
+        return
     for place in ("norm",) * own.before + ("after",) * own.after:
         yield write.norm(f"{AT}{half}_{place}.weight", layer)
 
