@@ -301,6 +301,8 @@ def _has_experts(family: str) -> bool:
     own, options = configured(family), FAMILIES[family].options
     if own.experts == "granitemoehybrid" and not options["num_local_experts"]:
         return False
+    if own.experts == "nemotron_h" and "E" not in options["hybrid_override_pattern"]:
+        return False
     return bool(own.experts) and (not own.beside or bool(options.get(own.beside)))
 
 
@@ -477,7 +479,11 @@ def experts_of(config: Any) -> Any:
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     parts = (
-        next(getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe") if hasattr(layer, name))
+        next(
+            getattr(layer, name)
+            for name in ("mlp", "feed_forward", "block_sparse_moe", "mixer")
+            if hasattr(layer, name)
+        )
         for layer in model.model.layers
     )
     return next(part for part in parts if hasattr(part, "experts"))

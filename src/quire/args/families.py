@@ -241,7 +241,7 @@ FAMILIES: Mapping[str, Family] = {
                                recurrent="granitemoehybrid", form=LayerForm(width_key="shared_intermediate_size"),
                                words="position_embedding_type attention_bias attention_multiplier embedding_multiplier "
                                      "residual_multiplier logits_scaling shared_intermediate_size " + MAMBA),
-    "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(one_kv_each=True, dim=128, unrotated="all"),
+    "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(dim=128, unrotated="all"),
                          recurrent="nemotron_h", experts="nemotron_h", words=NEMOTRON_KEYS,
                          form=LayerForm(eps=1e-5, eps_key="layer_norm_epsilon", act="relu2", single=True)),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,

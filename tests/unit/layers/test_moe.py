@@ -98,11 +98,13 @@ def build_for(
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
     assert args.moe is not None
-    own = build.experts or range(theirs.experts.gate_up_proj.shape[0])
+    first = "gate_up_proj" if hasattr(theirs.experts, "gate_up_proj") else "up_proj"  # experts without gates
+    matrices = getattr(theirs.experts, first)
+    own = build.experts or range(len(matrices))
     router = theirs.gate if hasattr(theirs, "gate") else theirs.router
     stored = {
         "router.weight": router.weight,
-        "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
+        "experts.gate_up": matrices[list(own)],
         "experts.down": theirs.experts.down_proj[list(own)],
     }
     if args.moe.routing.logit_bias:
@@ -120,7 +122,8 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         stored["router.correction"] = next(one for name, one in theirs.named_buffers() if name in CORRECTIONS)
     if args.moe.shared_size:
         shared = theirs.shared_expert if hasattr(theirs, "shared_expert") else theirs.shared_experts
-        stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+        sides = ("gate_proj", "up_proj") if hasattr(shared, "gate_proj") else ("up_proj",)
+        stored["shared.gate_up.weight"] = torch.cat([getattr(shared, side).weight for side in sides])
         stored["shared.down.weight"] = shared.down_proj.weight
     if args.moe.shared_gate:
         stored["shared_gate.weight"] = theirs.shared_expert_gate.weight

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.latent import LatentArgs
-from quire.args.layers import RecurrentArgs
+from quire.args.layers import NONE, RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
-from quire.kernels.states import StateView
+from quire.kernels.states import NOTHING, StateView
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
 from quire.plan.kinds.blocks import operations, score_features
@@ -85,7 +85,9 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
     mixer = args.layers[last_layer(args)].mixer
     rotary = Rotaries(args.rotations, CPU)
     kv: KVView | LatentView | StateView
-    if isinstance(mixer, RecurrentArgs):
+    if mixer == NONE:
+        kv = NOTHING
+    elif isinstance(mixer, RecurrentArgs):
         kv = StateView(*state_arena(args, 1, rank=rank).views(last_layer(args)))
     elif isinstance(mixer, LatentArgs):
         kv = LatentView(
