@@ -105,6 +105,12 @@ _NEMOTRON: dict[str, Any] = {
     "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 20,
     "conv_kernel": 3, "chunk_size": 16,
 }  # fmt: skip
+_FALCON: dict[str, Any] = {
+    "head_dim": None, "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 20,
+    "mamba_d_conv": 3, "mamba_chunk_size": 16, "mlp_multipliers": [0.9, 0.6],
+    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.3], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -245,6 +251,14 @@ FAMILIES: Mapping[str, FamilyCase] = {
         biases=("use_bias",),
         ropes=("default",),
         of="nemotron_h",
+    ),
+    "falcon_h1": FamilyCase(options=_FALCON | {"mamba_n_groups": 1}, biases=("mlp_bias", "projectors_bias")),
+    "falcon_normed": FamilyCase(
+        options=_FALCON
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "attention_in_multiplier": 1.0}
+        | {"ssm_in_multiplier": 1.0, "key_multiplier": 0.4},
+        biases=("attention_bias", "mamba_proj_bias"),
+        of="falcon_h1",
     ),
     "glm4": FamilyCase(
         options={"partial_rotary_factor": 0.5},

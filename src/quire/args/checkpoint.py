@@ -32,6 +32,7 @@ from quire.args.layers import (
     MixerArgs,
     NormArgs,
 )
+from quire.args.multipliers import gate_factor, read_factors
 from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.spelling import respelled
@@ -102,7 +103,7 @@ class ModelArgs:
     @cached_property
     def mixers(self) -> tuple[MixerArgs, ...]:
         """Each kind and size of mixers once, in the order of the layers."""
-        return tuple(dict.fromkeys(one.mixer for one in self.layers if one.mixer != NONE))
+        return tuple(dict.fromkeys(mixer for one in self.layers for mixer in one.mixers))
 
     @property
     def attending(self) -> tuple[AttentionArgs, ...]:
@@ -178,7 +179,8 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
     )
     context = max(max_positions, rope.extended_positions)
-    recurrent = read_recurrent(keys, family.recurrent, layers) if family.recurrent else frozenset[int]()
+    alone = family.recurrent and not family.form.both
+    recurrent = read_recurrent(keys, family.recurrent, layers) if alone else frozenset[int]()
     rules = read_layer_rules(_of_attention(keys, family), family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys, family)
@@ -267,7 +269,8 @@ def _layers(
         keys.size(family.form.width_key, family.form.width),
         keys.flag("mlp_bias") if "mlp_bias" in family.keys else False,
     )
-    dense = DenseArgs(width=width, bias=bias, act=act)
+    both = family.form.both
+    dense = DenseArgs(width=width, bias=bias, act=act, gate_scale=gate_factor(keys) if both else 1.0)
     parts: list[FeedForwardArgs] = [dense] * len(mixers)
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
         shares = [isinstance(one, GroupedArgs) and one.kv_from >= 0 for one in mixers]
@@ -281,11 +284,10 @@ def _layers(
     for layer, word in enumerate(keys.names("layer_types") if family.form.single else ()):
         (mixers if word in FEED_FORWARDS else parts)[layer] = NONE
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
-    inputs, form = _layer_inputs(keys, family), family.form
-    return tuple(
-        LayerArgs(mixer=one, feed_forward=part, norms=form.norms, residual=residual, scaled=form.scaled, inputs=inputs)
-        for one, part in zip(mixers, parts, strict=True)
-    )
+    form: dict[str, Any] = {"norms": family.form.norms, "scaled": family.form.scaled, "residual": residual}
+    form |= {"beside": READERS[family.recurrent](keys), "factors": read_factors(keys)} if both else {}
+    form["inputs"] = _layer_inputs(keys, family)
+    return tuple(LayerArgs(mixer=one, feed_forward=part, **form) for one, part in zip(mixers, parts, strict=True))
 
 
 def _of_attention(keys: Keys, family: Family) -> Keys:
@@ -351,6 +353,7 @@ def _sliding_rope(keys: Keys, family: Family, max_positions: int, full: RopeArgs
 def _ends(keys: Keys, family: Family, hidden: int) -> EndArgs:
     scale = {key: keys.positive(key, 1.0) for key in ("embedding_multiplier", "logits_scaling") if key in family.keys}
     logits = keys.positive("logit_scale", 0.0625) if "logit_scale" in family.keys else 1.0
+    logits *= keys.positive("lm_head_multiplier", 1.0) if "lm_head_multiplier" in family.keys else 1.0
     return EndArgs(
         embedding_scale=hidden**0.5 if family.form.root_embeddings else scale.get("embedding_multiplier", 1.0),
         logit_scale=logits / scale.get("logits_scaling", 1.0),

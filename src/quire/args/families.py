@@ -84,6 +84,7 @@ class LayerForm:
     logit_cap         final_logit_softcapping when config.json lacks the key
     width_key, width  key of the width of a gated MLP; width when config.json lacks the key, None: it must have it
     scaled            as in `LayerArgs`
+    both              True: layers have attention and a recurrent mixer beside each other
     single            True: a layer is a mixer or a feed-forward part alone, as layer_types says
     """
 
@@ -100,6 +101,7 @@ class LayerForm:
     width: int | None = None
     scaled: bool = False
     single: bool = False
+    both: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +179,11 @@ MAMBA = (  # sizes of recurrent layers
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
 )
+FALCON_KEYS = (
+    "attention_bias mlp_bias projectors_bias embedding_multiplier lm_head_multiplier mlp_multipliers key_multiplier "
+    "attention_in_multiplier attention_out_multiplier ssm_multipliers ssm_in_multiplier ssm_out_multiplier "
+    "mamba_d_ssm mamba_norm_before_gate mamba_rms_norm mamba_use_mlp layers_block_type num_logits_to_keep "
+)
 NEMOTRON_KEYS = (
     "mlp_bias mlp_hidden_act hybrid_override_pattern layers_block_type mtp_hybrid_override_pattern "
     "mtp_layers_block_type ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act mamba_ssm_cache_dtype "
@@ -244,6 +251,8 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(dim=128, unrotated="all"),
                          recurrent="nemotron_h", experts="nemotron_h", words=NEMOTRON_KEYS,
                          form=LayerForm(eps=1e-5, eps_key="layer_norm_epsilon", act="relu2", single=True)),
+    "falcon_h1": Family(architecture="FalconH1ForCausalLM", qkv_bias=None, output_bias=None, recurrent="falcon_h1",
+                        heads=Heads(), form=LayerForm(eps=1e-5, both=True), words=FALCON_KEYS + MAMBA),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
                    heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from quire.args.keys import Keys
+from quire.args.multipliers import scan_factors
 
 MOST_TAPS = 8  # tokens of a convolution
 MOST_DIM = 1024  # numbers of a state's side, as far as sizes are sensible
@@ -51,6 +52,15 @@ def read_granite(keys: Keys) -> MambaArgs:
         keys,
         _sizes(keys, width=keys.size("mamba_expand", 2) * keys.size("hidden_size"), input_bias=bias, output_bias=bias),
     )
+
+
+def read_falcon(keys: Keys) -> MambaArgs:
+    """Return the sizes of the recurrent layers of Falcon-H1. Raises ModelError or UnsupportedModel."""
+    whole = keys.size("mamba_expand", 2) * keys.size("hidden_size")
+    width = whole if keys.get("mamba_d_ssm", 0) is None else keys.size("mamba_d_ssm", 1024)
+    norm = "" if not keys.flag("mamba_rms_norm") else "first" if keys.flag("mamba_norm_before_gate", True) else "gated"
+    bias = {"input_bias": keys.flag("mamba_proj_bias"), "output_bias": keys.flag("projectors_bias")}
+    return _checked(keys, _sizes(keys, width=width, **bias, norm=norm, scales=scan_factors(keys)))
 
 
 def read_nemotron(keys: Keys) -> MambaArgs:

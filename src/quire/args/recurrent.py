@@ -6,7 +6,7 @@ from functools import partial
 from quire.args.delta import read_delta
 from quire.args.keys import Keys
 from quire.args.layers import RecurrentArgs
-from quire.args.mamba import read_granite, read_nemotron
+from quire.args.mamba import read_falcon, read_granite, read_nemotron
 from quire.args.shortconv import read_shortconv
 
 # Words in layer_types -> the layer is recurrent. LFM2 alone has "conv".
@@ -25,6 +25,7 @@ READERS: Mapping[str, Callable[[Keys], RecurrentArgs]] = {
     "lfm2": read_shortconv,
     "granitemoehybrid": read_granite,
     "nemotron_h": read_nemotron,
+    "falcon_h1": read_falcon,
 }
 
 

@@ -54,8 +54,16 @@ def _nemotron(keys: Keys) -> dict[str, Any]:
     return sizes | {"hidden_act": act, "tie_word_embeddings": False}
 
 
+def _falcon(keys: Keys) -> dict[str, Any]:
+    """Return no layer_types, since all layers are alike."""
+    if set(keys.names("layer_types") + keys.names("layers_block_type")) - {"hybrid"}:
+        raise keys.unsupported('layer_types other than "hybrid" are not implemented: use another model.')
+    return {"layer_types": None}
+
+
 SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "nemotron_h": _nemotron,
+    "falcon_h1": _falcon,
 }

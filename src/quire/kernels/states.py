@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.kernels.attention import KVView
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,19 @@ class StateView:
 
 
 NOTHING = StateView(torch.empty(0, 0, 0))  # of a layer without a mixer
+
+
+@dataclass(frozen=True)
+class BothViews:
+    """What a layer keeps that attends to tokens and has a recurrent mixer beside."""
+
+    kv: KVView
+    state: StateView
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of its KV cache."""
+        return self.kv.block_size
 
 
 @dataclass

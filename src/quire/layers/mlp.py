@@ -14,10 +14,10 @@ class GatedMLP(nn.Module):
     Without a gate, by an activation of `UNGATED`: down(max(up(x), 0)^2).
     """
 
-    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu", gate_scale: float = 1.0) -> None:
         super().__init__()
         name = f"{at}.gate_up"
-        self.gate_up = SquaredLinear(name, build) if act in UNGATED else GatedLinear(name, build, act)
+        self.gate_up = SquaredLinear(name, build) if act in UNGATED else GatedLinear(name, build, act, gate_scale)
         self.down = Linear(f"{at}.down", build)
 
     def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:

@@ -22,7 +22,10 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
         "others": [one for one in _each(facts)[1:] if _sizes(one) != _sizes(facts[0])],
         "sharing": sum(args.kept_by(layer) != layer for layer in range(args.num_layers)),
         "inputs": args.inputs,
-        "recurrent": [mixer(one).facts() | {"layers": own.count(one)} for one in recurrent],
+        "recurrent": [
+            mixer(one).facts() | {"layers": sum(one in layer.mixers for layer in args.layers[: args.num_layers])}
+            for one in recurrent
+        ],
     }
     windows = Counter(mixer(one).window for one in own if one in kinds)
     full = windows.pop(None, 0)

@@ -26,7 +26,7 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
     if name == "inputs.embed.weight" or (name == "embed.weight" and not args.tie_word_embeddings):
         return ""
     gated = name.endswith("gate_up.weight") and "gated" in linear(name.rpartition(".")[0])
-    gated = gated and not any(one.act in UNGATED for one in args.layers)
+    gated = gated and not any(one.act in UNGATED or one.gate_scale != 1 for one in args.layers)
     return "linear.pack_gated" if gated else "linear.pack"
 
 

@@ -28,6 +28,8 @@ def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Pa
         yield write.norm(AT + "norm.weight", layer)
     yield from _norms("attention", own, write, layer)
     yield from mixer(own.mixer).params(write, layer, args.hidden_size)
+    if own.beside is not None:
+        yield from mixer(own.beside).params(write, layer, args.hidden_size)
     yield from _norms("mlp", own, write, layer)
     yield from feed_forward(own.feed_forward).params(write, layer)
     if own.inputs:
@@ -66,8 +68,11 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
         yield Call("linear.run", ("join.weight",))
     if own.norms == "shared":
         yield Call(step.norm, ("norm.weight",))
-    yield from mixer(own.mixer).calls(step)
-    yield from feed_forward(own.feed_forward).calls(step)
+    if own.beside is not None:
+        yield Call(step.norm, ("attention_norm.weight",))
+    for place, one in enumerate(own.mixers):
+        yield from mixer(one).calls(step._replace(layer=own.part(place)))
+    yield from feed_forward(own.feed_forward).calls(step._replace(layer=own.part(2)))
     if own.inputs:
         yield Call("linear.run", ("input.gate.weight",))
         yield Call("activation.gated")
@@ -79,7 +84,8 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
 
 def layer_exchanges(layer: LayerArgs, rows: ExchangedRows) -> Iterator[RankExchange]:
     """Yield the exchanges of a layer between ranks."""
-    yield from mixer(layer.mixer).exchanges(rows)
+    for one in layer.mixers:
+        yield from mixer(one).exchanges(rows)
     yield from feed_forward(layer.feed_forward).exchanges(rows)
 
 
@@ -119,8 +125,9 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
 
 def widest(args: ModelArgs) -> int:
     """Return the most numbers that a token has inside a layer, of all ranks, without those of routed experts."""
-    inside = ((mixer(one.mixer).width, feed_forward(one.feed_forward).width) for one in set(args.layers))
-    return max(args.num_layers * args.inputs, *(max(both) for both in inside))
+    inside = [mixer(one).width for one in args.mixers]
+    inside += [feed_forward(one.feed_forward).width for one in set(args.layers)]
+    return max(args.num_layers * args.inputs, *inside)
 
 
 def score_features(args: ModelArgs) -> frozenset[str]:

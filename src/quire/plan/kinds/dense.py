@@ -28,7 +28,7 @@ class DenseKind:
 
     def __init__(self, args: DenseArgs, at: str = "mlp.") -> None:
         self._at, self._width, self._bias = at, args.width, args.bias
-        self._act = args.act
+        self._act, self._plain = args.act, args.gate_scale == 1
 
     @property
     def width(self) -> int:
@@ -49,7 +49,7 @@ class DenseKind:
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection with its activation, and the projection back."""
-        yield from gated(self._at, self._bias, step, "mlp_norm.weight", self._act)
+        yield from gated(self._at, self._bias, step, "mlp_norm.weight", self._act, self._plain)
         yield from added(f"{self._at}down", self._bias, step)
 
     def product(self, step: LayerStep) -> Iterator[Call]:
@@ -64,9 +64,14 @@ class DenseKind:
         return rows.summed("feed-forward output")
 
 
-def gated(at: str, bias: bool, step: LayerStep, norm: str = "", act: str = "silu") -> Iterator[Call]:
-    """Yield the projection to gate and up with its activation, after a norm if there is one."""
-    fused = act not in UNGATED and "gated" in step.linear(f"{at}gate_up")
+def gated(
+    at: str, bias: bool, step: LayerStep, norm: str = "", act: str = "silu", plain: bool = True
+) -> Iterator[Call]:
+    """Yield the projection to gate and up with its activation, after a norm if there is one.
+
+    plain   False: the gate has a factor, which no kernel fuses
+    """
+    fused = plain and act not in UNGATED and "gated" in step.linear(f"{at}gate_up")
     names, run = weights(f"{at}gate_up", bias), "_gated" * fused
     call, norm = Call(f"linear.run{run}", names), norm * step.before
     if norm and run:
