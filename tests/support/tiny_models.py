@@ -90,7 +90,7 @@ _CHUNKS: dict[str, Any] = {
 _DELTA: dict[str, Any] = {
     "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
     "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "initializer_range": 0.1,  # with larger weights, float32 rounds differently from float32 by more than the tests allow
+    "initializer_range": 0.1,  # larger weights round differently by more than the tests allow
 }  # fmt: skip
 _CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
 _GRANITE: dict[str, Any] = {
@@ -108,8 +108,9 @@ _NEMOTRON: dict[str, Any] = {
 _FALCON: dict[str, Any] = {
     "head_dim": None, "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 20,
     "mamba_d_conv": 3, "mamba_chunk_size": 16, "mlp_multipliers": [0.9, 0.6],
-    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.3], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
-    "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.3], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7,
+    "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9, "key_multiplier": 0.6,
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
 }  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 

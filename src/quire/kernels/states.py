@@ -38,7 +38,7 @@ NOTHING = StateView(torch.empty(0, 0, 0))  # of a layer without a mixer
 
 @dataclass(frozen=True)
 class BothViews:
-    """What a layer keeps that attends to tokens and has a recurrent mixer beside."""
+    """The KV cache and the states of a layer that has attention and a recurrent mixer beside each other."""
 
     kv: KVView
     state: StateView

@@ -13,8 +13,11 @@ LFM2: NameMap = (  # beside the feed-forward part
     *((f"{_AT}self_attn.{side}_proj.weight", "layers.{i}.attention.qkv.weight", side) for side in "qkv"),
     *((f"{_AT}self_attn.{side}_layernorm.weight", f"layers.{{i}}.attention.head_norm.{side}", "") for side in "qk"),
     (f"{_AT}self_attn.out_proj.weight", "layers.{i}.attention.output.weight", ""),
-    *((f"{_AT}conv.in_proj.{part}", f"layers.{{i}}.conv.input.{part}", side)
-      for part in ("weight", "bias") for side in "bcx"),
+    *(
+        (f"{_AT}conv.in_proj.{part}", f"layers.{{i}}.conv.input.{part}", side)
+        for part in ("weight", "bias")
+        for side in "bcx"
+    ),
     (f"{_AT}conv.conv.weight", "layers.{i}.conv.taps.conv", ""),
     (f"{_AT}conv.conv.bias", "layers.{i}.conv.taps.bias", ""),
     (f"{_AT}conv.out_proj.weight", "layers.{i}.conv.output.weight", ""),
@@ -22,5 +25,5 @@ LFM2: NameMap = (  # beside the feed-forward part
     (f"{_AT}feed_forward.w1.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
     (f"{_AT}feed_forward.w3.weight", "layers.{i}.mlp.gate_up.weight", "up"),
     (f"{_AT}feed_forward.w2.weight", "layers.{i}.mlp.down.weight", ""),
-)  # fmt: skip
+)
 NAME_MAP: NameMap = LFM2

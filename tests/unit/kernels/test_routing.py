@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.args.experts import Routing, read_moe
-from quire.args.families import FAMILIES
 from quire.args.keys import Keys
 from quire.kernels.routing import drawing, ref, uniform
 

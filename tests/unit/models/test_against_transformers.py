@@ -9,7 +9,7 @@ import transformers
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.args.families import FAMILIES as CONFIGURED
-from quire.assemble.kv_views import kv_views
+from quire.assemble.kv_views import model_views
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
@@ -172,9 +172,7 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
     arena.data.view(torch.float32).fill_(torch.nan)
     states = state_arena(args, len(prompts))
-    kv = kv_views(
-        [one.mixer for one in args.layers], (states.views(i) or arena.views(i) for i in range(args.num_layers))
-    )
+    kv = model_views(model, arena.views, states=states.views)
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]

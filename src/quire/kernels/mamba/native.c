@@ -1,6 +1,6 @@
-/* Mamba 2: see quire.kernels.mamba. First the convolution of all channels, then one task for each head of each sequence,
-   which goes through the sequence's rows in order, then one task for each row, which gates and normalizes it. A row takes
-   one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. */
+/* Mamba 2: see quire.kernels.mamba. First the convolution of all channels, then one task for each head of each
+   sequence, which goes through the sequence's rows in order, then one task for each row, which gates and normalizes it.
+   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. */
 
 enum { MAMBA_COLUMNS = 4, NO_NORM = 0, GATE_FIRST = 1, NORM_FIRST = 2 };
 
@@ -106,9 +106,9 @@ static void mamba_ends(void *argument) {
         else mamba_end(job, row, 0);
 }
 
-/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] and
-   behind it [rows, heads * width] numbers are scratch. bias and norm may be NULL; order: 0 without a norm, 1 with the gate before the
-   norm, 2 with the norm before the gate; half: as of quire_gated, and the type of columns. */
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] is
+   scratch, as are the [rows, heads * width] numbers behind it. bias and norm may be NULL; order: 0 without a norm, 1
+   with the gate before the norm, 2 with the norm before the gate; half: as of quire_gated, and the type of columns. */
 void quire_mamba(const void *inner, const void *gate, const void *step, const float *conv, const float *bias,
                  const float *rate, const float *shift, const float *skip, const float *norm, const int32_t *starts,
                  const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,

@@ -31,7 +31,8 @@ INLINE void keep_copies(const StateRows *of, long s, long rows, char *base, long
 
    x          inputs; times: numbers by which they are multiplied, the product rounded to their type; NULL: by none
    bias       added to the sum; NULL: nothing
-   opened     numbers that multiply the sum, of the type of x, as the result is then; NULL: the result is its silu, float32
+   opened     numbers that multiply the sum, of the type of x, as the result is then; NULL: the result is the sum's silu
+              in float32
    columns    [states][taps - 1][channels] of the type of x */
 typedef struct ConvJob {
     Tasks tasks;
