@@ -137,7 +137,7 @@ def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_nu
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Return the plans of all ranks with the fewest blocks and checkpoints and the shortest context of any rank."""
+    """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     host = min(one.host_blocks for one in sizes)
     copies = min((one.checkpoints for one in sizes if one.geometry.states), default=0)  # a stage may have no states
