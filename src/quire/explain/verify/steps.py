@@ -31,8 +31,8 @@ def check_layers(model: Decoder) -> None:
     for layer in model.layers:
         if layer.beside is not None or type(layer.attention) not in MIXERS or type(layer.mlp) not in FEED_FORWARDS:
             raise ConfigError(
-                f"verify does not know the steps of all layers of a {model.args.model_type} model: compare the tokens of "
-                "--dtype float32 with those of transformers."
+                f"verify does not know the steps of all layers of a {model.args.model_type} model: compare the tokens "
+                "of --dtype float32 with those of transformers."
             )
 
 
