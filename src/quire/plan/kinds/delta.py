@@ -45,9 +45,7 @@ class DeltaKind:
         args, own = self._args, self._rows(write)
         yield self._projection(write, "input.weight", ("q", "k", "v", "z"), width, layer)
         yield self._projection(write, "rates.weight", ("b", "a"), width, layer)
-        conv = write.param(AT + "rule.conv", {side: own[side] for side in "qkv"}, args.taps, shard="rows", layer=layer)
-        parts = tuple(structs.replace(part, shape=(part.shape[0], 1, args.taps)) for part in conv.parts)
-        yield structs.replace(conv, shape=(conv.shape[0], 1, args.taps), parts=parts)
+        yield write.convolution(AT + "rule.conv", {side: own[side] for side in "qkv"}, args.taps, layer)
         for name in ("rate", "shift"):
             yield write.param(AT + f"rule.{name}", {"": own["a"]}, dtype="float32", shard="rows", layer=layer)
         yield write.param(AT + "rule.norm", {"": StoredRows(args.value_dim)}, layer=layer)
