@@ -37,21 +37,38 @@ HEADS = [
     ("eagle3", {"library": True}),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "norm_before_residual": True}),
     ("eagle3", {"norm_before_residual": False, "known": eagle.VOCAB}),
+    ("eagle3", {"norms": "joined", "norm_output": True, "library": True, "family": "gpt_oss"}),
+    ("eagle3", {"norms": "each", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [6, 1, 4]}, "family": "mistral"}),
 ]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose next token most often depends on its last token alone."""
-    return eagle.model(tmp_path_factory.mktemp("target"), bundled_model(), 0.04)
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a model of a family whose next token most often depends on its last token alone."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = eagle.model(tmp_path_factory.mktemp(family), bundled_model(), 0.04, family)
+        return made[family]
+
+    return make
 
 
 @pytest.fixture
-def drafting(target: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+def target(targets: Callable[[str], Path]) -> Path:
+    """Such a model of Llama's family."""
+    return targets("llama")
+
+
+@pytest.fixture
+def drafting(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
     """Makes engines that draft with a head of these tensors."""
     made: list[LLM] = []
 
-    def make(kind: str, own: dict[str, Tensor], keys: Any = None, more: Any = None, **options: Any) -> LLM:
+    def make(
+        target: Path, kind: str, own: dict[str, Tensor], keys: Any = None, more: Any = None, **options: Any
+    ) -> LLM:
         head = eagle.write(tmp_path / f"head{len(made)}", kind, own, **(keys or {}))
         given = {"method": kind, "model": str(head), "num_speculative_tokens": 3} | (more or {})
         made.append(LLM(str(target), **OPTIONS | options, speculative_config=given))
@@ -64,13 +81,15 @@ def drafting(target: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
 
 @pytest.mark.parametrize(("kind", "keys"), HEADS)
 def test_logits_of_drafts_are_those_of_the_formula(
-    kind: str, keys: dict[str, Any], target: Path, drafting: Callable[..., LLM]
+    kind: str, keys: dict[str, Any], targets: Callable[[str], Path], drafting: Callable[..., LLM]
 ) -> None:
     """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
     keys = dict(keys)
-    own = eagle.tensors(kind, keys.pop("known", eagle.KNOWN), 1)
+    target, norms = targets(keys.pop("family", "llama")), keys.pop("norms", "")
+    own = eagle.tensors(kind, keys.pop("known", eagle.KNOWN), 1, norms)
+    keys |= {"joined": {"norm_before_fc": True}, "each": {"fc_norm": True}}.get(norms, {})
     alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
-    llm = drafting(kind, own, keys, alone, max_num_batched_tokens=12, enable_prefix_caching=False)
+    llm = drafting(target, kind, own, keys, alone, max_num_batched_tokens=12, enable_prefix_caching=False)
     runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
     draft = drafter.draft
     drafter_of(llm).draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
@@ -80,7 +99,10 @@ def test_logits_of_drafts_are_those_of_the_formula(
     outputs = llm.generate(prompts, asked, use_tqdm=False)
     text = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
     layers = tuple(keys.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", (2, 3, 3)))
-    oracle = eagle.Oracle(target, kind, own, layers, keys.get("norm_before_residual", "library" in keys))
+    residual = keys.get("norm_before_residual", "library" in keys)
+    oracle = eagle.Oracle(target, kind, own, layers, residual, keys.get("norm_output", False))
+    greedy = oracle.model(torch.tensor([text])).logits[0].argmax(-1)[28:-1].tolist()
+    assert text[29:] == greedy, "drafts change no answer"
     states, made = oracle.states(text), [run for run in runs if run]
     for run in made:
         first = run[0][0]
@@ -89,10 +111,12 @@ def test_logits_of_drafts_are_those_of_the_formula(
     assert len(made) > 5 and made[-1][-1][0] > 50 and len(runs) - len(made) > 8, "with and without drafts"
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"), [("eagle", "llama"), ("eagle3", "llama"), ("eagle", "gpt_oss"), ("eagle3", "mistral")]
+)
+def test_a_head_that_knows_the_model_is_always_right(kind: str, family: str, tmp_path: Path) -> None:
     """After chunks, behind reused prefixes and after steps without drafts; EAGLE-3 with noise, too."""
-    target = eagle.model(tmp_path / "target", bundled_model(), 0.0)
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0, family)
     head = eagle.write(tmp_path / "head", kind, eagle.knowing(kind, target))
     ranges = [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
     given = {
@@ -169,7 +193,7 @@ def test_a_head_drafts_for_a_quantized_model(form: str, kind: str, truth: Truth,
 
 
 def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> None:
-    target = eagle.model(tmp_path / "target", bundled_model(), 0.0, qwen=True)
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0, "qwen3")
     own = eagle.knowing("eagle3", target, eagle.KNOWN)
     head = eagle.write(tmp_path / "head", "eagle3", own, library=True, verifier=str(target), norm_before_residual=False)
     with LLM(str(head), **OPTIONS | {"max_model_len": 2100}) as llm:
@@ -215,11 +239,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"vocab_size": 9000}, {}, {}, "has 9000 token ids and the model has 8192: use a draft model with the model's"),
     ({"hidden_size": 128, "head_dim": 64}, {}, {}, "reads states of 128 numbers and the model's have 64: use the head"),
     ({"target_hidden_size": 32}, {}, {}, "target_hidden_size=32 of an EAGLE head is not implemented: use one with 64"),
-    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, {}, {}, "reads the states before layer 6, and the model has the"),
-    ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, {}, "must be a list of layer numbers"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, {}, {}, "reads the states before layer 7, and the model has the"),
+    ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, {}, "must be a list of at most 16 layer numbers"),
+    ({"norm_before_fc": True, "fc_norm": True}, {}, {}, "norm_before_fc and fc_norm exclude each other"),
     ({"num_hidden_layers": 2}, {}, {}, "num_hidden_layers=2 of an EAGLE head is not implemented: use one with 1"),
     ({"model_type": "qwen3"}, {}, {}, "model_type='qwen3' of an EAGLE head is not implemented: use one with"),
-    ({"norm_before_fc": True}, {}, {}, "norm_before_fc=True of an EAGLE head is not implemented"),
+    ({"norm_before_fc": True}, {}, {}, "lacks input_norm.weight"),
+    ({"layernorms": True}, {}, {}, "layernorms=True of an EAGLE head is not implemented"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, {}, "use_aux_hidden_state=False of an EAGLE head"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, {}, "head with rope type dynamic is not implemented"),
     ({"sliding_window": 4096}, {}, {}, "sliding_window=4096 is not implemented for this family"),

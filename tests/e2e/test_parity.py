@@ -76,7 +76,8 @@ def split(row: Row) -> tuple[Row, Row]:
 def test_the_cover_has_every_pair(checkpoints: Mapping[str, Sequence[Any]]) -> None:
     factors = {**checkpoints, **RUNS}
     rows = pairwise(factors, possible)
-    assert all(possible(row) for row in rows) and len(rows) < 40
+    one, other = sorted(map(len, factors.values()))[-2:]
+    assert all(possible(row) for row in rows) and len(rows) < 1.1 * one * other, "a row for each pair of the longest"
     for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
         for x, y in itertools.product(xs, ys):
             assert possible({a: x, b: y}) == any(row[a] == x and row[b] == y for row in rows), (a, x, b, y)
@@ -135,7 +136,9 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
     again = llm.generate(mine, greedy(8), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in again] == [e[:8] for e in expected]
     if run["pool"] == "normal":
-        block = llm.engine.memory.geometry.hit_size if run["prefix"] else len(whole[-1]) + 1
+        geometry = llm.engine.memory.geometry
+        alone = set(geometry.windows) == {1}  # later tokens read no block of a prefix: it is found without being stored
+        block = geometry.hit_size if run["prefix"] or alone else len(whole[-1]) + 1
         assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // block * block for p in mine]
     scored = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=-1), use_tqdm=False)
     for ids, out in zip(whole, scored, strict=True):

@@ -30,8 +30,9 @@ from quire.explain.verify.parity import NUM_TOKENS, verify
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
 from quire.models import qwen2
+from quire.plan.as_stored import as_stored
 from quire.plan.layout import layout
-from quire.weights.files import INDEX
+from quire.weights.files import INDEX, read_checkpoint
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
@@ -59,9 +60,20 @@ STEPS = {
     "mlp.shared.down": "shared down_proj", "mlp.shared_gate": "shared_expert_gate", "attention.sinks": "attention",
     "attention.wide_norm.q": "queries", "attention.wide_norm.k": "keys", "mlp.router.correction": "router",
     "mlp.experts.gate_up_bias gate": "experts", "mlp.experts.gate_up_bias up": "experts",
-    "mlp.experts.down_bias": "experts",
+    "mlp.experts.down_bias": "experts", "mlp.experts.gate_up": "experts", "mlp.experts.gate_up_bias": "experts",
+    "mlp.router.scale": "router", "mlp.router.expert_scale": "router", "factor": "sum",
+    "input.gate": "per_layer_input_gate", "input.project": "per_layer_projection",
+    "inputs.embed": "product with its embedding", "inputs.project": "product with its embedding",
+    "inputs.norm": "product with its embedding",
 }  # fmt: skip
-OUTSIDE = {"embed": "embed", "norm": "norm", "head": "logits"}  # stages that are no half of a layer
+NORM = r"(attention_|mlp_|mlp\.dense_|mlp\.experts_|input_|)(norm|after)"  # parameters of norms of hidden states
+OUTSIDE = {
+    "embed": "embed",
+    "norm": "norm",
+    "head": "logits",
+    "inputs": "layer 0 feed-forward",  # is the first that reads embeddings for each layer
+}  # parameters of no layer -> their stage
+FIRST_NORM = {"olmo2": "queries", "olmo3": "queries", "exaone4": "q_norm"}  # others: input_layernorm
 
 
 def peer_of(folder: Path) -> Path | None:
@@ -69,7 +81,8 @@ def peer_of(folder: Path) -> Path | None:
     return folder / "peer" if (folder / "peer").is_dir() else None
 
 
-Change = Callable[[Callable[[str], Tensor]], object]  # given a function from checkpoint names to loaded rows
+Rows = Callable[..., Tensor]  # the loaded rows of a tensor by its checkpoint name, or of a parameter and its part
+Change = Callable[[Rows], object]
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +115,17 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             )
             report = load_weights(stand_in, folder, progress, **options)
 
-            def rows(stored: str) -> Tensor:
+            def rows(*named: str) -> Tensor:
                 taken = {(module, place): tensors for module, place, tensors in kept}  # in any order
                 for unit in load_units(model.layout):
                     tensors = taken[unit.module, unit.place]
                     for raw in unit.tensors:
-                        first = 0
+                        first, parameter = 0, f"{unit.module}.{raw.name}"
                         for part in raw.parts:
-                            if part.stored == stored:
+                            if named in ((part.stored,), (parameter, part.name)):
                                 return tensors[raw.name][first : first + part.rows]
                             first += part.rows
-                raise KeyError(stored)
+                raise KeyError(named)
 
             if change is not None:
                 change(rows)
@@ -128,6 +141,12 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             return verify(str(folder), CONFIG, reference=peer_of(folder))
 
     return run
+
+
+def args_of(folder: Path) -> ModelArgs:
+    """Arguments of a checkpoint, with the form in which its experts are stored."""
+    tensors = read_checkpoint(folder).tensors
+    return as_stored(read_checkpoint_config(folder), tensors, lambda name: tensors[name].shape)
 
 
 def kinds(args: ModelArgs) -> Iterator[tuple[str, str, str]]:
@@ -151,10 +170,11 @@ def place(stored: str, parameter: str, part: str) -> tuple[str, str]:
     Norms of hidden states have the names of the checkpoint's modules.
     """
     inside = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter)
-    norm = parameter.startswith("layers.") and re.fullmatch(r"(attention_|mlp_|)(norm|after)", inside)
+    own = parameter.startswith("layers.")
+    norm = own and re.fullmatch(NORM, inside)
     step = stored.split(".")[-2] if norm else STEPS[f"{inside} {part.rpartition('.')[2]}".strip()]
-    half = "attention" if inside.startswith("attention") else "feed-forward"
-    return OUTSIDE.get(inside) or f"layer {parameter.split('.')[1]} {half}", step
+    half = "attention" if inside.startswith("attention") or inside == "norm" else "feed-forward"
+    return f"layer {parameter.split('.')[1]} {half}" if own else OUTSIDE[inside.split(".")[0]], step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,11 +206,12 @@ def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, famil
     """
     folder, known = checkpoint(family), set[tuple[str, str]]()
     for other in () if FULL else FIRST[: FIRST.index(family)]:
-        known |= {kind(*each[1:]) for each in kinds(read_checkpoint_config(checkpoint(other)))}
-    planted_here = [each for each in kinds(read_checkpoint_config(folder)) if kind(*each[1:]) not in known]
+        known |= {kind(*each[1:]) for each in kinds(args_of(checkpoint(other)))}
+    planted_here = [each for each in kinds(args_of(folder)) if kind(*each[1:]) not in known]
     assert len(planted_here) >= 7
     for stored, parameter, part in planted_here:
-        report = planted(folder, lambda rows, name=stored: rows(name).mul_(1.001))
+        every = 2 if parameter == "inputs.project.weight" else 1  # a norm would undo a factor of all its rows
+        report = planted(folder, lambda rows, own=(parameter, part), every=every: rows(*own)[::every].mul_(1.001))
         assert [changed.name for changed in report.changed] == [stored]
         assert not report.ok and f"    {stored}: " in report.render()
         if report.first_divergent is None and (".experts." in parameter or parameter.endswith("router.correction")):
@@ -201,12 +222,16 @@ def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, famil
 @pytest.mark.parametrize("family", PLANTED)
 def test_an_error_in_what_the_configuration_says_is_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)
+    layers = FAMILIES[family].options.get("num_hidden_layers", 3)
     report = planted(folder, config=lambda args: with_mixer(args, rope=replace(args.mixers[0].rope, theta=10_010.0)))
-    assert report.first_divergent == ("layer 0 attention", "queries") and not report.changed
-    assert "differs in 3 of 3 layers" in report.render() and "leaves the rotation (rope_theta" in report.render()
-    report = planted(folder, config=lambda args: replace(args, norm=structs.replace(args.norm, eps=10 * args.norm.eps)))
-    assert report.first_divergent == ("layer 0 attention", "input_layernorm")
-    assert "leaves the norm (rms_norm_eps, " in report.render()
+    rotated = next(step.name for step in report.stages[1].steps if step.name in ("queries", "keys"))
+    assert report.first_divergent == ("layer 0 attention", rotated) and not report.changed
+    assert f"differs in {layers} of {layers} layers" in report.render()
+    assert "leaves the rotation (rope_theta" in report.render()
+    report = planted(folder, config=lambda args: replace(args, norm=structs.replace(args.norm, eps=1e-3)))
+    step = FIRST_NORM.get(family, "input_layernorm")
+    assert report.first_divergent == ("layer 0 attention", step)
+    assert ("leaves the norm (rms_norm_eps, " in report.render()) == (step != "queries")
 
 
 @pytest.mark.parametrize("family", [family for family in PLANTED if family in EXPERTS])
@@ -221,19 +246,18 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
     report = planted(folder, config=scaled)
     assert report.first_divergent == (f"layer {first} feed-forward", "router") and not report.changed
     assert "routed_scaling_factor" in report.render()
-    named = {
-        (param.name, part.name): part.stored for param in layout(read_checkpoint_config(folder)) for part in param.parts
-    }
-    one, other = (named["layers.1.mlp.experts.gate_up", f"{expert}.gate"] for expert in (1, 2))
+    param = next(one for one in layout(args_of(folder)) if one.name == "layers.1.mlp.experts.gate_up")
+    parts = {part.name.removesuffix(".gate").removesuffix("."): part for part in param.parts}  # gate, or gate and up
+    one, other = ((param.name, parts[expert].name) for expert in "12")
 
-    def swap(rows: Callable[[str], Tensor]) -> None:
-        kept = rows(one).clone()
-        rows(one).copy_(rows(other))
-        rows(other).copy_(kept)
+    def swap(rows: Rows) -> None:
+        kept = rows(*one).clone()
+        rows(*one).copy_(rows(*other))
+        rows(*other).copy_(kept)
 
     report = planted(folder, swap)
     assert report.first_divergent == ("layer 1 feed-forward", "experts")
-    assert {changed.name for changed in report.changed} == {one, other}
+    assert {changed.name for changed in report.changed} == {parts[expert].stored for expert in "12"}
 
 
 def test_the_scale_of_latent_attention_is_named(checkpoint: Any, planted: Any) -> None:
@@ -251,10 +275,10 @@ def test_small_errors_are_named(checkpoint: Any, planted: Any, family: str) -> N
     width = read_checkpoint_config(folder).mixers[0].head_dim
     norm, query = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
 
-    def nudge(rows: Callable[[str], Tensor]) -> None:
+    def nudge(rows: Rows) -> None:
         rows(norm)[5] += 1e-3
 
-    def permute(rows: Callable[[str], Tensor]) -> None:
+    def permute(rows: Rows) -> None:
         rows(query)[: 2 * width] = rows(query)[: 2 * width].roll(width, 0)
 
     report = planted(folder, nudge)

@@ -27,6 +27,7 @@ from quire.kernels.routing import triton as routing
 from quire.kernels.routing.inputs import DEEPSEEK_V3, QWEN3, ROUTINGS
 
 from ..support.full import FULL
+from ..support.late_residual import LateResidual
 from ..support.thinned import thinned
 
 if not triton_runtime.INTERPRETED:
@@ -69,6 +70,16 @@ def test_routing(plan: Routing, kind: str) -> None:
     assert torch.equal(found[1], wanted[1]) and (found[1] < 0).all(1).tolist() == (~live).tolist()
     wide = torch.cat((logits, logits), 1).bfloat16()[:, plan.num_experts :]
     assert torch.equal(routing.route(wide, bias, plan)[1], routing_ref.route(wide, bias, plan)[1])
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_routing_by_large_logits(top_k: int) -> None:
+    """float32 rounds the sigmoid of all of them to 1."""
+    plan = Routing(num_experts=16, top_k=top_k, scoring="sigmoid")
+    logits = 25 + 2 * torch.randn(7, 16)
+    for actual, wanted in zip(routing.route(logits, None, plan), routing_ref.route(logits, None, plan), strict=True):
+        assert torch.equal(actual, wanted)
+    assert torch.equal(routing.route(logits, None, plan)[1].long(), logits.topk(top_k).indices)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
@@ -207,32 +218,13 @@ def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bo
 def test_the_residual_may_come_late(tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for before the last kernel, which is no dependent launch if it waits for two streams."""
     x, weights, ids, gate_up, down = make(Case(tokens, 8, 2, 48, 24), torch.float32)
-    packed, residual, late = packed_by(triton, gate_up, down), torch.randn_like(x), torch.full_like(x, torch.nan)
+    packed, residual = packed_by(triton, gate_up, down), torch.randn_like(x)
     expected = ref.run(x, weights, ids, packed, None, residual)
-    launched: list[tuple[str, bool]] = []
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(triton, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*given: Any, launch_pdl: bool = False, **options: Any) -> None:
-                assert given[-1] == launch_pdl, "the kernel and its launch"
-                launched.append((self.name, launch_pdl))
-                self.kernel[grid](*given[:-1], False, **options)
-
-            return launch
-
-    def join() -> bool:
-        launched.append(("join", waits))
-        late.copy_(residual)
-        return waits
-
-    for name in ("_few_up_kernel", "_few_down_kernel", "_sort_kernel", "_product_kernel", "_sum_kernel"):
-        monkeypatch.setattr(triton, name, Kernel(name))
-    monkeypatch.setattr(triton.pdl, "in_use", lambda: True)
-    close(triton.run(x, weights, ids, packed, None, late, join), expected)
-    *first, joined, last = launched
+    spy = LateResidual(residual, waits=waits)
+    kernels = ("_few_up_kernel", "_few_down_kernel", "_sort_kernel", "_product_kernel", "_sum_kernel")
+    spy.watch(triton, kernels, monkeypatch)
+    close(triton.run(x, weights, ids, packed, None, spy.late, spy.join), expected)
+    *first, joined, last = spy.launched
     assert joined == ("join", waits)
     assert last == ("_few_down_kernel" if tokens == 3 else "_sum_kernel", not waits)
     names = ["_few_up_kernel"] if tokens == 3 else ["_sort_kernel", "_product_kernel", "_product_kernel"]

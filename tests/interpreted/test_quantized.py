@@ -35,6 +35,7 @@ from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
 from quire.kernels.weight_only import pairs_alone, pairs_in_tiles, pairs_in_words, words
 
+from ..support.late_residual import LateResidual
 from ..support.quantized_cases import (
     ACTIVATED,
     CALLS,
@@ -426,30 +427,10 @@ def test_a_residual_that_comes_late_to_few_tokens(waits: bool, monkeypatch: pyte
     weights, ids = torch.rand(2, 2), torch.tensor([[0, 1], [2, 0]], dtype=torch.int32)
     residual = torch.randn(2, 96).half()
     expected = weight_only_hopper_experts.run(x.contiguous(), weights, ids, packed, None, residual.clone())
-    late, launched = torch.full_like(residual, torch.nan), []
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(pairs_alone, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*given: Any, launch_pdl: bool = False, **options: Any) -> None:
-                assert given[-1] == launch_pdl, "the kernel and its launch"
-                launched.append((self.name, launch_pdl))
-                self.kernel[grid](*given[:-1], False, **options)
-
-            return launch
-
-    def join() -> bool:
-        launched.append(("join", waits))
-        late.copy_(residual)
-        return waits
-
-    for name in ("_alone_up_kernel", "_alone_down_kernel"):
-        monkeypatch.setattr(pairs_alone, name, Kernel(name))
-    monkeypatch.setattr(pairs_alone.pdl, "in_use", lambda: True)
-    assert torch.equal(weight_only_hopper_experts.run(x, weights, ids, packed, None, late, join), expected)
-    assert launched == [("_alone_up_kernel", True), ("join", waits), ("_alone_down_kernel", not waits)]
+    spy = LateResidual(residual, waits=waits)
+    spy.watch(pairs_alone, ("_alone_up_kernel", "_alone_down_kernel"), monkeypatch)
+    assert torch.equal(weight_only_hopper_experts.run(x, weights, ids, packed, None, spy.late, spy.join), expected)
+    assert spy.launched == [("_alone_up_kernel", True), ("join", waits), ("_alone_down_kernel", not waits)]
 
 
 def test_warps_of_few_tokens() -> None:

@@ -84,6 +84,8 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype, act: str) -> None:
     gate_up = activation_inputs.make(shape, dtype)
     close(activation.gated(gate_up, act), activation_ref.gated(gate_up, act))
     assert activation.gated(gate_up[:0], act).shape == (0, shape[1] // 2)
+    gate, up = gate_up.chunk(2, 1)
+    assert torch.equal(activation.gated(gate.contiguous(), act, up), activation.gated(gate_up, act))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -11,6 +11,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from quire.contracts.blocks import first_seen
 from quire.contracts.step import I32, BlendedChunk, StepPlan, StepResult
 from quire.engine.mock_executor import FIRST, MASK, MockExecutor, _Slot, chain
 
@@ -22,6 +23,7 @@ class _Table:
     """The block table of a request, by group.
 
     began       the first position of this step
+    drafted     the first position that a drafter with layers computes at the beginning of the next step
     num_exact   tokens whose KV is that of their prefix; later ones have the request's own
     own         what distinguishes that
     """
@@ -29,6 +31,7 @@ class _Table:
     blocks: list[list[int]]
     own: int
     began: int = 0
+    drafted: int = MASK
     num_exact: int = MASK
 
 
@@ -38,6 +41,7 @@ class CheckedExecutor(MockExecutor):
     windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
     sizes     tokens of a block of each group; (): those of the facts
     tiers     makes the tiers below the device from the mock's memory; None: there are none
+    states    layers keep states: those of slots and checkpoints are digests of the tokens that they stand for
     computed  request id -> tokens computed for it so far, over all its admissions
     """
 
@@ -47,6 +51,7 @@ class CheckedExecutor(MockExecutor):
         windows: Sequence[int | None] = (None,),
         sizes: Sequence[int] = (),
         tiers: Callable[[Memory], MockCopies] | None = None,
+        states: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -56,6 +61,9 @@ class CheckedExecutor(MockExecutor):
         self._memory = np.zeros((facts.num_blocks + 1, max(self._sizes)), np.uint64)
         self._copies = None if tiers is None else tiers(self._memory)
         self._tables: dict[str, _Table] = {}
+        self._states: dict[str, int] | None = {} if states else None  # by request; slots are not cleared
+        self._checkpoints: dict[int, int] = {}
+        self._kept: dict[str, dict[int, int]] = {}  # request -> length after which a checkpoint gets its state
 
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         if self._copies is None:
@@ -70,8 +78,40 @@ class CheckedExecutor(MockExecutor):
             self._tables[a.request_id] = _Table([ids.tolist() for ids in a.block_ids], own)
         for slot, group, block in plan.appended.tolist():
             self._tables[self._slots[slot].request_id].blocks[group].append(block)
-        for moved in plan.blended:
+        for moved in plan.features.blended:
             self._move(moved)
+        assert self._states is not None or plan.features.states is None, "no layer keeps states"
+        if self._states is not None:
+            self._enter_states(plan, self._states)
+        if self.facts().drafts_cached:
+            for slot in plan.slots[: plan.num_decodes].tolist():
+                self._draft(self._slots[slot])
+
+    def _enter_states(self, plan: StepPlan, states: dict[str, int]) -> None:
+        """Restore the states of admitted requests, and note the copies of this step."""
+        copies, admitted = plan.features.states, {one.slot: one for one in plan.admitted}
+        restored = dict(copies.restored.tolist()) if copies is not None else {}
+        assert restored.keys() <= admitted.keys(), "a state is restored of a request that is not admitted"
+        for slot, one in admitted.items():
+            assert (slot in restored) == (one.num_computed > 0), "a state is missing, or one too many"
+            states[one.request_id] = self._checkpoints[restored[slot]] if slot in restored else FIRST
+        self._kept = {}
+        for slot, length, checkpoint in copies.kept.tolist() if copies is not None else ():
+            places = self._kept.setdefault(self._slots[slot].request_id, {})
+            assert length not in places and len(places) < 2, "too many copies of a slot"
+            places[length] = checkpoint
+        for request, places in self._kept.items():
+            (slot,) = [slot for slot, state in self._slots.items() if state.request_id == request]
+            count = int(plan.num_tokens[plan.slots.tolist().index(slot)])
+            before = self._slots[slot].computed
+            assert all(before < length <= before + count for length in places), "a copy of a state that is not computed"
+
+    def _draft(self, state: _Slot) -> None:
+        """Check what the first row of a drafter with layers attends to, before a layer of the model writes."""
+        table = self._tables[state.request_id]
+        upto = min(table.drafted, state.computed)
+        for group, window in enumerate(self._windows):
+            self._check(state, group, 0 if window is None else first_seen(upto, window), upto)
 
     def _move(self, chunk: BlendedChunk) -> None:
         """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
@@ -89,6 +129,12 @@ class CheckedExecutor(MockExecutor):
     def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
         table = self._tables[state.request_id]
         table.began = state.computed
+        if self._states is not None:
+            whole = state.digests[state.computed - 1] if state.computed else FIRST
+            assert self._states[state.request_id] == whole, f"{state.request_id} goes on with another state"
+            for length, checkpoint in self._kept.get(state.request_id, {}).items():
+                self._checkpoints[checkpoint] = digests[length - state.computed - 1]
+            self._states[state.request_id] = digests[-1]
         for group, (size, blocks) in enumerate(zip(self._sizes, table.blocks, strict=True)):
             for position, digest in enumerate(digests, state.computed):
                 block = blocks[position // size]
@@ -99,15 +145,21 @@ class CheckedExecutor(MockExecutor):
                 self._memory[block, position % size] = digest ^ group ^ own
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
         super()._compute(state, digests, num_valid)
+        table.drafted = table.began + 1 if state.decodes else state.computed
 
     def _attend(self, state: _Slot) -> None:
         end, table = state.computed, self._tables[state.request_id]
-        for group, (window, size) in enumerate(zip(self._windows, self._sizes, strict=True)):
+        for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, table.began - window + 1)  # what the first row sees
             if window is not None and window < 0:
                 first = table.began // -window * -window
-            blocks = table.blocks[group][first // size : -(-end // size)]
-            seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
-            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
-            expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
-            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+            self._check(state, group, first, end)
+
+    def _check(self, state: _Slot, group: int, first: int, end: int) -> None:
+        """Check that a group has the KV of the request's own prefix at these positions."""
+        table, size = self._tables[state.request_id], self._sizes[group]
+        blocks = table.blocks[group][first // size : -(-end // size)]
+        seen = self._memory[blocks, :size].reshape(-1)[first % size :][: end - first]
+        expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+        expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
+        assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"

@@ -29,13 +29,21 @@ HEAD = LLAMA | {
 }
 
 
-def model(folder: Path, tokenizer: Path, scale: float = 0.02, qwen: bool = False) -> Path:
+FAMILIES: dict[str, dict[str, Any]] = {  # of targets: keys beside those of `LLAMA`
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 11},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11, "rope_parameters": None},
+}
+
+
+def model(folder: Path, tokenizer: Path, scale: float = 0.02, family: str = "llama") -> Path:
     """Write a model whose next token depends, with scale 0, on its last token alone."""
     torch.manual_seed(0)
-    family = transformers.Qwen3ForCausalLM if qwen else transformers.LlamaForCausalLM
-    made = family(family.config_class(**LLAMA, initializer_range=1.0)).float()
+    config = transformers.AutoConfig.for_model(family, **LLAMA | FAMILIES[family], initializer_range=1.0)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, value in made.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "o_proj.bias", "experts.down_proj", "down_proj_bias")):
             value.data *= scale
     made.lm_head.weight.data /= 4
     made.save_pretrained(folder)
@@ -44,8 +52,8 @@ def model(folder: Path, tokenizer: Path, scale: float = 0.02, qwen: bool = False
     return folder
 
 
-def tensors(kind: str, known: int, seed: int) -> dict[str, Tensor]:
-    """Random tensors of a head, with the names of the flat form."""
+def tensors(kind: str, known: int, seed: int, norms: str = "") -> dict[str, Tensor]:
+    """Random tensors of a head, with the names of the flat form. norms: as in `EagleArgs`."""
     torch.manual_seed(seed)
     wide = 2 * HIDDEN if kind == "eagle3" else HIDDEN
     at = "midlayer." if kind == "eagle3" else "layers.0."
@@ -60,15 +68,20 @@ def tensors(kind: str, known: int, seed: int) -> dict[str, Tensor]:
     small = 0.5 if kind == "eagle" else 1.0  # no norm bounds what it makes of its own output
     found = {name: small * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
     found |= {f"{at}self_attn.{x}_proj.bias": torch.randn(HIDDEN) / 4 for x in "qkvo"}
-    norms = [f"{at}post_attention_layernorm"]
+    places = [f"{at}post_attention_layernorm"]
     if kind == "eagle3":
-        norms += [f"{at}input_layernorm", f"{at}hidden_norm", "norm"]
+        places += [f"{at}input_layernorm", f"{at}hidden_norm", "norm"]
         found["lm_head.weight"] = torch.randn(known, HIDDEN) / 8
     if kind == "eagle3" and known < VOCAB:
         targets = torch.arange(0, VOCAB, 2)[:known] + torch.arange(known) % 2
         found["d2t"] = targets - torch.arange(known)
         found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter_(0, targets, True)
-    return found | {f"{name}.weight": torch.rand(HIDDEN) + 0.5 for name in norms}
+    found |= {f"{name}.weight": torch.rand(HIDDEN) + 0.5 for name in places}
+    if norms == "joined":
+        found["input_norm.weight"] = torch.rand(3 * HIDDEN) + 0.5
+    elif norms:
+        found |= {f"fc_norm.{place}.weight": torch.rand(HIDDEN) + 0.5 for place in range(3)}
+    return found
 
 
 def write(
@@ -182,9 +195,10 @@ class Oracle:
         own: dict[str, Tensor],
         layers: tuple[int, ...] = (2, 3, 3),
         norm_residual: bool = False,
+        norm_output: bool = False,
     ) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.kind, self.layers, self.norm_residual = kind, layers, norm_residual
+        self.kind, self.layers, self.norm_residual, self.norm_output = kind, layers, norm_residual, norm_output
         self.own = {name.replace("midlayer.", "").replace("layers.0.", ""): value for name, value in own.items()}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -196,9 +210,17 @@ class Oracle:
     @torch.inference_mode()
     def states(self, tokens: list[int]) -> Tensor:
         """The state before each token; that before the first is unknown."""
+        last = list[Tensor]()
+        held = self.model.model.norm.register_forward_pre_hook(lambda module, given: last.append(given[0]))
         found = self.model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        held.remove()
         if self.kind == "eagle3":
-            states = self.linear(torch.cat([found[layer][0] for layer in self.layers], -1), "fc")
+            every = [*found[:-1], *last]
+            read = [every[layer][0] for layer in self.layers]
+            if "fc_norm.0.weight" in self.own:
+                read = [self.norm(state, f"fc_norm.{place}") for place, state in enumerate(read)]
+            joined = torch.cat(read, -1)
+            states = self.linear(self.norm(joined, "input_norm") if "input_norm.weight" in self.own else joined, "fc")
         else:
             states = found[-1][0]
         return torch.cat((torch.zeros_like(states[:1]), states[:-1]))
@@ -233,6 +255,7 @@ class Oracle:
         for _ in range(count):
             state = self.layer(ids, states)[-1:]
             found.append(self.logits(state))
+            state = self.norm(state, "norm") if self.norm_output else state
             ids, states = torch.cat((ids, found[-1].argmax()[None])), torch.cat((states, state))
         return torch.stack(found)
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from .tiny_models import Tiny, random_model, write_model
 
 VOCAB, CONTEXT, LAYERS = 8192, 1024, 4
-FAMILIES = ("glm4_moe", "deepseek_v3")  # with prediction layers: grouped-query attention, and latent attention
+# With prediction layers: grouped-query attention, latent attention, and that of GLM-4.7-Flash.
+FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 @torch.no_grad()

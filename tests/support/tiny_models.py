@@ -316,7 +316,8 @@ class Oracle:
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
 
-    Llama 4 counts padding as positions there, so its prompts run one by one.
+    Llama 4 counts padding as positions there, so its prompts run one by one. With a window of 1 the cache of
+    transformers keeps all tokens instead of none, so it is off.
     """
     if model.config.model_type == "llama4_text" and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
@@ -330,6 +331,7 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[lis
         max_new_tokens=count,
         min_new_tokens=count,
         pad_token_id=0,
+        use_cache=getattr(model.config, "sliding_window", None) != 1,
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -168,7 +168,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
     if family.heads.by_kind and keys.get("rope_parameters") is None:
-        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.rotated}
+        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.heads.rotated}
         ropes = {"full_attention": full, "sliding_attention": {"rope_theta": family.window.theta}}
         keys = Keys({**keys, "rope_parameters": ropes}, keys.source)
     _refuse_math(keys, family)

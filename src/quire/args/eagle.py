@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.args.keys import Keys
+from quire.contracts.params import MOST_READS
 
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -16,9 +17,9 @@ ONLY = {
     "model_type": "llama",
     "num_hidden_layers": 1,
     "use_aux_hidden_state": True,
-    **dict.fromkeys(
-        ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting"), False
-    ),
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    **dict.fromkeys(("layernorms", "use_mtp_layernorm", "embed_requires_grad", "parallel_drafting"), False),
 }
 
 
@@ -29,7 +30,10 @@ class EagleArgs:
     method       "eagle": reads the last hidden states; "eagle3": states between layers
     vocab_size   token ids of the model that it drafts for; `ModelArgs.vocab_size` has those of the head
     context      positions that the head was trained for
-    layer_ids    layers of the model whose inputs an EAGLE-3 head reads; (): a low, a middle and a high one
+    layer_ids    layers of the model whose inputs an EAGLE-3 head reads; (): a low, a middle and a high one. The number
+                 of layers stands for the output of the last layer
+    norms        norms of the states before the projection: "" none, "joined" one of all together, "each" one of each
+    norm_output  True: the next pass reads the head's output after the final norm
     norm_residual  True: the residual of the layer is the states after their norm
     at, fc, bias   names of the layer and of the projection in the checkpoint; True: the projection has a bias
     """
@@ -38,6 +42,8 @@ class EagleArgs:
     vocab_size: int
     context: int
     layer_ids: tuple[int, ...] = ()
+    norms: str = ""
+    norm_output: bool = False
     norm_residual: bool = False
     at: str = "layers.0"
     fc: str = "fc"
@@ -69,13 +75,21 @@ def read_head(raw: Mapping[str, Any], source: str, method: str) -> tuple[Keys, E
         if every.get(key) not in (None, value):
             raise keys.unsupported(f"{key}={every[key]!r} of an EAGLE head is not implemented: use one with {value!r}.")
     ids = every.get(IDS) or []
-    if not isinstance(ids, list) or any(type(one) is not int for one in ids):
-        raise keys.wrong(f"{IDS}={ids!r} must be a list of layer numbers.")
+    if not isinstance(ids, list) or any(type(one) is not int for one in ids) or len(ids) > MOST_READS:
+        raise keys.wrong(f"{IDS}={ids!r} must be a list of at most {MOST_READS} layer numbers.")
+    wide = Keys({**raw, **(keys.object("eagle_config") or {})}, source)
+    before, each = wide.flag("norm_before_fc"), wide.flag("fc_norm")
+    if before and each:
+        raise keys.wrong("norm_before_fc and fc_norm exclude each other: one norm of all states, or one of each.")
+    if method == "eagle" and (before or each or wide.flag("norm_output")):
+        raise keys.unsupported("norm_before_fc, fc_norm and norm_output belong to EAGLE-3, and this is an EAGLE head.")
     return Keys(layer | {"architectures": ["LlamaForCausalLM"]}, source), EagleArgs(
         method=method,
         vocab_size=every.size("vocab_size"),
         context=every.size("max_position_embeddings"),
         layer_ids=tuple(ids),
+        norms="joined" if before else "each" if each else "",
+        norm_output=wide.flag("norm_output"),
         norm_residual=keys.flag("norm_before_residual", method == "eagle3" and bool(library)),
         at="layers.0" if library or method == "eagle" else "midlayer",
         bias=keys.flag("fusion_bias"),

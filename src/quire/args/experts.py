@@ -19,7 +19,8 @@ class Routing:
 
     logits   = x @ router, plus the router's bias when `logit_bias`
     scores   = softmax or sigmoid of the logits (`scoring`)
-    chosen   = scores + correction, when `correction`: it changes the choice of experts, never their weights
+    chosen   = scores + correction, when `correction`: it changes the choice of experts, never their weights.
+               The logits, when `by_logits`
     groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
                score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
     ids      = top_k of chosen, best first; of equal scores the expert with the lower number
@@ -39,6 +40,11 @@ class Routing:
     normalize_eps: float = 0.0
     scaling: float = 1.0
     expert_scale: bool = False
+
+    @property
+    def by_logits(self) -> bool:
+        """True: experts are chosen by their logits, since float32 rounds the sigmoid of all logits above 17 to 1."""
+        return self.scoring == "sigmoid" and not self.correction and self.num_groups == 1
 
 
 class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):

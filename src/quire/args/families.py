@@ -50,9 +50,10 @@ class Heads:
                  "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
     settings     True: config.json must have rotary settings, since the family's own default is no plain rotation
     gated        attn_output_gate when config.json lacks the key
+    rotated      part of each head that is rotated when partial_rotary_factor is missing
     interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
-                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
+                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated`
     """
 
     qk_norm: str | None = ""
@@ -68,6 +69,7 @@ class Heads:
     scale: float = 0.0
     by_kind: bool = False
     gated: bool = False
+    rotated: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,6 @@ class Family:
     form: LayerForm = LayerForm()
     theta: float = 10_000.0  # when rope_theta is missing
     dtype: str = "float32"  # of the stored weights when config.json names none
-    rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     words: str = ""
 
     @cached_property
@@ -147,7 +148,7 @@ class Family:
 
 OWN_KV = Heads(one_kv_each=True)
 QWEN3 = Heads(qk_norm="head", dim=128)
-QWEN35 = Heads(qk_norm="head", dim=256, gated=True)
+QWEN35 = Heads(qk_norm="head", dim=256, gated=True, rotated=0.25)
 QWEN35_KEYS = (
     "attention_bias attn_output_gate partial_rotary_factor full_attention_interval linear_conv_kernel_dim "
     "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_ssm_dtype "
@@ -205,8 +206,8 @@ FAMILIES: Mapping[str, Family] = {
                           window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
                           words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
     "gemma4_text": Family(architecture="Gemma4ForCausalLM", qkv_bias=None, output_bias=None, experts="gemma4",
-                          beside="enable_moe_block", rotated=0.25,
-                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True),
+                          beside="enable_moe_block",
+                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True, rotated=0.25),
                           form=replace(GEMMA, plus_one=False, scaled=True), theta=1e6,
                           window=Window(default=512, layers="between", period=6, last_full=True, plain=True,
                                         theta=10_000.0),
@@ -225,8 +226,8 @@ FAMILIES: Mapping[str, Family] = {
                                heads=OWN_KV, form=LayerForm(width_key="shared_intermediate_size"),
                                words="attention_bias attention_multiplier embedding_multiplier residual_multiplier "
                                      "logits_scaling shared_intermediate_size num_experts_per_tok " + MAMBA),
-    "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True, rotated=0.5,
-                   heads=Heads(dim=128, interleaved=True), form=LayerForm(norms="both", eps=1.5625e-7),
+    "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
+                   heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),
     "exaone4": Family(architecture="Exaone4ForCausalLM", heads=Heads(qk_norm="head", unrotated="full"),
                       form=LayerForm(norms="after", eps=1e-5),
@@ -245,13 +246,13 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None,
                         heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
                         experts="qwen3_moe", words="attention_bias"),
-    "qwen3_next": Family(architecture="Qwen3NextForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+    "qwen3_next": Family(architecture="Qwen3NextForCausalLM", qkv_bias=None, output_bias=None,
                          heads=QWEN35, form=LayerForm(plus_one=True), experts="qwen3_next",
                          recurrent="qwen3_next", words=QWEN35_KEYS),
-    "qwen3_5_text": Family(architecture="Qwen3_5ForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+    "qwen3_5_text": Family(architecture="Qwen3_5ForCausalLM", qkv_bias=None, output_bias=None,
                            heads=QWEN35, form=LayerForm(plus_one=True), recurrent="qwen3_5",
                            words=QWEN35_KEYS + " mrope_section"),
-    "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None, rotated=0.25,
+    "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None,
                                heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
                                experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
@@ -267,8 +268,8 @@ FAMILIES: Mapping[str, Family] = {
                       latent="deepseek_v3", words="num_nextn_predict_layers"),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
                           latent="deepseek_v3", words="num_nextn_predict_layers"),
-    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None),
-                       form=LayerForm(eps=1e-5), rotated=0.5, experts="glm4_moe",
+    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None, rotated=0.5),
+                       form=LayerForm(eps=1e-5), experts="glm4_moe",
                        words="attention_bias partial_rotary_factor use_qk_norm num_nextn_predict_layers"),
     "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
                             experts="glm4_moe_lite", latent="deepseek_v3", words="num_nextn_predict_layers"),

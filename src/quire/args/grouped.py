@@ -101,7 +101,7 @@ def _growth(keys: Keys, family: Family, rope: RopeArgs) -> dict[str, Any]:
     if family.heads.grow == "all":
         settings = Keys(rope_settings(keys), f"{keys.source}: rope settings")
         return {"growth": settings.positive("llama_4_scaling_beta"), "trained": rope.original_max_position}
-    if not family.heads.grow or not keys.flag("attn_temperature_tuning", True):
+    if not family.heads.grow or not _tunes(keys):
         return {"trained": rope.original_max_position}
     trained, context = keys.size("floor_scale", 8192), keys.size("max_position_embeddings")
     if trained * MOST_GROWTH_STEPS <= context:
@@ -110,6 +110,12 @@ def _growth(keys: Keys, family: Family, rope: RopeArgs) -> dict[str, Any]:
             f"{MOST_GROWTH_STEPS} times as many: use another model."
         )
     return {"growth": keys.positive("attn_scale", 0.1), "trained": trained, "ahead": 1}
+
+
+def _tunes(keys: Keys) -> bool:
+    """True unless attn_temperature_tuning is off. The first published files of Llama 4 have the number 4 there."""
+    fits = lambda value: value is None or isinstance(value, bool | int)  # noqa: E731
+    return bool(keys.checked("attn_temperature_tuning", fits, "true or false", True))
 
 
 def read_cap(keys: Keys, family: Family, key: str, default: float | None) -> float | None:
@@ -133,7 +139,7 @@ def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> in
                 "this family: use another model."
             )
         return head_dim
-    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
+    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.heads.rotated)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
         raise keys.unsupported(

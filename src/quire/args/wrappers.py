@@ -3,7 +3,7 @@
 Only the language model runs. Its keys lie in `text_config`, a few beside it; its tensors have names of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -60,12 +60,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 }
-AROUND = ("quantization_config", "compression_config", "tie_word_embeddings", "dtype", "torch_dtype")  # keys beside
+QUANTIZED = ("quantization_config", "compression_config")
+AROUND = (*QUANTIZED, "tie_word_embeddings", "dtype", "torch_dtype")  # keys beside
+KEPT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")  # names of unquantized modules
 
 
 def unwrapped(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], WrapperArgs | None]:
     """Return the keys of the language model of a config.json, and its place; of another file its own keys and None.
 
+    The names of modules that stay unquantized tell the place. `plan/as_stored.py` corrects it by the stored tensors.
     Raises ModelError for a `text_config` that is no object.
     """
     wrapper = WRAPPERS.get(str(raw.get("model_type")))
@@ -81,8 +84,22 @@ def unwrapped(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], W
     inner = keys.object("text_config") or {}
     found = dict(wrapper.defaults) | {"model_type": wrapper.text} | inner | beside
     found.pop("architectures", None)  # of the model around it, if any
-    root, head = PLACES[0]
+    root, head = place_of(_kept(beside))
     return found, WrapperArgs(model_type=str(raw["model_type"]), root=root, head=head)
+
+
+def place_of(names: Iterable[str], default: tuple[str, str] = PLACES[0]) -> tuple[str, str]:
+    """Return the one of PLACES to which names of tensors or modules belong; `default` if none tells."""
+    known = [name.replace("\\", "") for name in names]  # patterns are names with escaped dots
+    return next((place for place in PLACES if any(place[0] in name for name in known)), default)
+
+
+def _kept(beside: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of modules that a quantization_config leaves unquantized. Its errors are not raised here."""
+    for key in QUANTIZED:
+        config = beside.get(key)
+        for names in (config.get(kept) for kept in KEPT) if isinstance(config, Mapping) else ():
+            yield from (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def placed(names: Mapping[tuple[str, str], str], wrapper: WrapperArgs | None) -> Mapping[tuple[str, str], str]:

@@ -13,6 +13,7 @@ from quire.assemble.build import build_model
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks, make_mover
+from quire.assemble.states import keep_states
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
@@ -73,8 +74,8 @@ def _finish(
         groups=groups,
         eager=plan.config.device.enforce_eager,
         speculation=plan.speculation,
-        states=states.rows if memory.geometry.states else None,
     )
+    keep_states(worker, states)
     shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
     return Parts(
         plan=plan,

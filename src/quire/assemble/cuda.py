@@ -19,7 +19,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.speculation import Speculation
-from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
+from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, PlanFeatures, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
@@ -172,7 +172,7 @@ def _rehearse(
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = max(kind.past for kind in mixers(model.args))
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
-    widened = plan.widened_tokens
+    widened = max(plan.widened_tokens)
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
     if plan.config.cache.enable_cache_blend:
         plans.append(_blended_step(limits))
@@ -226,7 +226,7 @@ def _blended_step(limits: Limits) -> StepPlan:
     chunk = BlendedChunk(
         slot=0, tokens=tokens, sources=limits.block_sizes[0] + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
     )
-    return msgspec.structs.replace(step, blended=(chunk,))
+    return msgspec.structs.replace(step, features=PlanFeatures(blended=(chunk,)))
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:

@@ -24,6 +24,7 @@ from quire.assemble.loaded import Loading, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.rank import load_rank
+from quire.assemble.states import make_checkpoints
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu
@@ -42,7 +43,6 @@ from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.kv.states import StateCheckpoints
 from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
@@ -54,8 +54,6 @@ from quire.plan.memory import MemoryPlan
 from quire.plan.packed_bytes import kept_weights
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
-from quire.plan.rank_report import rank_lines
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
@@ -63,6 +61,8 @@ from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve
 from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
+from quire.reports.engine import PlanReport
+from quire.reports.ranks import rank_lines
 from quire.text.chat import ChatTemplate
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
@@ -71,7 +71,6 @@ from quire.weights.tied import unread_head
 from quire.worker.runner import StepRunner
 
 LOG = logging.getLogger("quire")
-STATE_EVERY = 256  # tokens between two checkpoints of a decode
 
 
 @dataclass(kw_only=True)
@@ -356,10 +355,6 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     scheduler = config.scheduler
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
     pool = BlockPool(memory.num_blocks)
-    states: StateCheckpoints | None = None
-    if memory.checkpoints:
-        unit = memory.geometry.hit_size
-        states = StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit))
     store = make_store(plan, memory, pool, parts.shards, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,
@@ -372,9 +367,6 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         max_model_len=memory.max_model_len,
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
-        num_checkpoints=memory.checkpoints,
-        state_unit=states.unit if states is not None else 0,
-        state_every=states.every if states is not None else 0,
         num_drafts=plan.drafting.num_drafts,
         drafts_cached=plan.speculation is not None and plan.speculation.layered,
         blends=config.cache.enable_cache_blend,
@@ -396,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences(), states=states),
+        KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences(), states=make_checkpoints(memory)),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,

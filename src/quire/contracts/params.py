@@ -10,6 +10,8 @@ import msgspec
 
 from quire.contracts.scheme import Scheme
 
+MOST_READS = 16  # states of a model that an EAGLE-3 head reads: each may have a norm with weights of its own
+
 
 class Part(msgspec.Struct, frozen=True, gc=False):
     """A slice of a checkpoint tensor. The parts of a parameter fill the parameter's rows one after the other.

@@ -28,8 +28,6 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     draft_lookup  shortest and longest n-gram that is looked up for drafts; (0, 0): none is
     num_stages    stages of pipeline parallelism; each works on another step at the same time
-    num_checkpoints  checkpoints of states; 0: no layer keeps states
-    state_unit, state_every   see `StateCheckpoints`
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
                   decodes this short; 0: it does not
     plans         choices that the engine made at start, by name ("kernels", "memory", ...), as printable values
@@ -51,9 +49,6 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     num_host_blocks: int = 0
     prompt_chunk: int = 0
-    num_checkpoints: int = 0
-    state_unit: int = 0
-    state_every: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 
 

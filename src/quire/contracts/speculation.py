@@ -156,7 +156,10 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
             raise _wrong(f"method {method} needs a model", "give the key model, a folder or hub id")
     elif "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
         own = "drafts with the served model's own layers" if layered else "has no model"
-        raise _wrong(f"method {method} {own}, and {shown(given['model'])} is given as model", "leave model out")
+        raise _wrong(
+            f"method {method} {own}, and {shown(given['model'])} is given as model",
+            "leave model out" + ', or give "method": "draft_model" for a model with its own KV' * layered,
+        )
     if layered and (lookup := next((name for name in SIZES[1:] if name in given), "")):
         raise _wrong(f"{lookup}={shown(given[lookup])}: method {method} looks no n-grams up", f"leave {lookup} out")
     given = {"num_speculative_tokens": 1, **given} if method == "mtp" else given

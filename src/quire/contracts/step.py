@@ -200,6 +200,17 @@ class StepStates(msgspec.Struct, frozen=True):
     kept: I32
 
 
+class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of features of some engines in a step.
+
+    blended      prompt chunks of the step that reuse KV of other positions
+    states       copies of the states of recurrent layers, or None
+    """
+
+    blended: tuple[BlendedChunk, ...] = ()
+    states: StepStates | None = None
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -218,8 +229,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  no drafts for these slots
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
-    blended      prompt chunks of the step that reuse KV of other positions
-    states       copies of the states of recurrent layers, or None
+    features     the part of features of some engines
     """
 
     step: int
@@ -236,8 +246,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[HostDrafts, ...] = ()
     sync: StepSync | None = None
     copies: StepCopies | None = None
-    blended: tuple[BlendedChunk, ...] = ()
-    states: StepStates | None = None
+    features: PlanFeatures = PlanFeatures()
 
     @property
     def joins(self) -> bool:

@@ -70,7 +70,9 @@ class EngineCore:
         self._finished: list[Finish] = []  # ended between steps; reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
-        self._most_in_flight = max(config.token_budget(), 1 + self.facts.decode_lag * (1 + self.facts.num_drafts))
+        drafts, lag = self.facts.num_drafts, self.facts.decode_lag
+        again = drafts if self.facts.drafts_cached else 0  # `Growth.redrafted`
+        self._most_in_flight = max(config.token_budget(), 1 + lag * (1 + drafts) + again)
         self._clock = clock
         self._step = 0
         self.torn = False
@@ -255,7 +257,10 @@ class EngineCore:
 
         Returns True when no request was running.
         """
-        self.scheduler.allocator.pool.reset()
+        allocator = self.scheduler.allocator
+        allocator.pool.reset()
+        if allocator.states is not None:
+            allocator.states.pool.reset()
         if self._store is not None:
             self._store.reset()
         if self.events is not None:
@@ -284,6 +289,8 @@ class EngineCore:
             held = len(set(self._store.held())) if self._store is not None else 0
             leaked = self.facts.num_blocks - pool.num_free - held
             assert not leaked, f"{leaked} blocks leaked"
+            if (states := self.scheduler.allocator.states) is not None:
+                assert states.pool.num_free == states.pool.num_blocks, "a checkpoint of states leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.

@@ -13,10 +13,12 @@ LOG = logging.getLogger("quire")
 class Growth:
     """Gives running slots the blocks they need; preempts requests when blocks are short, to be recomputed later.
 
+    redrafted       tokens before the last confirmed one for which a drafter with layers writes KV in the next step
     num_preempted   preemptions since the start
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, redrafted: int = 0) -> None:
+        self._redrafted = redrafted
         self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
         self.num_preempted = 0
 
@@ -29,7 +31,8 @@ class Growth:
         needed = self._table.planned[slots] + num_tokens
         try:
             if self._allocator.has_windows:  # later rows begin at the last confirmed token, or at a chunk
-                self._allocator.trim(slots, np.minimum(self._table.planned[slots], self._table.confirmed[slots] - 1))
+                last = self._table.confirmed[slots] - 1 - self._redrafted
+                self._allocator.trim(slots, np.minimum(self._table.planned[slots], np.maximum(last, 0)))
             rows = self._allocator.grow_many(slots, needed)
             if rows is None and (num_tokens > 1).any():  # no request is preempted for drafts of this step
                 decodes = self._table.planned[slots] >= self._table.goal[slots]

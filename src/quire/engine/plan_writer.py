@@ -1,7 +1,6 @@
 """Writer of step plans, and the core's record of a step in flight."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from quire.contracts.step import (
     SAMPLE,
     Admission,
     BlendedChunk,
+    PlanFeatures,
     SharedPrefix,
     StepPlan,
     StepStates,
@@ -21,8 +21,7 @@ from quire.engine.roster import Roster
 from quire.kv.blend import blended_chunk
 from quire.kv.states import StateCopy
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
+NO_FEATURES = PlanFeatures()
 SHARED_TOKENS = 1024  # saved reads; with fewer, a shared prefix saves no time
 
 
@@ -61,14 +60,12 @@ class PlanWriter:
         table = self._table
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens
-        catching_up = before < table.goal[slots]
         bound = table.upper_bound[slots]
         samples = (after >= bound) & (bound < table.end[slots])  # drafts put `after` beyond the bound
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
-        num_rows = samples.astype(np.int32)
+        num_rows, unsampled = samples.astype(np.int32), dict[int, Request]()
         scored: list[tuple[int, Request, int]] = []
-        unsampled: dict[int, Request] = {}
-        prefills = np.flatnonzero(catching_up)
+        prefills = np.flatnonzero(before < table.goal[slots])
         for i in prefills.tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
@@ -81,12 +78,12 @@ class PlanWriter:
                 num_rows[i] = num_tokens[i]
                 scored.append((int(slots[i]), request, int(before[i])))
         sampling, num_decodes = slots[samples], len(slots) - len(prefills)
-        copies = self._state_copies(slots, before, after, catching_up)
         most = self._most(num_tokens[:num_decodes], len(sampling))
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
+        copies = self._state_copies(slots, before, after)
         plan = StepPlan(
             step=step,
             slots=slots,
@@ -99,12 +96,10 @@ class PlanWriter:
             released=np.array(self._roster.released, np.int32),
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
-            blended=self._blended(slots[prefills], before[prefills], after[prefills]),
-            states=self._step_states(copies),
+            features=self._features(slots[prefills], before[prefills], after[prefills], copies),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
-        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
             plan=plan,
             sampling=sampling,
@@ -112,21 +107,31 @@ class PlanWriter:
             handles=handles,
             most=most,
             version=table.version,
-            admitted=newly,
+            admitted=self._newly(admitted),
             scored=scored,
             unsampled=unsampled,
             copies=copies,
-            computed=self._computed(slots, after, prefills),
+            computed=self._computed(slots[prefills], after[prefills]),
             num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
 
-    def _state_copies(self, slots: I32, before: I32, after: I32, catching_up: Bools) -> list[StateCopy]:
+    def _newly(self, admitted: list[Admission]) -> list[Request]:
+        """Return the requests that are admitted for the first time."""
+        found = (self._table.requests[one.slot] for one in admitted)
+        return [request for request in found if request is not None and request.num_preemptions == 0]
+
+    def _features(self, prompts: I32, before: I32, after: I32, copies: list[StateCopy]) -> PlanFeatures:
+        """Return what features do in a step that computes tokens before [P] .. after [P] - 1 of `prompts` [P]."""
+        blended, states = self._blended(prompts, before, after), self._step_states(copies)
+        return PlanFeatures(blended=blended, states=states) if blended or states else NO_FEATURES
+
+    def _state_copies(self, slots: I32, before: I32, after: I32) -> list[StateCopy]:
         """Return the copies of states in a step that computes tokens before [S] .. after [S] - 1 of `slots` [S]."""
         states, table = self._allocator.states, self._table
         if states is None:
             return []
-        copies = list[StateCopy]()
+        copies, catching_up = list[StateCopy](), before < table.goal[slots]
         for i in np.flatnonzero(catching_up | (after % states.every == 0)).tolist():
             slot = int(slots[i])
             request = table.requests[slot]
@@ -148,12 +153,12 @@ class PlanWriter:
         states.restored.clear()
         return StepStates(restored, kept)
 
-    def _computed(self, slots: I32, after: I32, prefills: Ints) -> list[Request]:
-        """Return the requests with states whose prompt a step computes to its end."""
+    def _computed(self, prompts: I32, after: I32) -> list[Request]:
+        """Return the requests with states, among `prompts` [P], whose prompt a step computes to its end."""
         if self._allocator.states is None:
             return []
-        done = prefills[after[prefills] >= self._table.goal[slots[prefills]]]
-        return [request for slot in slots[done].tolist() if (request := self._table.requests[slot]) is not None]
+        done = prompts[after >= self._table.goal[prompts]].tolist()
+        return [request for slot in done if (request := self._table.requests[slot]) is not None]
 
     def _blended(self, slots: I32, first: I32, last: I32) -> tuple[BlendedChunk, ...]:
         """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them."""

@@ -51,7 +51,7 @@ class Scheduler:
         self.roster = Roster(
             self.table, self.queue, allocator, root_key, store, chunks=self._chunks, keeps=history.enabled
         )
-        self.growth = Growth(self.roster)
+        self.growth = Growth(self.roster, facts.num_drafts if facts.drafts_cached else 0)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
         )

@@ -26,11 +26,11 @@ from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
 from quire.plan.placement import held_of, parallel_sizes
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
+from quire.reports.engine import PlanReport
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 

@@ -14,7 +14,7 @@ from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
-from quire.plan.model_facts import fact_lines, window_words
+from quire.reports.model import fact_lines, window_words
 
 
 def render(plan: Plan, full: bool = False) -> Group:
@@ -261,10 +261,12 @@ def _loading_words(loading: Plan, device: str) -> str:
 
 def _scratch_words(memory: Plan) -> str:
     """Return the use of the scratch for an 8-bit KV cache on Hopper, and the steps that do not use it, in words."""
+    most = {one: number for number, one in reversed([*enumerate(memory["widened_tokens"])]) if one}
+    tokens = " or ".join(f"{one:,}" + f" (KV group {number})" * (len(most) > 1) for one, number in sorted(most.items()))
     return (
         f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
         "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
-        f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits"
+        f"{tokens} tokens or have few rows for them, run the triton kernel, which reads 8 bits"
     )
 
 

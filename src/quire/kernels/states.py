@@ -1,4 +1,4 @@
-"""What a step says about the states that layers keep of requests, and a layer's view of them.
+"""The states that layers keep of requests: a layer's view of them, and what a step says about them.
 
 A state has a fixed size, whatever the length of its request. The states of a device are rows of an arena. A running
 request has the row of its slot; a row behind those of the slots holds a checkpoint: a copy at some length.

@@ -22,6 +22,7 @@ from hashlib import sha256
 from quire.contracts.blocks import KVGeometry
 
 DIGEST_BYTES = 32
+KEY_SIZES = DIGEST_BYTES, DIGEST_BYTES + 1  # bytes of a block's key in group 0, and in the others (`group_keys`)
 _TOKEN_BYTES = 4
 Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7")
 TENANT = "tenant"  # the domain that separates tenants; they must not learn of each other

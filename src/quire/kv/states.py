@@ -34,7 +34,7 @@ class StateCopy:
 
 
 class StateCheckpoints:
-    """Which checkpoints there are, and which copies a step makes.
+    """The checkpoints that there are, and the copies that a step makes.
 
     unit    a checkpoint stands at a multiple of so many tokens, where blocks of all KV groups end
     every   tokens between two copies of a decode, a multiple of `unit`

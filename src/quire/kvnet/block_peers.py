@@ -22,7 +22,7 @@ from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kernels.mapped import mappable
-from quire.kv.hashing import group_of
+from quire.kv.hashing import KEY_SIZES, group_of
 from quire.kvnet.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.kvstore.file_threads import FileThreads
 from quire.kvstore.shards import PageFiles, Range, Shard, cut
@@ -32,7 +32,7 @@ LOG = logging.getLogger("quire").getChild("kv")
 Place = tuple[str, int]
 RETRY_SECONDS, REFUSED_SECONDS = 1.0, 30.0
 HELLO_SECONDS = 2.0
-MOST_KEYS, KEY_BYTES = 1 << 19, 32  # blocks that a peer may name: 70 MB of this process
+MOST_KEYS = 1 << 19  # blocks that a peer may name: 70 MB of this process
 READ_SECONDS = 8.0  # for a peer's welcome, and for all blocks of a job; those that are not there by then have failed
 AVOID_SECONDS = 5.0  # by then its silence is known, and it has no blocks until it is heard again
 PROMISED_SECONDS = 2.0  # to wait for a promised block
@@ -102,7 +102,7 @@ class BlockPeer:
 
     def _note(self, message: Blocks) -> None:
         """Hear which blocks came and went. ConfigError for more blocks than an engine may name."""
-        if any(len(key) != KEY_BYTES for key in message.came):
+        if any(len(key) not in KEY_SIZES for key in message.came):
             raise NotMaster("it names blocks by keys of another length")
         self.keys.difference_update(message.went)
         self.keys.update(message.came)

@@ -36,9 +36,12 @@ class QueryGrowth(nn.Module):
         self.factors = (1 + args.growth * torch.log1p(steps)).float().to(device)
 
     def forward(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Return queries q [T, heads, head_dim] at positions [T], times the factor of their position."""
+        """Return queries q [T, heads, head_dim] at positions [T], times the factor of their position.
+
+        A factor that is rounded to bfloat16 first would be off by up to 0.4%, for all scores of a row.
+        """
         steps = ((positions + self.ahead) // self.trained).clamp_(max=MOST_GROWTH_STEPS - 1)
-        return q * self.factors[steps].to(q.dtype)[:, None, None]
+        return torch.mul(q, self.factors[steps][:, None, None], out=torch.empty_like(q))
 
 
 class Attention(nn.Module):

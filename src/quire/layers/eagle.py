@@ -26,8 +26,8 @@ class EagleLayer(nn.Module):
     """A layer that predicts the token after the next from the model's hidden states.
 
     EAGLE      x = join(embedding, state); attention reads x, without a norm
-    EAGLE-3    state = join(states entering several layers of the model); attention reads (norm(embedding),
-               norm(state)), twice as wide, and its output is added to the state
+    EAGLE-3    state = join(states entering several layers of the model), which some heads normalize before; attention
+               reads (norm(embedding), norm(state)), twice as wide, and its output is added to the state
 
     In both the output is the next state.
     """
@@ -47,7 +47,11 @@ class EagleLayer(nn.Module):
         if args.eagle.method == "eagle3":
             self.token_norm = Norm(f"{at}.token_norm", args.norm, build)
             self.state_norm = Norm(f"{at}.state_norm", args.norm, build)
+        self.read_norm: Norm | None = None
+        if self.eagle.norms:
+            self.read_norm = Norm(f"{at}.read_norm", args.norm, build)
         self._seen: list[Tensor | None] = []
+        self._behind: list[int] = []  # places in `_seen` of the output of the model's last layer
 
     def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and the states of the tokens before, both [T, hidden] -> [T, hidden].
@@ -67,14 +71,26 @@ class EagleLayer(nn.Module):
         """Keep the inputs of the layers of the model that the head reads, in each step, until `joined`."""
         reads = self.eagle.reads(len(layers))
         self._seen = [None] * len(reads)
+        self._behind = [place for place, layer in enumerate(reads) if layer == len(layers)]
         for place, layer in enumerate(reads):
-            layers[layer].register_forward_pre_hook(partial(self._keep, place))
+            if layer < len(layers):
+                layers[layer].register_forward_pre_hook(partial(self._keep, place))
 
-    def joined(self, ctx: StepContext) -> Tensor:
-        """Return the states [T, hidden] of the step's tokens, of an EAGLE-3 head."""
+    def joined(self, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return the states [T, hidden] of the step's tokens, of an EAGLE-3 head. hidden: output of the last layer."""
+        for place in self._behind:
+            self._seen[place] = hidden
         seen = [state for state in self._seen if state is not None]
-        self._seen = [None] * len(seen)
-        states: Tensor = self.join(torch.cat(seen, -1), ctx)
+        self._seen = [None] * len(self._seen)
+        if self.read_norm is None:
+            read = torch.cat(seen, -1)
+        elif self.eagle.norms == "joined":
+            read = self.read_norm(torch.cat(seen, -1))
+        else:
+            weights = self.read_norm.weight.chunk(len(seen))
+            kernel, eps = self.read_norm.kernel, self.read_norm.eps
+            read = torch.cat([kernel.rms_norm(*both, eps) for both in zip(seen, weights, strict=True)], -1)
+        states: Tensor = self.join(read, ctx)
         return states
 
     def _keep(self, place: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,5 @@
 """Inputs of layers beside the residual stream: embeddings of each token, one for each layer (Gemma 4 E2B and E4B)."""
 
-import torch
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
@@ -45,6 +44,6 @@ class OwnInput(nn.Module):
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, hidden] -> [T, hidden]; it may reuse the memory of x."""
         assert ctx.inputs is not None, "a step of this model has inputs of layers"
-        both = torch.cat((self.gate(x, ctx), ctx.inputs[:, self.number]), 1)
-        result = self.project(self.activation.gated(both, self.act), ctx)
+        gated = self.activation.gated(self.gate(x, ctx), self.act, ctx.inputs[:, self.number])
+        result = self.project(gated, ctx)
         return self.after.added(result, x, None if self.factor[0] is None else self.factor[0].weight)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.wrappers import PLACES, placed
+from quire.args.wrappers import place_of, placed
 from quire.models.names import EACH, STACKED_FORMS
 from quire.plan.formats import MARKS
 from quire.plan.layout import checkpoint_names
@@ -29,8 +29,8 @@ def as_stored(args: ModelArgs, stored: Collection[str], shape_of: Shapes | None 
 def _with_place(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
     if args.wrapper is None:
         return args
-    own = next((place for place in PLACES if any(name.startswith(place[0]) for name in stored)), PLACES[0])
-    return replace(args, wrapper=structs.replace(args.wrapper, root=own[0], head=own[1]))
+    root, head = place_of(stored, (args.wrapper.root, args.wrapper.head))
+    return replace(args, wrapper=structs.replace(args.wrapper, root=root, head=head))
 
 
 def _with_experts(args: ModelArgs, stored: Collection[str], shape_of: Shapes | None) -> ModelArgs:

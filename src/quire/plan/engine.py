@@ -147,21 +147,25 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
 
     @property
-    def widened_tokens(self) -> int:
-        """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache; 0: no scratch.
-        Those that a draft model reads, if only this one needs the scratch.
+    def widened_tokens(self) -> tuple[int, ...]:
+        """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache, by KV group.
 
+        The scratch serves one layer after the other, those of a draft model, too. 0: layers of the group do not use it.
         Hopper's prefill kernel multiplies two-byte numbers; see `kernels/attention/triton_widen.py`.
         """
-        if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
-            return self.draft.widened_tokens if self.draft is not None else 0
-        sizes = [(group.block_size, group.components[0]) for group in self.geometry.groups]
-        return min(size * widened_blocks(keys.num_heads, keys.head_dim, size) for size, keys in sizes)
+        own, drafts = _widens(self), self.draft is not None and _widens(self.draft)
+        found = list[int]()
+        for group in self.geometry.groups:
+            keys = (*group.components[:own], *group.drafts[:drafts])
+            size, chunks = group.block_size, (group.window or 0) < 0
+            most = [size * widened_blocks(one.num_heads, one.head_dim, size) for one in keys if not chunks]
+            found.append(min(filter(None, most), default=0))
+        return tuple(found)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of that scratch."""
-        return SCRATCH if self.widened_tokens else 0
+        return SCRATCH if any(self.widened_tokens) else 0
 
     @property
     def offload(self) -> OffloadPlan:
@@ -204,6 +208,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
+
+
+def _widens(plan: EnginePlan) -> bool:
+    """Return True if attention of the model, without its draft model, can use the scratch for an 8-bit KV cache."""
+    return bool(plan.cache.features) and ("attention", "hopper") in [(one.op, one.name) for one in plan.kernels]
 
 
 def of_rank(plan: EnginePlan, rank: Rank) -> EnginePlan:
@@ -272,14 +281,8 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    geometry = rank_geometry(
-        args,
-        rank,
-        dtype=cache.dtype,
-        activations=dtype.dtype,
-        device="cuda" if by_triton else "cpu",
-        block_size=config.cache.block_size,
-    )
+    kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
+    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend

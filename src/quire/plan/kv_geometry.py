@@ -28,7 +28,7 @@ def rank_geometry(
     rank: Rank,
     *,
     dtype: str,
-    activations: str,
+    activations: str = "",
     device: str,
     block_size: int | None,
     sizes: Sequence[int] | None = None,
@@ -36,7 +36,7 @@ def rank_geometry(
     """Return the layout of a rank's KV cache, and of what its layers keep of requests besides.
 
     dtype        of the cache
-    activations  dtype of hidden states
+    activations  dtype of hidden states; "": that of the cache
     block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
@@ -60,7 +60,7 @@ def rank_geometry(
             )
         )
     assert len(found) == len(grouped), "each group has a block size"
-    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations))
+    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations or dtype))
 
 
 def _states(args: ModelArgs, rank: Rank, dtype: str) -> tuple[StateGroup, ...]:

@@ -66,11 +66,12 @@ class HeadPass:
     def __init__(self, model: Model, head: Decoder, kv: list[KVView]) -> None:
         self._model, self._head, self._kv = model, head, kv[0]
         (self._layer,) = head.layers
+        self._normed = head.args.eagle is not None and head.args.eagle.norm_output
         self.width, self.groups = model.args.hidden_size, (self._layer.attention.group,)
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
-        return self._layer.joined(ctx) if self._head.last else self._model.norm(hidden)
+        return self._layer.joined(hidden, ctx) if self._head.last else self._model.norm(hidden)
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run the layer. See `Pass`."""
@@ -78,14 +79,14 @@ class HeadPass:
         return self._layer(self._model.embed(token_ids), states, turns, ctx, self._kv)
 
     def state(self, out: Tensor) -> Tensor:
-        """Return the rows as they are. See `Pass`."""
-        return out
+        """Return the rows as they are, or after the head's final norm. See `Pass`."""
+        return self._head.norm(out) if self._normed else out
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts: of the model's head, or of an EAGLE-3 head's own. See `Pass`."""
         if not self._head.last:
             return self._model.head(state)
-        normed, ids = self._head.norm(state), self._head.ids
+        normed, ids = state if self._normed else self._head.norm(state), self._head.ids
         return (
             self._head.head(normed)
             if ids is None

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from quire.contracts.speculation import Speculation
 from quire.distributed.mesh import ALONE, RankGroups
@@ -33,7 +32,6 @@ from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
-from quire.worker.states import RequestStates
 from quire.worker.step_drafts import StepDrafts
 from quire.worker.synthetic import SyntheticAcceptance
 
@@ -89,14 +87,12 @@ def make_runner(
     groups: RankGroups = ALONE,
     eager: bool = False,
     speculation: Speculation | None = None,
-    states: Tensor | None = None,
 ) -> StepRunner:
     """Build the runner of `model` on `device` with the KV cache `kv`.
 
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     speculation             names the drafter
-    states                  [rows, bytes] states of all layers, see `StateArena`; None: no layer keeps states
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
@@ -121,8 +117,6 @@ def make_runner(
         sampling=(operations, sampler.rows),
     )
     features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
-    if states is not None:
-        features.append(RequestStates(states, limits.num_slots, upload.step, state.buffers))
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(

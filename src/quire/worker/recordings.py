@@ -16,7 +16,7 @@ from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
-KERNELS = 16  # kernels of a layer, at most
+KERNELS = 32  # kernels of a layer, at most; one with an input of its own and quantized activations has about 27
 NATIVE = ("native", "panels")  # implementations whose calls are recorded
 Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix once
 
@@ -45,6 +45,7 @@ class Recorded:
     A replay first copies a step's inputs to the input tensors.
 
     kv_slots   slots of the step's keys in each KV group
+    inputs     inputs of the layers beside the residual stream [T, L, P]; None: the model has none
     threads    PyTorch's number of threads when it was recorded; with another number a new recording is made
     """
 
@@ -52,6 +53,7 @@ class Recorded:
     hidden: Tensor
     turns: Turns
     kv_slots: tuple[Tensor, ...]
+    inputs: Tensor | None
     threads: int
     out: Tensor
 
@@ -75,7 +77,7 @@ class LayerRecordings(Recorder):
         self._groups = groups
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
         kind = len(hidden), any(meta.shared is not None for meta in ctx.attention)
-        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles and ctx.inputs is None
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
@@ -84,9 +86,10 @@ class LayerRecordings(Recorder):
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, turns, ctx)
         slots = [meta.kv_slots for meta in ctx.attention]
-        inputs = found.hidden, *chain(*found.turns), *found.kv_slots
-        for kept, new in zip(inputs, (hidden, *chain(*turns), *slots), strict=True):
-            kept.copy_(new)
+        inputs = found.hidden, found.inputs, *chain(*found.turns), *found.kv_slots
+        for kept, new in zip(inputs, (hidden, ctx.inputs, *chain(*turns), *slots), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
         for one, meta, size in steps:
             kernel.retarget(found.recording.address, meta, size, one.num_heads, one.head_dim, one.window)
         found.recording.replay()
@@ -101,7 +104,8 @@ class LayerRecordings(Recorder):
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
         # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A
         # further tensor of the context would be that of this step for ever.
-        step = replace(ctx, attention=own, live=None)
+        inputs = None if ctx.inputs is None else ctx.inputs.clone()
+        step = replace(ctx, attention=own, live=None, inputs=inputs)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
             self.obstacles[kind] = recording.obstacle
@@ -112,7 +116,7 @@ class LayerRecordings(Recorder):
         else:
             self.counts["recorded"] += 1
             slots = tuple(meta.kv_slots for meta in own)
-            self._recordings[kind] = Recorded(recording, hidden, turns, slots, torch.get_num_threads(), out)
+            self._recordings[kind] = Recorded(recording, hidden, turns, slots, inputs, torch.get_num_threads(), out)
         return out
 
     def unrecorded(self) -> dict[str, str]:

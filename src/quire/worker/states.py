@@ -34,16 +34,16 @@ class RequestStates(StepFeature):
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """Return the table changes for the copies to checkpoints. See `StepFeature`."""
-        if plan.states is None and not len(self._copied):
+        if plan.features.states is None and not len(self._copied):
             return []
         lengths = {int(slot): [0] * COPIES for slot in self._copied}
         targets = {int(slot): [0] * COPIES for slot in self._copied}
         self._copied = np.empty(0, np.int32)
-        if plan.states is not None:
-            self._copied = plan.states.kept[:, 0]
+        if plan.features.states is not None:
+            self._copied = plan.features.states.kept[:, 0]
             for slot in self._copied.tolist():
                 lengths[slot], targets[slot] = [0] * COPIES, [0] * COPIES
-            for slot, length, checkpoint in plan.states.kept.tolist():
+            for slot, length, checkpoint in plan.features.states.kept.tolist():
                 place = lengths[slot].index(0)
                 lengths[slot][place], targets[slot][place] = length, self._num_slots + checkpoint
         return [
@@ -54,8 +54,8 @@ class RequestStates(StepFeature):
 
     def before(self, plan: StepPlan) -> None:
         """Copy checkpoints to the states of admitted requests. See `StepFeature`."""
-        if plan.states is not None:
-            for slot, checkpoint in plan.states.restored.tolist():
+        if plan.features.states is not None:
+            for slot, checkpoint in plan.features.states.restored.tolist():
                 self._rows[slot].copy_(self._rows[self._num_slots + checkpoint])
 
     def context(self, ctx: StepContext, shape: StepShape) -> StepContext:

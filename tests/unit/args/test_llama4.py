@@ -7,6 +7,7 @@ import pytest
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_checkpoint_config
 from quire.args.layers import GroupedArgs
+from quire.args.wrappers import unwrapped
 from quire.contracts.errors import ModelError, UnsupportedModel
 
 from ...support.tiny_models import Tiny, tiny_config
@@ -30,6 +31,28 @@ def test_the_published_model(shared: Path) -> None:
     assert (full.scores.growth, full.scores.trained, full.scores.ahead) == (0.1, 8192, 1)
     assert windows(args) == ([-8192] * 3 + [None]) * 12 and len(args.expert_layers) == 48
     assert args.moe is not None and args.moe.weigh_inputs and args.moe.shared_size == args.moe.expert_size == 8192
+    assert args.wrapper is not None, "the modules that stay unquantized tell the names of tensors"
+    assert (args.wrapper.root, args.wrapper.head) == ("language_model.model.", "language_model.lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "root"),
+    [
+        (None, "model.language_model."),
+        ({"ignore": ["re:.*self_attn", "re:.*router"]}, "model.language_model."),
+        ({"ignore": [r"re:language_model\.model\.layers\.\d+\.self_attn.*"]}, "language_model.model."),
+        ({"modules_to_not_convert": ["language_model.model.layers.0.self_attn.q_proj"]}, "language_model.model."),
+        ({"modules_to_not_convert": ["model.language_model.layers.0.self_attn"]}, "model.language_model."),
+        ({"ignore": "language_model.model.", "ignored_layers": [3, None]}, "model.language_model."),
+        ("no object", "model.language_model."),
+    ],
+    ids=str,
+)
+def test_names_of_modules_tell_those_of_tensors(quantization: Any, root: str) -> None:
+    """Damaged values are left to the reader of the quantization."""
+    raw = {"model_type": "llama4", "text_config": {}, "quantization_config": quantization}
+    wrapper = unwrapped(raw, "config.json")[1]
+    assert wrapper is not None and wrapper.root == root
 
 
 def test_layers_by_their_lists() -> None:
@@ -47,9 +70,16 @@ def test_what_can_be_switched_off() -> None:
         assert isinstance(one.mixer, GroupedArgs) and one.mixer.qk_norm == "" and not one.mixer.scores.growth
 
 
+@pytest.mark.parametrize(("value", "grows"), [(4, True), (True, True), (0, False), (False, False), (None, False)])
+def test_the_switch_of_growth_may_be_a_number(value: Any, grows: bool) -> None:
+    unrotated = read(attn_temperature_tuning=value).layers[1].mixer
+    assert isinstance(unrotated, GroupedArgs) and bool(unrotated.scores.growth) == grows
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
+        ({"attn_temperature_tuning": "yes"}, ModelError, "attn_temperature_tuning='yes' must be true or false"),
         ({"attention_chunk_size": 0}, ModelError, "attention_chunk_size=0 lets a token attend to nothing"),
         ({"attention_chunk_size": None}, ModelError, "attention_chunk_size=null leaves open"),
         ({"layer_types": ["chunked_attention"]}, ModelError, "layer_types names 1 of 3 layers"),

@@ -8,6 +8,7 @@ import pytest
 
 import quire.bench
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.contracts.blocks import first_seen
 from quire.contracts.errors import PromptTooLong
 from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import rank_geometry
@@ -38,6 +39,26 @@ def test_a_window_holds_what_its_rows_see_and_no_more(Rig: Any, depth: int, draf
         if len(rig.tokens[handle]) > 8:
             assert held(rig, handle, 1) <= (7 + 1 + depth * (1 + drafts)) // 4 + 2
     assert most <= (7 + 12) // 4 + 2
+    rig.judge(handle)
+    rig.drain()
+
+
+@pytest.mark.parametrize("window", [2, 8, -8])
+def test_a_window_keeps_what_a_drafter_with_layers_computes_again(Rig: Any, depth: int, window: int) -> None:
+    """The first pass of a step has the rows that were accepted in the step before; the first row's window is there."""
+    rig = Rig(depth, windows=(window,), block_size=1, blocks=60, drafts=3, drafts_cached=True, accepts=(3, 0, 2))
+    handle, before, most = rig.add(range(9), 60), 0, 0
+    while True:
+        rig.step()
+        if handle in rig.finish:
+            break
+        decodes = rig.plans[-1].num_decodes
+        if decodes and before:
+            blocks = rig.allocator.table(rig.request(handle).slot, 0)
+            assert all(blocks[first_seen(before + 1, window) :]), "the drafter reads blocks that are given back"
+            most = max(most, held(rig, handle, 0))
+        before = rig.mock._tables[str(handle)].began if decodes else 8
+    assert 0 < most <= abs(window) + 3 + depth * 4
     rig.judge(handle)
     rig.drain()
 

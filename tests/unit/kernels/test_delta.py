@@ -7,7 +7,7 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from quire.kernels.delta import native, ref
-from quire.kernels.delta.inputs import FORMS, Inputs, Sequence, make
+from quire.kernels.delta.inputs import FORMS, DeltaInputs, Sequence, make
 from quire.kernels.native.library import missing
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
@@ -25,8 +25,8 @@ STEPS = {
 }
 
 
-def run(implementation: object, given: Inputs) -> tuple[torch.Tensor, ...]:
-    given = Inputs(*(deepcopy(one) if name in ("state",) else one for name, one in given._asdict().items()))
+def run(implementation: object, given: DeltaInputs) -> tuple[torch.Tensor, ...]:
+    given = DeltaInputs(*(deepcopy(one) if name in ("state",) else one for name, one in given._asdict().items()))
     y = implementation.mix(*given)  # type: ignore[attr-defined]
     return y, given.state.columns, given.state.matrix
 
@@ -78,7 +78,7 @@ def test_native(step: str, form: object, by_channel: bool, dtype: torch.dtype) -
 @NO_COMPILER
 def test_a_copy_is_the_state_at_its_length() -> None:
     whole, part = make(FORMS[1], (Sequence(0, 40, (25, 0)),)), make(FORMS[1], (Sequence(0, 40),))
-    short = Inputs(*(one[:25] for one in part[:4]), *part[4:])
+    short = DeltaInputs(*(one[:25] for one in part[:4]), *part[4:])
     short.meta.query_start[1] = short.meta.seq_lens[0] = 25
     _, columns, matrix = run(native, short)
     _, all_columns, all_matrix = run(native, whole)

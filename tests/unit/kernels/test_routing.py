@@ -122,6 +122,21 @@ def test_the_bias_chooses_and_never_weighs() -> None:
     assert ids.tolist() == [[2]] and weights.tolist() == [[0.5]]
 
 
+def test_large_logits_of_llama4_are_told_apart() -> None:
+    """float32 rounds the sigmoid of all of them to 1."""
+    torch.manual_seed(6)
+    theirs, routing = router("llama4_text")
+    x = torch.randn(500, theirs.weight.shape[1])
+    with torch.inference_mode():
+        theirs.weight.mul_(20)
+        scores, logits = theirs(x)
+    assert int(((logits > 20).sum(1) > 1).sum()) > 100
+    weights, ids = ref.route(logits, None, routing)
+    assert torch.equal(ids[:, 0].long(), logits.argmax(1))
+    assert torch.equal(scores.nonzero()[:, 1], ids[:, 0].long()), "theirs are 0 for experts that were not chosen"
+    torch.testing.assert_close(weights[:, 0], scores.amax(1), rtol=0, atol=0)
+
+
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     routing = Routing(num_experts=5, top_k=2, scoring="softmax")
     logits = torch.tensor([[0.0, 1, 2, 3, 4], [torch.nan] * 5, [4, 3, 2, 1, 0]])

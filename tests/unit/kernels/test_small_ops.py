@@ -122,6 +122,9 @@ def test_gated(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype, act
     close(impl.gated(gate_up, act), activation_ref.gated(gate_up, act))
     if act == "silu":
         assert torch.equal(impl.gated(gate_up), impl.gated(gate_up, act))
+    wide = torch.cat((gate_up, gate_up), 1)[:, shape[1] // 2 : shape[1]]  # up, in longer rows
+    apart = impl.gated(gate_up[:, : shape[1] // 2].contiguous(), act, wide)
+    close(apart, activation_ref.gated(gate_up, act))
 
 
 @fast(activation_ref, activation_cpu, activation_native)

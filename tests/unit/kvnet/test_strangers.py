@@ -97,7 +97,12 @@ class Liar:
 
 @pytest.mark.parametrize(
     ("count", "length", "words"),
-    [(100, 32, "it names more than 1,000 blocks"), (1, 33, "keys of another length"), (1 << 18, 32, "a message of")],
+    [
+        (100, 32, "it names more than 1,000 blocks"),
+        (1, 31, "keys of another length"),
+        (1, 34, "keys of another length"),
+        (1 << 18, 32, "a message of"),
+    ],
 )
 def test_a_peer_that_names_blocks_without_end_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int, length: int, words: str

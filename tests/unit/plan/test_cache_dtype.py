@@ -20,9 +20,9 @@ from quire.explain.describe import plan_engine
 from quire.explain.render import render
 from quire.plan.cache_dtype import E4M3, E5M2, choose_cache
 from quire.plan.memory import MemoryPlan
-from quire.plan.report import PlanReport
 from quire.quantization.read import find_quantization, read_quantization
 from quire.quantization.rules import rules_of
+from quire.reports.engine import PlanReport
 from quire.weights.cache_scales import read_scales
 from quire.weights.files import read_checkpoint
 
@@ -56,6 +56,20 @@ def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: 
     found = choose_cache(asked, "bfloat16", quantization)
     assert (found.dtype, found.scaled, bool(found.notes)) == (dtype, scaled, noted)
     assert bool(found.features) == dtype.startswith("float8")
+
+
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "vocab_size": 262_144, "hidden_size": 5376,
+    "intermediate_size": 21_504, "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 16,
+    "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+    "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0, "dtype": "bfloat16",
+}  # fmt: skip
+DRAFTER: dict[str, Any] = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 262_144, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 262_144, "dtype": "bfloat16", "use_sliding_window": True,
+    "sliding_window": 256, "max_window_layers": 0,
+}  # fmt: skip
 
 
 def test_a_type_that_is_not_of_the_computation_is_refused() -> None:
@@ -93,10 +107,11 @@ def test_the_scratch_of_an_8_bit_cache_is_in_the_plan_s_memory(shared: Path) -> 
         return plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), **options), described="h200")
 
     coded, plain = planned(kv_cache_dtype="fp8"), planned()
-    assert (coded.plan.widened_tokens, coded.plan.scratch_bytes) == (131_072, 512 << 20)
+    assert (coded.plan.widened_tokens, coded.plan.scratch_bytes) == ((131_072,), 512 << 20)
     assert 4 * 131_072 * 8 * 128 == 512 << 20, "two-byte keys and values of 8 heads of 128"
-    assert plain.plan.widened_tokens == plain.plan.scratch_bytes == 0
-    assert planned(kv_cache_dtype="fp8", block_size=16).plan.widened_tokens == 0, "the kernel reads blocks of 64 tokens"
+    assert (plain.plan.widened_tokens, plain.plan.scratch_bytes) == ((0,), 0)
+    small = planned(kv_cache_dtype="fp8", block_size=16).plan
+    assert small.widened_tokens == (0,) and small.scratch_bytes == 0, "the kernel reads blocks of 64 tokens"
     lost = [one.memory.kv_bytes for one in (plain, coded) if isinstance(one.memory, MemoryPlan)]
     page = coded.plan.geometry.page_bytes
     assert 512 << 20 <= lost[0] - lost[1] + 2 * page
@@ -249,3 +264,27 @@ def test_the_scales_of_a_checkpoint_reach_the_kernels(tmp_path: Path) -> None:
     errors = [(torch.tensor(logprobs(llm)) - expected).abs().mean() for llm in (fit, far)]
     assert errors[0] < 0.15 and errors[1] > 2 * errors[0], "keys above 448 * 1e-4 are clamped"
     assert engine(str(tmp_path / "far"), kv_cache_dtype="float32").engine.core.facts.plans["cache"] == ""
+
+
+def test_each_kv_group_has_its_part_of_the_scratch(tmp_path: Path) -> None:
+    """Windowed layers of Gemma 4 have 16 KV heads of 256, the others 4 of 512; the draft model has 4 of 128."""
+    for name, raw in (("gemma", GEMMA4), ("draft", DRAFTER)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+
+    def planned(**options: Any) -> PlanReport:
+        given = {"model": str(tmp_path / "gemma"), "kv_cache_dtype": "fp8", "max_model_len": 8192, **options}
+        return plan_engine(EngineConfig.from_flat(**given), described="h200")
+
+    plan = planned().plan
+    assert [(one.window, one.block_size) for one in plan.geometry.groups] == [(1024, 128)] * 5 + [(None, 256)]
+    assert plan.widened_tokens == (32_768,) * 5 + (65_536,)
+    small = planned(block_size=32).plan  # blocks of a window are too small for the kernel, and only these
+    assert small.widened_tokens == (0,) * 5 + (65_536,) and small.scratch_bytes == 512 << 20
+    drafts = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    drafted = planned(speculative_config=drafts)
+    assert drafted.plan.widened_tokens == (32_768,) * 5 + (65_536, 262_144), "a group of the draft model alone"
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(render(drafted.describe()))
+    words = "more than 32,768 (KV group 0) or 65,536 (KV group 5) or 262,144 (KV group 6) tokens or have few rows"
+    assert words in shown.getvalue()

@@ -81,6 +81,22 @@ def test_eagle3_heads(raw: dict[str, Any], at: str, wide: int, positions: int) -
         assert sum(prod(shape) for shape in named(raw, "eagle3").values()) * 2 >> 20 == 810, "MiB; the file has 811"
 
 
+def test_heads_of_gpt_oss_normalize_the_states_before_the_projection() -> None:
+    """RedHatAI/gpt-oss-20b-speculator.eagle3 has the tensors of other heads and input_norm.weight."""
+    wide = {"hidden_size": 2880, "head_dim": 64, "num_attention_heads": 64, "vocab_size": 201_088}
+    raw = QWEN | {"transformer_layer_config": QWEN["transformer_layer_config"] | wide, "norm_before_fc": True}
+    shapes = named(raw, "eagle3")
+    assert shapes["input_norm.weight"] == (8640,) and len(shapes) == 15
+    each = named(LLAMA | {"eagle_config": {"fc_norm": True, "norm_output": True}}, "eagle3")
+    assert [each[f"fc_norm.{place}.weight"] for place in range(3)] == [(4096,)] * 3 and len(each) == 17
+    args = parse_checkpoint_config(LLAMA | {"eagle_config": {"norm_output": True}}, head="eagle3")
+    assert args.eagle is not None and args.eagle.norm_output and not args.eagle.norms
+    with pytest.raises(UnsupportedModel, match="belong to EAGLE-3, and this is an EAGLE head"):
+        parse_checkpoint_config(FIRST | {"norm_output": True}, head="eagle")
+    with pytest.raises(UnsupportedModel, match="use_last_layernorm=False of an EAGLE head is not implemented"):
+        parse_checkpoint_config(LLAMA | {"eagle_config": {"use_last_layernorm": False}}, head="eagle3")
+
+
 def test_eagle_heads() -> None:
     shapes = named(FIRST, "eagle")
     assert shapes["fc.weight"] == (4096, 8192) and shapes["layers.0.self_attn.q_proj.weight"] == (4096, 4096)

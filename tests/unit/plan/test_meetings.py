@@ -70,7 +70,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (EAGLE | EXAMPLES["-ep"], {}, {("drafts of another model", "options of experts")}),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
-    (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, {("EAGLE", "lacking layers")}),
+    (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),
     (EAGLE, {"head": {"vocab_size": 200}}, {("drafts of another model", "other vocabulary")}),
     (
         {"speculative_config": EXAMPLES["draft model"]["speculative_config"] | {"max_model_len": 255}},

@@ -1,6 +1,7 @@
 """`quire verify` of quantized checkpoints: against the dequantized model, with activations quantized by the rule."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,11 @@ from quire.config.engine import EngineConfig
 from quire.explain.verify.parity import verify
 from quire.quantization.written_schemes import SCHEMES, has_groups
 
+from ...support.tiny_models import Tiny, random_model, write_model
 from .test_formats import written
 
-CONFIG = EngineConfig.from_flat(skip_tokenizer_init=True, max_num_seqs=2, num_threads=1, use_tqdm_on_load=False)
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, max_num_seqs=2, num_threads=1, use_tqdm_on_load=False)
+CONFIG = EngineConfig.from_flat(**OPTIONS)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -23,6 +26,15 @@ def test_every_scheme_is_equal(tmp_path: Path, scheme: str) -> None:
     text = report.render()
     assert ("quantizes activations by the same rules" in text) == bool(SCHEMES[scheme].scheme.inputs)
     assert "every product that of the dequantized weights" in text
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+def test_experts_that_transformers_does_not_call_as_linears(tmp_path: Path, family: str) -> None:
+    """All experts of a layer in one product, and transposed ones; quantized while they are loaded."""
+    write_model(random_model(Tiny(family=family), 0), tmp_path, family)
+    config = EngineConfig.from_flat(**OPTIONS, quantization="fp8")
+    report = verify(str(tmp_path), config)
+    assert report.ok, report.render()
 
 
 @pytest.mark.parametrize("scheme", ["fp8-channel", "w8a8-int8"])

@@ -17,7 +17,7 @@ from quire.kernels.native.library import loaded, missing
 from quire.kernels.native.recording import CHUNK, Buffers, KernelRecording
 from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, run_layers
+from quire.layers.stack import Model, embedded, run_layers
 from quire.weights.dummy import load_dummy
 from quire.worker import recordings
 from quire.worker.recordings import LayerRecordings, not_recordable
@@ -29,7 +29,9 @@ BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
 needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 
-def make_model(dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, str] | None = None) -> Model:
+def make_model(
+    dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, str] | None = None, **more: object
+) -> Model:
     config = {
         "model_type": kind,
         "vocab_size": 64,
@@ -41,7 +43,7 @@ def make_model(dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, s
         "head_dim": DIM,
         "max_position_embeddings": 4096,
     }
-    model = built(parse_checkpoint_config(config), dtype, forced=forced)
+    model = built(parse_checkpoint_config(config | more), dtype, forced=forced)
     load_dummy(model, 0)
     return model
 
@@ -141,6 +143,33 @@ def test_a_replayed_step_of_two_groups_has_the_bits_of_one_that_was_run(
         assert torch.equal(found, expected) and found.isfinite().all(), (starts, tokens)
         for one, other in zip(direct, replayed, strict=True):
             assert torch.equal(one.k[1:], other.k[1:]) and torch.equal(one.v[1:], other.v[1:]), (starts, tokens)
+    assert layers.counts == {"recorded": 2, "replayed": len(replays)} and len(replays) == len(STEPS) - 2
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@torch.inference_mode()
+def test_a_replayed_step_reads_its_own_inputs_of_layers(dtype: str, replays: list[KernelRecording]) -> None:
+    """Gemma 4 E2B: embeddings of each token for each layer, and a layer that reads the KV of another one."""
+    model = make_model(
+        dtype,
+        "gemma4_text",
+        layer_types=["full_attention"] * 3,
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=64,
+        global_head_dim=DIM,
+        hidden_activation="gelu_pytorch_tanh",
+    )
+    fill(model, normal(0.3))
+    direct, replayed = make_cache(model, 0), make_cache(model, 0)
+    direct[2], replayed[2] = direct[1], replayed[1]
+    layers, random = LayerRecordings(), torch.Generator().manual_seed(1)
+    for starts, tokens in STEPS:
+        ids = torch.randint(64, (sum(tokens),), generator=random)
+        expected = run_layers(model, *embedded(model, ids, make_step(model, direct, starts, tokens)))
+        found = layers.run_layers(model, *embedded(model, ids, make_step(model, replayed, starts, tokens)))
+        assert torch.equal(found, expected), (starts, tokens)
     assert layers.counts == {"recorded": 2, "replayed": len(replays)} and len(replays) == len(STEPS) - 2
 
 

@@ -16,6 +16,9 @@ from msgspec import structs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.wrappers import PLACES
+from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, fused, of_expert
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
@@ -26,7 +29,11 @@ from quire.quantization.scheme_words import scheme_words
 from quire.weights.load import load_weights
 from quire.weights.slices import write_slice
 
-Rules = Mapping[str, QuantizedMatrix]  # stored name of a weight -> its scheme and activation scale, without numbers
+# Stored name of a weight, of an expert its parameter and place -> scheme and activation scale, without numbers.
+Rules = dict[str | tuple[str, int], QuantizedMatrix]
+
+
+PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)  # gpt-oss's experts are transposed
 
 
 class _Kept:
@@ -52,47 +59,53 @@ def describe(model: Decoder) -> tuple[str, bool]:
     return "; ".join(map(scheme_words, schemes)), any(scheme.inputs for scheme in schemes)
 
 
-def write_dequantized(model: Decoder, params: tuple[Param, ...], folder: Path, out: Path) -> Rules:
+def write_dequantized(
+    model: Decoder, params: tuple[Param, ...], folder: Path, out: Path
+) -> tuple[tuple[Param, ...], Rules]:
     """Write the model in `folder` to `out`, dequantized to float32.
 
     params   the model's parameters with the names of the tensors in `folder`
 
-    Returns the scheme and activation scale of each quantized weight, by the weight's name in `folder`.
+    Returns the parameters with the names of the tensors in `out`, and the rule of each quantized weight.
     """
     from safetensors.torch import save_file
 
-    kept, stored, rules = _Kept(model, params), dict[str, Tensor](), dict[str, QuantizedMatrix]()
+    kept, stored, rules = _Kept(model, params), dict[str, Tensor](), Rules()
     load_weights(cast(Any, kept), folder)
-    for param in _unquantized(model, params):
+    raw = {
+        key: value
+        for key, value in json.loads((folder / "config.json").read_text()).items()  # of the whole model
+        if key not in ("quantization_config", "compression_config")
+    }
+    params = _unquantized(params, raw)
+    for param in params:
         weights = kept.weights.pop(param.name)
         for place, weight in weights.items():  # in the order in which they were read
             one = of_expert(param, place, len(weights))
             for part, rows in _parts(one, _numbers(weight)):
                 write_slice(stored.setdefault(part.stored, torch.zeros(part.shape)), part, rows)
                 if isinstance(weight, QuantizedMatrix):
-                    rules[part.stored] = replace(
-                        empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale
-                    )
+                    own = (param.name, place) if param.shard == "experts" else part.stored
+                    rules[own] = replace(empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale)
     save_file(stored, out / "model.safetensors", {"format": "pt"})
-    raw = {
-        key: value
-        for key, value in json.loads((folder / "config.json").read_text()).items()  # of the whole model
-        if key not in ("quantization_config", "compression_config")
-    }
     (out / "config.json").write_text(json.dumps(raw))
-    return rules
+    return params, rules
 
 
-def _unquantized(model: Decoder, params: tuple[Param, ...]) -> tuple[Param, ...]:
-    """Return the parameters with the slices of an unquantized checkpoint: it may store experts in another form."""
-    stacks = {part.stored for param in params for part in param.parts if param.stored and part.expert >= 0}
-    if not stacks:
+def _unquantized(params: tuple[Param, ...], raw: dict[str, Any]) -> tuple[Param, ...]:
+    """Return the parameters with the slices of an unquantized checkpoint: it may store experts in another form.
+
+    raw   config.json of the unquantized checkpoint
+    """
+    if all(param.shard != "experts" for param in params):
         return params
-    plain = {param.name: param.parts for param in layout(as_stored(model.args, stacks))}
-    return tuple(
-        structs.replace(param, parts=plain[param.name]) if param.parts[0].stored in stacks else param
-        for param in params
-    )
+    named = {part.stored for param in params if param.shard != "experts" for part in param.parts}
+    try:
+        args = as_stored(parse_checkpoint_config(raw), named)  # its place in a model around it; the form of the family
+    except UnsupportedModel:  # a reference that Quire does not know has the names of the model
+        return params
+    plain = {param.name: param.parts for param in layout(args) if param.shard == "experts"}
+    return tuple(structs.replace(param, parts=plain.get(param.name, param.parts)) for param in params)
 
 
 def _numbers(weight: Weight) -> Tensor:
@@ -117,20 +130,35 @@ class QuantizedInputs(TorchFunctionMode):
     def __init__(self, model: Any, rules: Rules, layout: tuple[Param, ...]) -> None:
         super().__init__()
         self._rules: dict[int, QuantizedMatrix] = {}  # address of a weight -> its rule
-        parameters = dict(model.named_parameters())
+        self._stacks: dict[int, list[QuantizedMatrix]] = {}  # address of all experts' weights -> their rules
+        parameters = {_inside(name): weight for name, weight in model.named_parameters()}
         for name, rule in rules.items():
-            if rule.scheme.inputs and name in parameters:
-                self._rules[parameters[name].data_ptr()] = rule
+            if rule.scheme.inputs and isinstance(name, str) and _inside(name) in parameters:
+                self._rules[parameters[_inside(name)].data_ptr()] = rule
         for param in layout:
             if param.shard == "experts" and param.scheme is not None and param.scheme.inputs:
                 kind = "down_proj" if param.name.endswith("down") else "gate_up_proj"
-                stacked = parameters[f"model.{param.module}.{kind}"]
-                count = fused(param)[0]
-                for place in range(count):
-                    self._rules[stacked[place].data_ptr()] = rules[of_expert(param, place, count).parts[0].stored]
+                stacked = _stacked(parameters, param, kind)
+                own = [rules[param.name, place] for place in range(fused(param)[0])]
+                self._rules |= {stacked[place].data_ptr(): rule for place, rule in enumerate(own)}
+                self._stacks[stacked.data_ptr()] = own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and (rule := self._rules.get(args[1].data_ptr())) is not None:
+        if func in PRODUCTS and (rule := self._rules.get(args[1].data_ptr())) is not None:
             x = args[0]
             args = (rounded(x.reshape(-1, x.shape[-1]), rule).view(x.shape), *args[1:])
+        elif func is torch.bmm and (own := self._stacks.get(args[1].data_ptr())) is not None:  # Llama 4
+            args = (torch.stack([rounded(x, rule) for x, rule in zip(args[0], own, strict=True)]), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+def _inside(name: str) -> str:
+    """Return a tensor's name in its language model. Files and transformers have other names of the model's place."""
+    place = next((root for root, _ in (*PLACES, ("model.", "")) if name.startswith(root)), "language_model.")
+    return name.removeprefix(place)
+
+
+def _stacked(parameters: Mapping[str, Tensor], param: Param, kind: str) -> Tensor:
+    """Return the weights of all experts of a layer, in a model of transformers. kind: their name there."""
+    layer = f"layers.{param.name.split('.')[1]}."
+    return next(one for name, one in parameters.items() if name.startswith(layer) and name.endswith(f".experts.{kind}"))

@@ -21,13 +21,12 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
 from quire.explain.verify import reference as peer
-from quire.explain.verify.dequantized import QuantizedInputs, describe, write_dequantized
+from quire.explain.verify.dequantized import QuantizedInputs, Rules, describe, write_dequantized
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.parameters import Changed, changed_parameters, reference_layout
 from quire.explain.verify.recording import FEED_FORWARD, Recording, stage_name
 from quire.explain.verify.steps import watch
 from quire.explain.verify.verdict import Report, Stage, Step
-from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.text.tokenizer import TOKENIZER_FILE
 from quire.worker.taps import HiddenTap
 
@@ -83,11 +82,13 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
     """Run the engine and the reference, of a quantized model the dequantized one."""
     model = engine.worker.model
     with ExitStack() as stack:
-        folder, rules = reference or engine.folder, dict[str, QuantizedMatrix]()
-        layout = reference_layout(model.layout, reference) if reference else model.layout
+        folder, rules = reference or engine.folder, Rules()
+        layout = tuple(model.layout)
+        if reference is not None:
+            layout = reference_layout(layout, reference)
         if any(param.stored or param.scheme for param in model.layout):
             read, folder = folder, Path(stack.enter_context(TemporaryDirectory(prefix="quire-verify-")))
-            rules |= write_dequantized(model, layout, read, folder)
+            layout, rules = write_dequantized(model, layout, read, folder)
         changed = changed_parameters(model, layout, folder)
         prompt_ids = _prompt_ids(engine, prompt)
         tokens, ours = _run_quire(engine, prompt_ids)

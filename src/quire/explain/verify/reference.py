@@ -35,14 +35,17 @@ def load(folder: Path) -> Any:
     wrapped = "text_config" in json.loads((folder / "config.json").read_text())
     loader = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     try:
-        model = loader.from_pretrained(
+        model, report = loader.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
             experts_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
-        ).eval()
+            output_loading_info=True,
+        )
+        if lacking := sorted(name for name in report["missing_keys"] if not wrapped or "language_model." in name):
+            raise LookupError(f"it finds no {lacking[0]} there")
     except Exception as error:  # of transformers, safetensors, or whatever else reads a file there
         detail = (str(error).splitlines() or [""])[0]
         raise ModelError(
@@ -51,7 +54,7 @@ def load(folder: Path) -> Any:
             "transformers. If transformers has no class for the family yet: copy the folder, give the copy's "
             "config.json the model_type and architectures of the nearest class, and pass the copy with --reference."
         ) from error
-    inside = getattr(model, "language_model", None)
+    inside = getattr(model.eval(), "language_model", None)
     return inside if hasattr(inside, "lm_head") else model  # Llama 4's runs alone, and fails inside the model around it
 
 

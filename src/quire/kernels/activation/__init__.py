@@ -1,7 +1,8 @@
 """The gated activation of the feed-forward layer (GLU variants; Shazeer, 2020), and the gate of attention's output.
 
-gated(gate_up [T, 2I], act) -> [T, I]
-    gate is the first half of a row, up the second. `act` names the function of the two, a word of `ACTS`:
+gated(gate_up [T, 2I], act, up=None) -> [T, I]
+    gate is the first half of a row, up the second. With `up` [T, I], a tensor of its own, the first one is gate [T, I].
+    `act` names the function of the two, a word of `ACTS`:
     silu         gate * sigmoid(gate) * up
     gelu_tanh    gelu(gate) * up with the tanh approximation of GELU (Hendrycks and Gimpel, 2016),
                  gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))

@@ -6,14 +6,14 @@ from torch import Tensor
 from quire.kernels.activation import checked, ref
 
 
-def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     if checked(act) == "silu":
         return F.silu(gate).mul_(up)
     if act == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
-    return ref.gated(gate_up, act)
+    return ref.gated(gate, act, up)
 
 
 def opened(x: Tensor, gate: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 typedef struct GateJob {
     Tasks tasks;
-    const void *gate_up;
+    const void *gate, *up;
     void *y;
-    long width, row_stride;
+    long width, gate_stride, up_stride;
     int act, half;
 } GateJob;
 
 INLINE void gate_row(const GateJob *job, long row, int act, int half) {
-    const void *gate = element(job->gate_up, row * job->row_stride, half), *up = element(gate, job->width, half);
+    const void *gate = element(job->gate, row * job->gate_stride, half);
+    const void *up = element(job->up, row * job->up_stride, half);
     void *y = (void *)element(job->y, row * job->width, half);
     for (long i = 0; i < job->width; i += W) {
         const Lanes lanes = lanes_of(job->width - i);
@@ -27,10 +28,11 @@ static void gate_tasks(void *argument) {
     }
 }
 
-/* gate_up [rows, 2 width] with a stride between rows -> y [rows, width]; half: bfloat16, else float32. */
-void quire_gated(const void *gate_up, void *y, long rows, long width, long row_stride, int act, int half, int threads) {
-    GateJob job = {.tasks.count = rows, .gate_up = gate_up, .y = y, .width = width, .row_stride = row_stride,
-                   .act = act, .half = half};
+/* gate and up [rows, width], each with a stride between rows -> y [rows, width]; half: bfloat16, else float32. */
+void quire_gated(const void *gate, const void *up, void *y, long rows, long width, long gate_stride, long up_stride,
+                 int act, int half, int threads) {
+    GateJob job = {.tasks.count = rows, .gate = gate, .up = up, .y = y, .width = width, .gate_stride = gate_stride,
+                   .up_stride = up_stride, .act = act, .half = half};
     RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads);
 }
 
@@ -43,7 +45,8 @@ typedef struct OpenJob {
 } OpenJob;
 
 INLINE void open_row(const OpenJob *job, long row, int half) {
-    const void *x = element(job->x, row * job->x_stride, half), *gate = element(job->gate, row * job->gate_stride, half);
+    const void *x = element(job->x, row * job->x_stride, half);
+    const void *gate = element(job->gate, row * job->gate_stride, half);
     void *y = (void *)element(job->y, row * job->width, half);
     for (long i = 0; i < job->width; i += W) {
         const Lanes lanes = lanes_of(job->width - i);

@@ -7,23 +7,31 @@ from quire.kernels.activation import number_of
 from quire.kernels.native.library import loaded
 
 
-def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if gate_up.dtype not in (torch.float32, torch.bfloat16) or not gate_up.is_cpu or gate_up.stride(1) != 1:
+    gate, up = gate_up.chunk(2, 1) if up is None else (gate_up, up)
+    for side in (gate, up):
+        if side.dtype not in (torch.float32, torch.bfloat16) or not side.is_cpu or side.stride(1) != 1:
+            raise ValueError(
+                f"native activation: gate and up must be float32 or bfloat16 on the CPU, with stride 1 inside "
+                f"a row; one is {side.dtype} on {side.device} with strides {side.stride()}"
+            )
+    if gate.dtype != up.dtype or gate.shape != up.shape:
         raise ValueError(
-            f"native activation: gate_up must be float32 or bfloat16 on the CPU, with stride 1 inside "
-            f"a row; it is {gate_up.dtype} on {gate_up.device} with strides {gate_up.stride()}"
+            f"native activation: gate is {gate.dtype} {list(gate.shape)}, and up {up.dtype} {list(up.shape)}"
         )
-    y = gate_up.new_empty(rows, width)
+    rows, width = gate.shape
+    y = gate.new_empty(rows, width)
     loaded().quire_gated(
-        gate_up.data_ptr(),
+        gate.data_ptr(),
+        up.data_ptr(),
         y.data_ptr(),
         rows,
         width,
-        gate_up.stride(0),
+        gate.stride(0),
+        up.stride(0),
         number_of(act),
-        gate_up.dtype == torch.bfloat16,
+        gate.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return y

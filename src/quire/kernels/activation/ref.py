@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.kernels.activation import checked
 
 
-def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1) if up is None else (gate_up.float(), up.float())
     if checked(act) == "silu":
         y = gate * torch.sigmoid(gate) * up
     elif act == "gelu_tanh":

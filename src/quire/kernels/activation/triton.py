@@ -11,17 +11,17 @@ from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 BLOCK = 1024
 
 
-def gated(gate_up: Tensor, act: str = "silu") -> Tensor:
+def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
     act = checked(act)
-    if gate_up.stride(1) != 1:
-        gate_up = gate_up.contiguous()
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    y = gate_up.new_empty(rows, width)
+    gate, up = gate_up.chunk(2, 1) if up is None else (gate_up, up)
+    gate, up = (side if side.stride(1) == 1 else side.contiguous() for side in (gate, up))
+    rows, width = gate.shape
+    y = gate.new_empty(rows, width)
     if rows:
         in_pdl = pdl.in_use()
         _gated_kernel[(rows, -(-width // BLOCK))](
-            gate_up, y, gate_up.stride(0), width, act, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
+            gate, up, y, gate.stride(0), up.stride(0), width, act, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
         )
     return y
 
@@ -84,12 +84,22 @@ def gated_in_gluon(gate, up, ACT: gl.constexpr):
 
 
 @jit
-def _gated_kernel(gate_up, y, stride, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(
+    gate,
+    up,
+    y,
+    gate_stride,
+    up_stride,
+    WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The activation of BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)).
 
-    gate_up   [rows, 2 WIDTH], gate first;  stride  elements from row to row
-    y         [rows, WIDTH] contiguous
-    ACT       see `gated_of`
+    gate, up   [rows, WIDTH];  gate_stride, up_stride  elements from row to row
+    y          [rows, WIDTH] contiguous
+    ACT        see `gated_of`
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -97,9 +107,9 @@ def _gated_kernel(gate_up, y, stride, WIDTH: tl.constexpr, ACT: tl.constexpr, BL
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < WIDTH
-    gate = tl.load(gate_up + row * stride + col, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + WIDTH + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + col, gated_of(gate, up, ACT).to(y.dtype.element_ty), mask=inside)
+    gates = tl.load(gate + row * gate_stride + col, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * WIDTH + col, gated_of(gates, ups, ACT).to(y.dtype.element_ty), mask=inside)
 
 
 @jit

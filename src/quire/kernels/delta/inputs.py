@@ -1,4 +1,4 @@
-"""Inputs for tests and measurements of the gated delta rule."""
+"""DeltaInputs for tests and measurements of the gated delta rule."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Sequence(NamedTuple):
     kept_at: tuple[int, int] = (0, 0)
 
 
-class Inputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     """Arguments of `mix`, in their order."""
 
     qkv: Tensor
@@ -44,7 +44,7 @@ def make(
     by_channel: bool = False,
     taps: int = 4,
     seed: int = 0,
-) -> Inputs:
+) -> DeltaInputs:
     """Return random inputs of a step. The arena has a row more for each sequence, then rows for copies.
 
     Rows of the arena that no sequence has, and those of sequences that begin, hold NaN.
@@ -83,4 +83,4 @@ def make(
         kept=kept,
         max_rows=max(one.rows for one in sequences),
     )
-    return Inputs(*rows, weights, StateView(columns, matrix), meta, form)
+    return DeltaInputs(*rows, weights, StateView(columns, matrix), meta, form)

@@ -169,8 +169,8 @@ INLINE void go_through(const DeltaJob *job, long s, long head, int half) {
                 fade[d] = fading(job, number_at(job->decay, row * job->decay_stride + head * dim + d, half) +
                                           job->shift[head * dim + d], rate);
         else {
-            const float one = fading(job, number_at(job->decay, row * job->decay_stride + head, half) + job->shift[head],
-                                     rate);
+            const float raw = number_at(job->decay, row * job->decay_stride + head, half);
+            const float one = fading(job, raw + job->shift[head], rate);
             for (long d = 0; d < dim; d++) fade[d] = one;
         }
         const float strength = (job->doubled ? 2.0f : 1.0f) /

@@ -24,7 +24,7 @@ FUNCTIONS = {
     "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fiiii",
     "quire_norm": "ppppp" + "llll" + "fiiii",
-    "quire_gated": "pp" + "lll" + "iii",
+    "quire_gated": "ppp" + "llll" + "iii",
     "quire_opened": "ppp" + "llll" + "ii",
     "quire_delta": "pppp" + "pppp" + "ppppp" + "pppp" + "llllll" + "llllll" + "ff" + "iiiii",
     "quire_sum_bytes": "pppp" + "ll",

@@ -17,6 +17,8 @@ def route(
     logits = logits.float()
     scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()
     chosen = scores if correction is None else scores + correction
+    if routing.by_logits:
+        chosen = logits
     if routing.num_groups > 1:
         groups = chosen.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(1 if routing.group_score == "max" else 2, 2).values.sum(2)

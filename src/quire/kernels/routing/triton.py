@@ -51,6 +51,7 @@ def route(
             routing.scoring == "softmax",
             routing.group_score == "top2",
             routing.normalize,
+            routing.by_logits,
             in_pdl,
             num_warps=1,
             **pdl.options(in_pdl),
@@ -98,6 +99,7 @@ def _route_kernel(
     SOFTMAX: tl.constexpr,
     TOP2: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the K experts of a token and their weights. Grid (tokens,).
@@ -115,6 +117,7 @@ def _route_kernel(
     SOFTMAX              scores by softmax over all experts, else by sigmoid
     TOP2                 a group's score is the sum of its two largest scores, else the largest
     NORMALIZE            weights of a token are divided by their sum
+    BY_LOGITS            experts are chosen by logits, not by scores
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,7 +133,7 @@ def _route_kernel(
         score = score / tl.sum(tl.sum(score, 1), 0)
     else:
         score = 1 / (1 + tl.exp(-logit))
-    chosen = score
+    chosen = logit if BY_LOGITS else score
     if correction is not None:
         chosen += tl.load(correction + expert, mask=there, other=0.0)
     last = EXPERTS - 1 - expert
@@ -152,10 +155,10 @@ def _route_kernel(
     for j in tl.static_range(K):
         most = tl.max(tl.max(key, 1), 0)
         picked = EXPERTS - 1 - (most & 0xFFFFFFFF).to(tl.int32)
-        if correction is None:
-            value = _score(most)
-        else:
+        if correction is not None or BY_LOGITS:
             value = tl.sum(tl.sum(tl.where(key == most, score, 0.0), 1), 0)
+        else:
+            value = _score(most)
         weight, name = tl.where(col == j, value, weight), tl.where(col == j, picked, name)
         key = tl.where(key == most, NEVER, key)
     if NORMALIZE:

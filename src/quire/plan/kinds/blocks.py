@@ -99,6 +99,10 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
     yield write.param(AT + "join.weight", rows, (reads or 2) * hidden, layer=0)
     if eagle.bias:
         yield write.param(AT + "join.bias", rows, layer=0)
+    if eagle.norms == "joined":
+        yield write.norm(AT + "read_norm.weight", 0, reads * hidden)
+    elif eagle.norms:
+        yield write.param(AT + "read_norm.weight", {str(i): StoredRows(hidden) for i in range(reads)}, layer=0)
     for norm in ("token_norm", "state_norm") if reads else ():
         yield write.norm(f"{AT}{norm}.weight", 0)
     yield from mixer(args.layers[0].mixer).params(write, 0, 2 * hidden if reads else hidden)

@@ -32,7 +32,7 @@ class DeltaKind:
 
     operations = ("delta",)
     prompts = past = 0
-    window = sizes = None
+    window = None
     scores = frozenset[str]()
 
     def __init__(self, args: DeltaArgs) -> None:

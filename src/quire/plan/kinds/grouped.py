@@ -33,7 +33,6 @@ class GroupedKind:
 
     operations = ("heads", "attention")
     prompts = past = 0
-    sizes = None
 
     def __init__(self, args: GroupedArgs) -> None:
         self._args = args

@@ -253,10 +253,6 @@ class Mixer(Protocol):
     def width(self) -> int:
         """Numbers of a token's queries, of all ranks."""
 
-    @property
-    def sizes(self) -> dict[str, Any] | None:
-        """Plain values about what it compresses, for `explain`; None: nothing."""
-
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield its parameters on a rank. width: of its input."""
 
@@ -282,7 +278,7 @@ class Mixer(Protocol):
         """Yield its exchanges between ranks."""
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values about it, for `explain`."""
+        """Return plain values about it, for `explain`; as "compressed" those about what it compresses, if anything."""
 
 
 class FeedForward(Protocol):

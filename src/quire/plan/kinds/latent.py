@@ -67,9 +67,8 @@ class LatentKind:
         """Numbers of all query heads."""
         return self._sizes.num_heads * self._sizes.head_dim
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The sizes of latents, and the number of query tokens from which they are expanded."""
+    def _compressed(self) -> dict[str, Any]:
+        """Return the sizes of latents, and the number of query tokens from which they are expanded."""
         break_even = min(self._sizes.break_even, NEVER)
         sizes = structs.asdict(self._sizes) | {"break_even": break_even}
         del sizes["num_heads"], sizes["rope"]  # among `facts`, and a line of its own
@@ -123,6 +122,7 @@ class LatentKind:
             "value_dim": sizes.v_dim,
             "qk_norm": "",
             "bias": False,
+            "compressed": self._compressed(),
         }
 
 

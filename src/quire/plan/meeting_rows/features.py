@@ -66,7 +66,7 @@ def wrong_local(i: Inputs) -> bool:
 def odd_layers(i: Inputs) -> list[int]:
     """Return the numbers of the layers whose states an EAGLE head reads and the model does not have."""
     reads = i.draft.eagle.reads(i.model.num_layers) if i.draft is not None and i.draft.eagle is not None else ()
-    return [one for one in reads if not 0 <= one < i.model.num_layers]
+    return [one for one in reads if not 0 <= one <= i.model.num_layers]  # the last: behind all layers
 
 
 def draft_vocabulary(draft: ModelArgs) -> int:

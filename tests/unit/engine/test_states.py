@@ -1,0 +1,99 @@
+"""Layers that keep states: the mock notices a request that goes on with another state than that of its tokens."""
+
+from typing import Any
+
+import pytest
+
+
+def run(rig: Any, prompt: Any, max_tokens: int, **more: Any) -> int:
+    """Run a request alone, and judge it."""
+    handle: int = rig.add(prompt, max_tokens, **more)
+    rig.drain()
+    rig.judge(handle)
+    return handle
+
+
+def copies(rig: Any) -> list[tuple[int, int]]:
+    """Return (slot, length) of every copy to a checkpoint, in order."""
+    plans = [plan.features.states for plan in rig.plans if plan.features.states is not None]
+    return [(slot, length) for states in plans for slot, length, _ in states.kept.tolist()]
+
+
+def test_a_turn_goes_on_where_the_one_before_it_ended(Rig: Any, depth: int) -> None:
+    """Places are every 4 tokens, copies of decodes every 8."""
+    rig = Rig(depth, states=8, budget=64)
+    first = run(rig, range(18), 15)
+    assert copies(rig) == [(0, 16), (0, 24), (0, 32)] and rig.cached[first] == 0
+    text = [*range(18), *rig.tokens[first]]
+    assert rig.cached[run(rig, [*text, 7, 8, 9], 3)] == 32
+    assert rig.cached[run(rig, range(18), 1)] == 16  # the last token is computed
+    assert rig.cached[run(rig, range(15), 1)] == 0  # its blocks are there, and no state
+    assert (rig.states.hits, rig.states.cut) == (48, 12)
+
+
+def test_the_next_request_goes_on_where_two_prompts_part(Rig: Any, depth: int) -> None:
+    rig, same = Rig(depth, states=8, budget=64), list(range(21))
+    cached = [rig.cached[run(rig, [*same, 100 + i, *range(40, 50)], 2)] for i in range(4)]
+    assert cached == [0, 0, 20, 20]
+
+
+def test_chunks_of_a_prompt_take_the_same_copies(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, budget=5)
+    run(rig, range(18), 1)
+    assert copies(rig) == [(0, 16)]
+
+
+def test_a_copy_is_not_found_before_its_step_has_run(Rig: Any) -> None:
+    """Both prompts are planned before the first result comes."""
+    rig = Rig(2, states=8, budget=18)
+    first, second = rig.add(range(18), 2), rig.add(range(18), 2)
+    rig.drain()
+    rig.judge(first)
+    rig.judge(second)
+    assert (rig.cached[first], rig.cached[second]) == (0, 0)
+    assert rig.cached[run(rig, range(18), 2)] == 16
+
+
+def test_further_completions_wait_for_the_state_of_the_prompt(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, budget=32)
+    parent = rig.add(range(18), 6)
+    children = [rig.add(range(18), 6, parent=parent, seed=9 + i) for i in range(2)]
+    rig.drain()
+    for handle in (parent, *children):
+        rig.judge(handle)
+    assert [rig.cached[handle] for handle in (parent, *children)] == [0, 16, 16]
+
+
+def test_a_preempted_request_goes_on_at_its_last_copy(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, blocks=13, budget=16)
+    handles = [rig.add(range(i, i + 9), 24) for i in range(2)]
+    rig.drain()
+    for handle in handles:
+        rig.judge(handle)
+    assert rig.scheduler.num_preempted
+    again = [one for plan in rig.plans[1:] for one in plan.admitted if one.num_computed]
+    assert again and all(one.num_computed >= 8 for one in again)
+
+
+@pytest.mark.parametrize("fail_after", [0, 9])
+def test_a_failed_request_leaves_no_state(Rig: Any, depth: int, fail_after: int) -> None:
+    rig = Rig(depth, states=8, budget=64)
+    failed = rig.add(range(18), 20, fail_after=fail_after)
+    rig.drain()
+    assert rig.finish[failed].reason == "error"
+    assert rig.cached[run(rig, range(18), 1)] == 0
+
+
+def test_without_a_free_checkpoint_none_is_made(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=1, budget=64, slots=4, blocks=80)
+    handles = [rig.add(range(i, i + 10), 20) for i in range(4)]
+    rig.drain()
+    for handle in handles:
+        rig.judge(handle)
+
+
+def test_an_emptied_cache_has_no_checkpoints(Rig: Any) -> None:
+    rig = Rig(states=8, budget=64)
+    run(rig, range(18), 1)
+    rig.core.reset_prefix_cache()
+    assert rig.cached[run(rig, range(18), 1)] == 0
