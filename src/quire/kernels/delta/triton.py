@@ -106,6 +106,62 @@ def _counters(meta: StateMeta, count: int, device: torch.device) -> Tensor:
     return found
 
 
+@jit
+def _advance(
+    held,
+    decay,
+    strength,
+    shift,
+    gate,
+    norm,
+    y,
+    q,
+    k,
+    v,
+    head,
+    key,
+    value,
+    speed,
+    lowest,
+    eps,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """Compute a row of a head: write its result, return the matrix after it. held: the matrix before.
+
+    decay, strength, gate, y   the row
+    key, value   arange of the padded sizes;  speed  exp(rate)
+    """
+    in_key, in_value = key < DK, value < DV
+    if BY_CHANNEL:
+        raw = tl.load(decay + head * DK + key, mask=in_key, other=0.0).to(tl.float32)
+        raw += tl.load(shift + head * DK + key, mask=in_key, other=0.0)
+    else:
+        raw = tl.load(decay + head).to(tl.float32) + tl.load(shift + head)
+    fade = tl.exp(log_decay(raw, speed, lowest, BOUNDED))
+    b = tl.sigmoid(tl.load(strength + head).to(tl.float32))
+    if DOUBLED:
+        b *= 2
+    z = tl.load(gate + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
+    scale = tl.load(norm + value, mask=in_value, other=0.0) * opened(z, SIGMOID)
+    # Both sums read the matrix before its update, so the second does not wait for the first.
+    if BY_CHANNEL:
+        held *= fade[:, None]
+        said, read = tl.sum(held * k[:, None], 0), tl.sum(held * q[:, None], 0)
+    else:
+        said, read = fade * tl.sum(held * k[:, None], 0), fade * tl.sum(held * q[:, None], 0)
+        held *= fade
+    wrong = b * (v - said)
+    o = read + tl.sum(k * q) * wrong
+    o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
+    tl.store(y + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
+    return held + k[:, None] * wrong[None, :]
+
+
 @jit(do_not_specialize=["limit"])
 def _rows_kernel(
     qkv,
@@ -177,34 +233,35 @@ def _rows_kernel(
     own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
     q_at, k_at, v_at = key_head * DK + key, (G + key_head) * DK + key, 2 * G * DK + head * DV + value
     speed = tl.exp(tl.load(rate + head))
-    scale = tl.load(norm + value, mask=in_value, other=0.0)
-    for i in range(0, rows):
+    for i in range(0, 1 if ONE else rows):
         q = unit(given, own, conv, i, past, q_at, in_key, DK**-0.5, CHANNELS, TAPS, qkv_stride, ONE, 0)
         k = unit(given, own, conv, i, past, k_at, in_key, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 0)
         v = convolved(given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
         row = (first + i).to(tl.int64)
-        if BY_CHANNEL:
-            raw = tl.load(decay + row * decay_stride + head * DK + key, mask=in_key, other=0.0).to(tl.float32)
-            raw += tl.load(shift + head * DK + key, mask=in_key, other=0.0)
-            fade = tl.exp(log_decay(raw, speed, lowest, BOUNDED))
-            k_faded, q_faded, faded = k * fade, q * fade, held * fade[:, None]
-        else:
-            raw = tl.load(decay + row * decay_stride + head).to(tl.float32) + tl.load(shift + head)
-            fade = tl.exp(log_decay(raw, speed, lowest, BOUNDED))
-            k_faded, q_faded, faded = k * fade, q * fade, held * fade
-        b = tl.sigmoid(tl.load(strength + row * strength_stride + head).to(tl.float32))
-        if DOUBLED:
-            b *= 2
-        # Both sums read the matrix before its update, so the second does not wait for the first.
-        said = tl.sum(held * k_faded[:, None], 0)
-        read = tl.sum(held * q_faded[:, None], 0)
-        wrong = b * (v - said)
-        o = read + tl.sum(k * q) * wrong
-        held = faded + k[:, None] * wrong[None, :]
-        o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
-        z = tl.load(gate + row * gate_stride + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
-        o *= opened(z, SIGMOID)
-        tl.store(y + row * (H * DV) + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
+        held = _advance(
+            held,
+            decay + row * decay_stride,
+            strength + row * strength_stride,
+            shift,
+            gate + row * gate_stride,
+            norm,
+            y + row * (H * DV),
+            q,
+            k,
+            v,
+            head,
+            key,
+            value,
+            speed,
+            lowest,
+            eps,
+            DK,
+            DV,
+            BOUNDED,
+            SIGMOID,
+            DOUBLED,
+            BY_CHANNEL,
+        )
         for n in range(0, 2):
             length = tl.load(kept_at + 2 * slot + n)
             if length == past + i + 1:

@@ -11,10 +11,10 @@ The last line with m < 64 gives the matrix after m rows of the chunk: copies may
 that lie inside blocks of 2 n rows and outside of those of n, D - D L D is the inverse of the blocks of 2 n rows.
 Powers of A would be shorter, but they overflow the precision when keys are alike.
 
-Four launches: `_plan_kernel` lists the chunks, once per step; `_chunks_kernel` makes q, k, c, T and P, in parallel over
-chunks and key heads; `_scan_kernel` goes through the chunks of a sequence, for a part of a head's values, with S in
-registers; `_outputs_kernel` normalizes, and writes the columns, which all programs before have read. Grids depend on
-the sizes of the step's buffers alone.
+`_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
+`_solve_kernel` makes c, T and P of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part
+of the values of a head, with S in registers; `_outputs_kernel` normalizes, and writes the columns, which all before
+have read. Grids depend on the sizes of the step's buffers alone.
 
 Formulas: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484), sections 3 and 4.
 
@@ -126,11 +126,14 @@ def mix_prompts(call: Call) -> None:
     o = call.y if exact else torch.empty_like(call.y, dtype=torch.float32)
     scratch = units, inverse, within, faded
     chunk_programs, programs = _programs(len(plan.chunks), SOME_CHUNKS), _programs(len(plan.sequences), SOME)
-    _chunks_kernel[(form.key_heads, chunk_programs)](
-        qkv, call.decay, call.strength, *call.weights_of[:3], *plan[:2], *call.places, call.state.columns, *scratch,
-        *call.strides[:1], *call.strides[2:5], form.lowest,
-        **_but(sizes, "DVP", "SIGMOID"), CHUNK=CHUNK, EXACT="ieee" if exact else "tf32x3",
-        PRODUCTS=tl.float32 if exact else tl.float16, num_warps=4,
+    _units_kernel[(form.key_heads, chunk_programs)](
+        qkv, call.weights.conv, *plan[:2], *call.places, call.state.columns, units, call.strides[0], call.strides[4],
+        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, ROUNDED=not exact, num_warps=8,
+    )  # fmt: skip
+    _solve_kernel[(form.heads, chunk_programs)](
+        call.decay, call.strength, *call.weights_of[1:3], *plan[:2], *scratch, *call.strides[2:4], form.lowest,
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1,
+        EXACT="ieee" if exact else "bf16x3", PRODUCTS=tl.float32 if exact else tl.float16, num_warps=8,
     )  # fmt: skip
     split = min(SPLIT, padded(form.value_dim))
     _scan_kernel[(-(-form.value_dim // split), form.heads, programs)](
@@ -201,13 +204,9 @@ def _plan_kernel(
 
 
 @jit
-def _chunks_kernel(
+def _units_kernel(
     qkv,
-    decay,
-    strength,
     conv,
-    rate,
-    shift,
     counts,
     chunks,
     query_start,
@@ -217,14 +216,8 @@ def _chunks_kernel(
     kept,
     columns,
     units,
-    inverse,
-    within,
-    faded,
     qkv_stride,
-    decay_stride,
-    strength_stride,
     columns_stride,
-    lowest,
     G: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -232,24 +225,18 @@ def _chunks_kernel(
     DKP: tl.constexpr,
     TAPS: tl.constexpr,
     TAPSP: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DOUBLED: tl.constexpr,
     CHUNK: tl.constexpr,
-    EXACT: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
-    """Make q, k, c, T b and P of the chunks of a key head, and copies of its columns. Grid (G, programs).
+    """Make q and k of the chunks of a key head, and copies of its columns. Grid (G, programs).
 
-    units      [T, 2, G, DK] q and k;  faded  [T, H] c
-    inverse, within   [T, H, CHUNK] T b and P, a row for each row of a chunk
-    EXACT      precision of float32 products
+    units     [T, 2, G, DK] float32 q and k
+    ROUNDED   to numbers that float16 and TF32 have
     """
-    PER: tl.constexpr = H // G
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
     key_head = tl.program_id(0)
-    i, j, key = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :], tl.arange(0, DKP)
-    q_at, k_at, in_key = key_head * DK + key, (G + key_head) * DK + key, key < DK
-    flat = tl.arange(0, CHUNK)
+    i, key = tl.arange(0, CHUNK)[:, None], tl.arange(0, DKP)
+    in_key = key < DK
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
@@ -257,40 +244,98 @@ def _chunks_kernel(
         past = tl.load(seq_lens + s) - (tl.load(query_start + s + 1) - first)
         slot = tl.load(slots + s).to(tl.int64)
         own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-        inside, live = (i < rows) & in_key[None, :], flat < rows
-        at = before + i
-        q = unit(given, own, conv, at, past, q_at[None, :], inside, DK**-0.5, CHANNELS, TAPS, qkv_stride, False, 1)
-        k = unit(given, own, conv, at, past, k_at[None, :], inside, 1.0, CHANNELS, TAPS, qkv_stride, False, 1)
-        q, k = q.to(PRODUCTS), k.to(PRODUCTS)
-        place = units + ((row + i) * (2 * G) + key_head) * DK + key[None, :]
-        tl.store(place, q.to(tl.float32), mask=inside)
-        tl.store(place + G * DK, k.to(tl.float32), mask=inside)
-        keys = tl.dot(k, tl.trans(k), input_precision="ieee")
-        seen = tl.dot(q, tl.trans(k), input_precision="ieee")
-        for part in range(0, PER):
-            head = key_head * PER + part
-            raw = tl.load(decay + (row + flat) * decay_stride + head, mask=live, other=0.0).to(tl.float32)
-            g = log_decay(raw + tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest, BOUNDED)
-            c = tl.cumsum(tl.where(live, g, 0.0), 0)
-            b = tl.load(strength + (row + flat) * strength_stride + head, mask=live, other=0.0).to(tl.float32)
-            b = tl.where(live, tl.sigmoid(b) * (2.0 if DOUBLED else 1.0), 0.0)
-            fade = tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
-            a = tl.where(i > j, keys * fade * b[:, None], 0.0)
-            d = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), a, 0.0)
-            for level in tl.static_range(1, 6):
-                lower = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-                left = tl.dot(d, tl.where(lower, a, 0.0), input_precision=EXACT)
-                d -= tl.dot(left, d, input_precision=EXACT)
-            square = ((row + i) * H + head) * CHUNK + j
-            tl.store(inverse + square, d * b[None, :], mask=i < rows)
-            tl.store(within + square, tl.where(i >= j, seen * fade, 0.0), mask=i < rows)
-            tl.store(faded + (row + flat) * H + head, c, mask=live)
-        for copy in range(0, 2):
-            upto = tl.load(kept_at + 2 * slot + copy) - past
-            if (upto > before) & (upto <= before + rows):
-                copied = columns + tl.load(kept + 2 * slot + copy).to(tl.int64) * columns_stride
-                keep_columns(given, own, copied, upto, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-                keep_columns(given, own, copied, upto, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+        inside = (i < rows) & in_key[None, :]
+        for part in range(0, 2):
+            channel, factor = (part * G + key_head) * DK + key, tl.where(part == 0, DK**-0.5, 1.0)
+            x = unit(
+                given,
+                own,
+                conv,
+                before + i,
+                past,
+                channel[None, :],
+                inside,
+                factor,
+                CHANNELS,
+                TAPS,
+                qkv_stride,
+                False,
+                1,
+            )
+            if ROUNDED:
+                x = x.to(tl.float16).to(tl.float32)
+            tl.store(
+                units + row * (2 * G * DK) + (i * (2 * G) + part * G + key_head) * DK + key[None, :], x, mask=inside
+            )
+            for copy in range(0, 2):
+                upto = tl.load(kept_at + 2 * slot + copy) - past
+                if (upto > before) & (upto <= before + rows):
+                    copied = columns + tl.load(kept + 2 * slot + copy).to(tl.int64) * columns_stride
+                    keep_columns(given, own, copied, upto, past, channel, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+
+
+@jit
+def _solve_kernel(
+    decay,
+    strength,
+    rate,
+    shift,
+    counts,
+    chunks,
+    units,
+    inverse,
+    within,
+    faded,
+    decay_stride,
+    strength_stride,
+    lowest,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    DOUBLED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Make c, T b and P of the chunks of a head. Grid (H, programs).
+
+    faded             [T, H] c
+    inverse, within   [T, H, CHUNK] T b and P, a row for each row of a chunk
+    LEVELS            CHUNK is 1 << LEVELS
+    EXACT             precision of the products for T;  PRODUCTS  type of q and k in products
+    """
+    head = tl.program_id(0)
+    flat, key = tl.arange(0, CHUNK), tl.arange(0, DKP)
+    i, j = flat[:, None], flat[None, :]
+    for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
+        row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
+        live = flat < rows
+        place = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
+        inside = live[:, None] & (key < DK)[None, :]
+        k = tl.load(place + G * DK, mask=inside, other=0.0).to(PRODUCTS)
+        raw = tl.load(decay + row * decay_stride + (flat * decay_stride + head), mask=live, other=0.0).to(tl.float32)
+        g = log_decay(raw + tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest, BOUNDED)
+        c = tl.cumsum(tl.where(live, g, 0.0), 0)
+        tl.store(faded + row * H + (flat * H + head), c, mask=live)
+        b = tl.load(strength + row * strength_stride + (flat * strength_stride + head), mask=live, other=0.0).to(
+            tl.float32
+        )
+        b = tl.where(live, tl.sigmoid(b) * (2.0 if DOUBLED else 1.0), 0.0)
+        fade = tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
+        a = tl.where(i > j, tl.dot(k, tl.trans(k), input_precision="ieee") * fade * b[:, None], 0.0)
+        d = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
+        for level in range(1, LEVELS):
+            lower = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
+            left = tl.dot(d, tl.where(lower, a, 0.0), input_precision=EXACT)
+            d -= tl.dot(left, d, input_precision=EXACT)
+        square = (i * H + head) * CHUNK + j
+        tl.store(inverse + row * (H * CHUNK) + square, d * b[None, :], mask=live[:, None])
+        q = tl.load(place, mask=inside, other=0.0).to(PRODUCTS)
+        seen = tl.dot(q, tl.trans(k), input_precision="ieee") * fade
+        tl.store(within + row * (H * CHUNK) + square, tl.where(i >= j, seen, 0.0), mask=live[:, None])
 
 
 @jit
@@ -328,7 +373,7 @@ def _scan_kernel(
 ):
     """Go through the chunks of sequences, for SPLIT values of a head. Grid (ceil(DV / SPLIT), H, programs).
 
-    o   [T, H * DV] float32: the results before norm and gate. For the other parameters see `_chunks_kernel`
+    o   [T, H * DV] float32: the results before norm and gate. For the other parameters see `_solve_kernel`
     """
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
     head = tl.program_id(1)
@@ -350,9 +395,10 @@ def _scan_kernel(
             in_row, place = live[:, None], units + ((row + i) * (2 * G) + head // (H // G)) * DK + key[None, :]
             q = tl.load(place, mask=in_row & in_key[None, :], other=0.0)
             k = tl.load(place + G * DK, mask=in_row & in_key[None, :], other=0.0)
-            c = tl.load(faded + (row + flat) * H + head, mask=live, other=0.0)
-            solved = tl.load(inverse + ((row + i) * H + head) * CHUNK + j, mask=in_row, other=0.0)
-            seen = tl.load(within + ((row + i) * H + head) * CHUNK + j, mask=in_row, other=0.0)
+            c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+            square = (i * H + head) * CHUNK + j
+            solved = tl.load(inverse + row * (H * CHUNK) + square, mask=in_row, other=0.0)
+            seen = tl.load(within + row * (H * CHUNK) + square, mask=in_row, other=0.0)
             fade = tl.exp(c)
             shown = in_row & in_value[None, :]
             v = convolved(given, own, conv, before + i, past, v_at[None, :], shown, CHANNELS, TAPS, qkv_stride, False)
@@ -360,7 +406,7 @@ def _scan_kernel(
             x = tl.dot(solved, tl.where(shown, v, 0.0), input_precision=EXACT)
             out = fade[:, None] * tl.dot(q, held, input_precision=EXACT)
             out += tl.dot(seen, x, input_precision=EXACT)
-            tl.store(o + (row + i) * (H * DV) + head * DV + value[None, :], out, mask=shown)
+            tl.store(o + row * (H * DV) + (i * (H * DV) + head * DV + value[None, :]), out, mask=shown)
             for copy in range(0, 2):
                 upto = tl.load(kept_at + 2 * slot + copy) - past
                 if (upto > before) & (upto <= before + rows):
@@ -420,10 +466,10 @@ def _outputs_kernel(
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
         shown, at = (i < rows) & in_value[None, :], head * DV + value[None, :]
-        x = tl.load(o + (row + i) * (H * DV) + at, mask=shown, other=0.0).to(tl.float32)
-        z = tl.load(gate + (row + i) * gate_stride + at, mask=shown, other=0.0).to(tl.float32)
+        x = tl.load(o + row * (H * DV) + (i * (H * DV) + at), mask=shown, other=0.0).to(tl.float32)
+        z = tl.load(gate + row * gate_stride + (i * gate_stride + at), mask=shown, other=0.0).to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / DV + eps) * scale[None, :] * opened(z, SIGMOID)
-        tl.store(y + (row + i) * (H * DV) + at, x.to(y.dtype.element_ty), mask=shown)
+        tl.store(y + row * (H * DV) + (i * (H * DV) + at), x.to(y.dtype.element_ty), mask=shown)
         first = tl.load(query_start + s)
         total = tl.load(query_start + s + 1) - first
         if before + rows == total:
