@@ -34,7 +34,7 @@ from torch import Tensor
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
 from quire.kernels.states import StateMeta, StateView
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 CHUNK = 64  # tokens
 SPLIT = 64  # most values of a head in a program that goes through a sequence
@@ -133,7 +133,7 @@ def mix_prompts(call: Call) -> None:
     _solve_kernel[(form.heads, chunk_programs)](
         call.decay, call.strength, *call.weights_of[1:3], *plan[:2], *scratch, *call.strides[2:4], form.lowest,
         **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1,
-        EXACT="ieee" if exact else "bf16x3", PRODUCTS=tl.float32 if exact else tl.float16, num_warps=8,
+        EXACT="ieee" if exact or INTERPRETED else "bf16x3", PRODUCTS=tl.float32 if exact else tl.float16, num_warps=8,
     )  # fmt: skip
     split = min(SPLIT, padded(form.value_dim))
     _scan_kernel[(-(-form.value_dim // split), form.heads, programs)](
