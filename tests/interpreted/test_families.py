@@ -10,6 +10,8 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import select_kernels
+from quire.kernels.states import StateMeta
+from quire.kvstore.states import StateArena
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import embedded, run_layers
@@ -24,7 +26,7 @@ from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # longer than the window of tiny models, 9
-FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text")
+FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text", "qwen3_next")
 
 
 def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
@@ -53,9 +55,14 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
     fill(model, normal(0.3))
     count = len(TOKENS)
     caches: list[tuple[Tensor, ...]] = []
+    states = StateArena(geometry, 2, CPU)
+    states.rows.fill_(255)  # NaN
     for layer in range(args.num_layers):
         if (source := args.kept_by(layer)) != layer:
             caches.append(caches[source])
+            continue
+        if own := states.views(layer):
+            caches.append(own)
             continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)
         parts = kv_components(args.layers[layer].mixer, "float32")
@@ -72,7 +79,9 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         )
         for number, group in enumerate(geometry.groups)
     )
-    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches))
+    starts, none = (torch.tensor([0, count], dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32))
+    slots = StateMeta(starts, starts[1:], torch.ones(1, dtype=torch.int32), none, none, max_rows=count)
+    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches), states=slots)
     return run_layers(model, *embedded(model, torch.tensor(TOKENS), ctx))
 
 

@@ -14,7 +14,10 @@ QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+    """Shares of a GPU's memory in bytes.
+
+    working   activations and CUDA graphs;  outside  other processes;  states  of recurrent layers, with checkpoints
+    """
 
     total: int
     utilization: float
@@ -22,14 +25,16 @@ class DeviceBudget:
     working: int
     outside: int
     kv: int
+    states: int = 0
 
     def __str__(self) -> str:
-        free = self.total - self.weights - self.working - self.kv - self.outside
+        free = self.total - self.weights - self.working - self.kv - self.outside - self.states
         total, weights, working, kv, outside, free_gib = (
             f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
         )
+        states = f"states {self.states / GIB:.1f}, " if self.states else ""
         return (
-            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, {states}other processes "
             f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
         )
 
@@ -137,9 +142,9 @@ def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_nu
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
+    """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context of any."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
-    host = min(one.host_blocks for one in sizes)
+    host, checkpoints = min(one.host_blocks for one in sizes), min(one.checkpoints for one in sizes)
     return [
         replace(
             one,
@@ -147,6 +152,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             max_model_len=length,
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
+            checkpoints=checkpoints,
         )
         for one in sizes
     ]

@@ -38,7 +38,7 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 CHUNK = 64  # tokens
 SPLIT = 64  # most values of a head in a program that goes through a sequence
-WIDTHS = (64, 256, 1024, 4096)  # the plan's kernel is compiled for steps of at most so many sequences
+WIDTHS = (64, 256, 1024, 8192)  # the plan's kernel is compiled for at most so many slots
 SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when there may be more than so many
 
 
@@ -168,7 +168,7 @@ def _planned(meta: StateMeta, rows: int) -> Chunks:
         sizes = (2, 4 * (rows // CHUNK + 2 * most), 4 * most)  # at most rows // CHUNK + 2 chunks of a sequence
         counts, chunks, sequences = (torch.empty(size, dtype=torch.int32, device=meta.slots.device) for size in sizes)
         meta.plans[key] = found = Chunks(counts, chunks.view(-1, 4), sequences.view(-1, 4))
-        width = next(one for one in WIDTHS if one >= num_seqs)
+        width = next(one for one in WIDTHS if one >= max(num_seqs, len(meta.kept_at)))  # one kernel for all steps
         _plan_kernel[(1,)](
             meta.query_start, meta.seq_lens, *found, num_seqs, meta.decode_rows, CHUNK=CHUNK, WIDTH=width
         )
