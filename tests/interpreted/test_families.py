@@ -36,7 +36,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         target,
         "float32",
         ops=ops,
-        head_dim=max(one.head_dim for one in args.mixers),
+        head_dim=max(one.head_dim for one in args.attending),
         attention_features=score_features(args) | {"window"},
         forced=dict.fromkeys(ops, "ref") if reference else None,
     )

@@ -164,7 +164,8 @@ def _rehearse(
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
-    (tables, states) and per token (activations). With replicas in lock-step they include the exchange in the graphs' memory.
+    (tables, states) and per token (activations). With replicas in lock-step they include the exchange in the memory of
+    graphs.
     """
     geometry = plan.geometry
     blocks = geometry.table_entries(limits.step_tokens) + len(geometry.groups) * limits.num_slots + 2

@@ -107,8 +107,8 @@ def resolve_cuda_memory(
 
     context, chunk   the model's longest sequence, and the most tokens of a request in unfinished steps
     The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size, and checkpoints
-    of states take a third of it. The states of running requests are in the measured memory. An unset max_model_len shrinks
-    until one request fits. Raises `ConfigError` with the missing bytes and options that help.
+    of states take a third of it. The states of running requests are in the measured memory. An unset max_model_len
+    shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
     check_context(config.model, context)
     checkpoints = _checkpoints(geometry, config, memory)

@@ -88,7 +88,7 @@ def test_states_take_their_part() -> None:
 
     usual, room = found(), int(0.92 * 140 * GIB) - 20 * GIB
     assert usual.checkpoints == 8 * 50 and usual.kv_bytes <= room - 400 * (48 << 20) < usual.kv_bytes + PAGE
-    assert "KV cache 90.0, states 21.1, other" in str(usual.budget) and "graphs 1.7" in str(usual.budget)
+    assert "KV cache 90.0, states 21.1, other" in str(usual.budget) and "graphs 1.6" in str(usual.budget)
     small = found(replace(H200, free=40 * GIB))
     left = room - 81 * GIB
     assert 0 <= left // 3 - small.checkpoints * (48 << 20) < 48 << 20 and small.kv_bytes + PAGE > 2 * left // 3
