@@ -20,7 +20,7 @@ from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_prompts import Call, mix_prompts
 from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
 from quire.kernels.states import StateMeta, StateView
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
 def mix(
@@ -92,8 +92,9 @@ def _mix_rows(call: Call, limit: int, by_channel: bool) -> None:
         BY_CHANNEL=by_channel,
         ONE=limit == 1,
         PDL=in_pdl,
-        num_warps=max(1, min(8, form.key_dim * form.value_dim // 1024)),
+        num_warps=max(1, min(8, form.key_dim * form.value_dim // 1024, call.sizes["DKP"] // 16)),
         **pdl.options(in_pdl),
+        **({} if INTERPRETED else {"maxnreg": 128}),
     )
 
 
@@ -232,10 +233,13 @@ def _rows_kernel(
     held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
     own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
     q_at, k_at, v_at = key_head * DK + key, (G + key_head) * DK + key, 2 * G * DK + head * DV + value
+    # Queries and keys together: loads of a number for each thread stay in one layout, smaller ones are done by all.
+    is_key = tl.arange(0, 2)[:, None]
+    both_at, in_both, factor = (is_key * G + key_head) * DK + key[None, :], in_key[None, :] & (is_key < 2), DK**-0.5
     speed = tl.exp(tl.load(rate + head))
     for i in range(0, 1 if ONE else rows):
-        q = unit(given, own, conv, i, past, q_at, in_key, DK**-0.5, CHANNELS, TAPS, qkv_stride, ONE, 0)
-        k = unit(given, own, conv, i, past, k_at, in_key, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 0)
+        both = unit(given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1)
+        q, k = tl.sum(tl.where(is_key == 0, both * factor, 0.0), 0), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
         v = convolved(given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
         row = (first + i).to(tl.int64)
         held = _advance(

@@ -12,10 +12,10 @@ A that lie inside blocks of 2 n rows and outside of those of n, D - D L D is the
 Powers of A would be shorter, but they overflow the precision when keys are alike.
 
 `_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
-`_solve_kernel` makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part of
-the values of a head, with S in registers: of what depends on S it does as little as it can; `_outputs_kernel` adds the
-part of O within the chunk, normalizes, and writes the columns, which all before have read. Grids depend on the sizes of
-the step's buffers alone.
+`_solve_kernel` makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part
+of the values of a head, with S in registers: it does what depends on S alone; `_outputs_kernel` adds the part of O
+within the chunk, normalizes, and writes the columns, which all before have read. Grids depend on the sizes of the
+step's buffers alone.
 
 Products and scratch have the dtype of qkv, sums and S are float32; T is made of float32 numbers, in TF32. For float32
 rows the products have three parts in TF32, which loses next to nothing.
@@ -140,20 +140,20 @@ def mix_prompts(call: Call) -> None:
         qkv, call.decay, call.strength, *call.weights_of[:3], *plan[:2], *call.places, call.state.columns,
         units, u, w, faded, call.strides[0], *call.strides[2:5], form.lowest,
         **_but(sizes, "DVP", "SIGMOID"), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, PART=part, PRODUCTS=products,
-        num_warps=8 if exact else 4,
+        num_warps=8,
     )  # fmt: skip
     few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
     split = min(SPLITS[few], padded(form.value_dim))
     _scan_kernel[(-(-form.value_dim // split), form.heads, seqs)](
         *plan, *call.places, call.state.matrix, units, u, w, faded, call.y, call.strides[5],
         **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, SPLIT=split,
-        PRODUCTS=products, num_warps=8 if exact or form.key_dim > 128 else 4, num_stages=1 if exact else 2,
+        PRODUCTS=products, num_warps=8, num_stages=1 if exact else 2,
     )  # fmt: skip
     _outputs_kernel[(form.heads, programs)](
         qkv, call.gate, call.weights.norm, *plan[:2], *call.places[:3], call.state.columns, units, u, faded, call.y,
         *call.strides[:2], call.strides[4], form.eps,
         **_but(sizes, "BOUNDED", "DOUBLED"), CHUNK=CHUNK, PRODUCTS=products,
-        num_warps=8 if exact or form.value_dim > 128 else 4,
+        num_warps=8,
     )  # fmt: skip
 
 

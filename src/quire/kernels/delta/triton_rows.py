@@ -105,7 +105,8 @@ def log_decay(raw, speed, lowest, BOUNDED: tl.constexpr):
         return lowest * tl.sigmoid(speed * raw)
     grown = tl.exp(tl.minimum(raw, 20.0))
     above = 1.0 + grown
-    soft = tl.where(above == 1.0, grown, tl.log(above) * (grown / (above - 1.0)))  # log(1 + grown)
+    part = tl.where(above == 1.0, 1.0, above - 1.0)
+    soft = tl.where(above == 1.0, grown, tl.log(above) * (grown / part))  # log(1 + grown)
     return -speed * tl.where(raw > 20.0, raw, soft)
 
 
