@@ -76,6 +76,11 @@ def _mix_rows(call: Call, limit: int, by_channel: bool) -> None:
     """Launch the kernel for sequences of at most `limit` rows."""
     form, meta, state = call.form, call.meta, call.state
     num_seqs, in_pdl = len(meta.slots), pdl.in_use()
+    key_dim, value_dim = call.sizes["DKP"], call.sizes["DVP"]
+    warps = max(1, min(8, key_dim * value_dim // 1024, key_dim // 16))
+    held = (
+        key_dim * value_dim // (32 * warps)
+    )  # numbers of the matrix in a thread, whose registers let two programs run
     _rows_kernel[(form.heads, num_seqs)](
         *call.inputs,
         *call.weights_of,
@@ -92,9 +97,9 @@ def _mix_rows(call: Call, limit: int, by_channel: bool) -> None:
         BY_CHANNEL=by_channel,
         ONE=limit == 1,
         PDL=in_pdl,
-        num_warps=max(1, min(8, form.key_dim * form.value_dim // 1024, call.sizes["DKP"] // 16)),
+        num_warps=warps,
         **pdl.options(in_pdl),
-        **({} if INTERPRETED else {"maxnreg": 128}),
+        **({"maxnreg": 128} if held <= 64 and not INTERPRETED else {}),
     )
 
 
