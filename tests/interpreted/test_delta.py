@@ -12,11 +12,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.assemble.kv_views import model_views
+from quire.assemble.states import keep_states
 from quire.kernels import triton_runtime
 from quire.kernels.delta import DeltaForm, ref, triton
 from quire.kernels.delta.inputs import FORMS, DeltaInputs, Sequence, make
+from quire.kernels.select import select_kernels
+from quire.kernels.step.state import Limits
+from quire.kvstore.arena import KVArena
+from quire.kvstore.states import StateArena
+from quire.layers.context import Build
+from quire.layers.decoder import Decoder
+from quire.plan.kinds.blocks import operations
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone, layout
+from quire.plan.linears import linear_plans
+from quire.worker.construct import make_runner
 
+from ..support.compared import CPU, LIMITS, VOCAB
+from ..support.filled_models import fill, normal
 from ..support.full import full_rows
+from ..support.naive_runner import agree
+from ..support.tiny_models import Tiny, tiny_config
+from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
+
+__all__ = ["cuda_runner"]
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -144,6 +165,39 @@ def test_what_the_kernels_cannot_read_is_an_error() -> None:
         triton.mix(*given[:5], replace(given.state, matrix=given.state.matrix.double()), *given[6:])
     with pytest.raises(ValueError, match="columns must be"):
         triton.mix(*given[:5], replace(given.state, columns=given.state.columns.half()), *given[6:])
+
+
+def recurrent_runner(target: str, limits: Limits) -> StepRunner:
+    """A runner of a random model with recurrent layers, with the kernels of a GPU or the references; memory is NaN."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_5_text")) | {"vocab_size": VOCAB})
+    ops, params = operations(args), layout(args)
+    forced = dict.fromkeys(ops, "ref") if target == "cpu" else None
+    kernels = select_kernels(target, "float32", ops=ops, head_dim=args.attending[0].head_dim, forced=forced)
+    (block,) = limits.block_sizes
+    geometry = rank_geometry(args, alone(args), dtype="float32", device="cpu", block_size=block)
+    linears, shapes = linear_plans(args, params, kernels.choices), {param.name: param for param in params}
+    model = Decoder(args, params, Build(torch.float32, CPU, kernels, shapes, linears, kv_groups=geometry.groups))
+    fill(model, normal(0.3))
+    arena, states = KVArena(geometry, 32, CPU), StateArena(geometry, limits.num_slots + 1, CPU)
+    views = model_views(model, arena.views, [], states.views)
+    for part in (part for view in views for part in vars(view).values() if isinstance(part, Tensor)):
+        part.fill_(float("nan"))
+    runner = make_runner(model, views, limits, CPU, target=target)
+    keep_states(runner, states)
+    return runner
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), *full_rows([()])])
+def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """Chunks, decodes beside them and slots that change hands give the tokens of the references; steps are padded."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
+    limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
+    plain, runner = recurrent_runner("cpu", LIMITS), recurrent_runner("cuda", limits)
+    for one, found in zip(PLANS, run_ahead(runner, PLANS), strict=True):
+        plain.submit(one)
+        agree(found, plain.collect())
+    assert not sizes or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
