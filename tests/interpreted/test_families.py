@@ -10,8 +10,6 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import select_kernels
-from quire.kernels.states import StateMeta
-from quire.kvstore.states import StateArena
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import embedded, run_layers
@@ -22,6 +20,7 @@ from quire.plan.linears import linear_plans
 
 from ..support.filled_models import experts_plan, fill, normal
 from ..support.full import full_rows
+from ..support.states import state_arena, state_meta
 from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU = torch.device("cpu")
@@ -54,19 +53,17 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     count = len(TOKENS)
-    caches: list[tuple[Tensor, ...]] = []
-    states = StateArena(geometry, 2, CPU)
-    states.rows.fill_(255)  # NaN
+    caches, states = list[tuple[Tensor, ...]](), state_arena(args, 1)
     for layer in range(args.num_layers):
         if (source := args.kept_by(layer)) != layer:
             caches.append(caches[source])
             continue
-        if own := states.views(layer):
-            caches.append(own)
+        if parts := states.views(layer):
+            caches.append(parts)
             continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)
-        parts = kv_components(args.layers[layer].mixer, "float32")
-        caches.append(tuple(torch.zeros(2, part.num_heads, size, part.head_dim) for part in parts))
+        components = kv_components(args.layers[layer].mixer, "float32")
+        caches.append(tuple(torch.zeros(2, part.num_heads, size, part.head_dim) for part in components))
     positions = torch.arange(count)
     metas = tuple(
         AttentionMeta(
@@ -79,9 +76,8 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         )
         for number, group in enumerate(geometry.groups)
     )
-    starts, none = (torch.tensor([0, count], dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32))
-    slots = StateMeta(starts, starts[1:], torch.ones(1, dtype=torch.int32), none, none, max_rows=count)
-    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches), states=slots)
+    own = state_meta(metas[0].query_start, [count], [0])
+    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches), states=own)
     return run_layers(model, *embedded(model, torch.tensor(TOKENS), ctx))
 
 

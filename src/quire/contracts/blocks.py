@@ -156,8 +156,8 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the memory of a KV block: those of the largest group."""
-        return max(group.page_bytes for group in self.groups)
+        """Bytes of a page, the memory of a KV block: those of the largest group; of a stage without attention, few."""
+        return max(group.page_bytes for group in self.groups) or PAGE_ALIGN
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -28,6 +28,11 @@ class Recurrence(nn.Module):
         conv = own["conv"].flatten(1).T.contiguous()
         self.weights = DeltaWeights(conv=conv, rate=own["rate"], shift=own["shift"], norm=own["norm"])
 
+    def rows(self, name: str) -> Tensor:
+        """Return a parameter as it was stored: the convolution [C, 1, K]."""
+        found: Tensor = getattr(self.weights, name)
+        return found.T[:, None] if name == "conv" else found
+
 
 class GatedDelta(nn.Module):
     """The mixer of a recurrent layer with the gated delta rule, with the heads of this rank.
@@ -38,7 +43,7 @@ class GatedDelta(nn.Module):
 
     def __init__(self, args: DeltaArgs, at: str, norm: NormArgs, build: Build) -> None:
         super().__init__()
-        self.kernels = build.kernels
+        self.kernels, self.by_head = build.kernels, args.by_head
         self.input, self.rates = Linear(f"{at}.input", build), Linear(f"{at}.rates", build)
         self.delta = Recurrence(f"{at}.rule", build.device)
         self.output = Linear(f"{at}.output", build)
@@ -68,7 +73,7 @@ class GatedDelta(nn.Module):
         """
         assert ctx.states is not None, "the step has states"
         channels, heads = self.form.channels, self.form.heads
-        rows, rates = branch.project(self.input, x, ctx), branch.project(self.rates, x, ctx)
+        rows, rates = branch.projections((self.input, self.rates), x, ctx)
         mixed = self.kernels.delta.mix(
             rows[:, :channels],
             rows[:, channels:],

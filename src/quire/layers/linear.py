@@ -55,9 +55,13 @@ class Linear(nn.Module):
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
+    def fuses(self, norm: Norm) -> bool:
+        """Return True when the kernel computes the projection of norm(x) at once."""
+        return "norm" in self.features and not norm.args.centered
+
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if "norm" not in self.features or norm.args.centered:
+        if not self.fuses(norm):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -103,7 +107,7 @@ class GatedLinear(Linear):
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fused or "norm" not in self.features or norm.args.centered:
+        if not (self.fused and self.fuses(norm)):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

@@ -142,9 +142,10 @@ def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_nu
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context of any."""
+    """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
-    host, checkpoints = min(one.host_blocks for one in sizes), min(one.checkpoints for one in sizes)
+    host = min(one.host_blocks for one in sizes)
+    copies = min((one.checkpoints for one in sizes if one.geometry.states), default=0)  # a stage may have no states
     return [
         replace(
             one,
@@ -152,7 +153,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             max_model_len=length,
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
-            checkpoints=checkpoints,
+            checkpoints=copies,
         )
         for one in sizes
     ]

@@ -80,7 +80,7 @@ def build_for(
         "cpu",
         str(dtype).removeprefix("torch."),
         ops=operations(args),
-        head_dim=args.mixers[0].head_dim,
+        head_dim=args.attending[0].head_dim,
         forced={"linear": linear} if linear else None,
     )
     params = {param.name: param for param in layout(args, experts=experts)}

@@ -20,6 +20,7 @@ from quire.weights.files import stored_in
 from quire.weights.load import load_weights
 
 from ...support.filled_models import built
+from ...support.states import state_arena, state_meta
 from ...support.tiny_models import FAMILIES, write_model
 
 BASE = {
@@ -162,10 +163,13 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    geometry = resolve_geometry(kv_components(args.mixers[0], "float32"), args.num_layers, block)
+    geometry = resolve_geometry(kv_components(args.attending[0], "float32"), args.num_layers, block)
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
     arena.data.view(torch.float32).fill_(torch.nan)
-    kv = kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers)))
+    states = state_arena(args, len(prompts))
+    kv = kv_views(
+        [one.mixer for one in args.layers], (states.views(i) or arena.views(i) for i in range(args.num_layers))
+    )
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -182,7 +186,9 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
             block_tables=tables[active],
             kv_slots=torch.cat(slots),
         )
-        hidden = run_layers(model, model.embed(torch.cat(tokens)), StepContext(torch.cat(positions), (meta,), kv))
+        own = state_meta(starts, meta.seq_lens, active)
+        ctx = StepContext(torch.cat(positions), (meta,), kv, states=own)
+        hidden = run_layers(model, model.embed(torch.cat(tokens)), ctx)
         rows = model.head(model.norm(hidden)).split(counts)
         for i, n, part in zip(active, counts, rows, strict=True):
             logits[i].append(part)
