@@ -99,7 +99,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
     },
-    "delta": {"native": NATIVE, "ref": REFERENCE},
+    "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"native": NATIVE, "ref": REFERENCE},
     "shortconv": {"native": NATIVE, "ref": REFERENCE},
     "blend": {

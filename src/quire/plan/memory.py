@@ -18,7 +18,10 @@ QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+    """Shares of a GPU's memory in bytes.
+
+    working   activations and CUDA graphs;  outside  other processes;  states  of recurrent layers, with checkpoints
+    """
 
     total: int
     utilization: float
@@ -26,14 +29,16 @@ class DeviceBudget:
     working: int
     outside: int
     kv: int
+    states: int = 0
 
     def __str__(self) -> str:
-        free = self.total - self.weights - self.working - self.kv - self.outside
+        free = self.total - self.weights - self.working - self.kv - self.outside - self.states
         total, weights, working, kv, outside, free_gib = (
             f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
         )
+        states = f"states {self.states / GIB:.1f}, " if self.states else ""
         return (
-            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, {states}other processes "
             f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
         )
 
