@@ -48,7 +48,6 @@ _SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
 _CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
 _NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
-ON_CPU = replace(REFERENCE, devices=frozenset({"cpu"}))  # it waits for every sequence: a GPU's steps cannot
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
 HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
@@ -100,9 +99,9 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
     },
-    "delta": {"native": NATIVE, "ref": REFERENCE},
-    "mamba": {"native": NATIVE, "ref": ON_CPU},
-    "shortconv": {"native": NATIVE, "ref": ON_CPU},
+    "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
+    "mamba": {"native": NATIVE, "ref": REFERENCE},
+    "shortconv": {"native": NATIVE, "ref": REFERENCE},
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES),

@@ -9,12 +9,19 @@ from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
 SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+RUNNING = (
+    "{} requests run at once, not max_num_seqs={}: each has {} of states of recurrent layers, which take at most half "
+    "of the memory beside the KV cache."
+)
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+    """Shares of a GPU's memory in bytes.
+
+    working   activations and CUDA graphs;  outside  other processes;  states  of recurrent layers, with checkpoints
+    """
 
     total: int
     utilization: float
@@ -22,14 +29,16 @@ class DeviceBudget:
     working: int
     outside: int
     kv: int
+    states: int = 0
 
     def __str__(self) -> str:
-        free = self.total - self.weights - self.working - self.kv - self.outside
+        free = self.total - self.weights - self.working - self.kv - self.outside - self.states
         total, weights, working, kv, outside, free_gib = (
             f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
         )
+        states = f"states {self.states / GIB:.1f}, " if self.states else ""
         return (
-            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, {states}other processes "
             f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
         )
 
@@ -114,12 +123,10 @@ def resolve_memory(
         length = longest
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
-    each, slots = slot_bytes(length, geometry), max_num_seqs
-    if geometry.states and (slots := max(1, min(max_num_seqs, (free_bytes - kv_bytes) // 2 // each))) < max_num_seqs:
-        notes += (
-            f"{slots} requests run at once, not max_num_seqs={max_num_seqs}: each has {as_gib(geometry.state_bytes)} "
-            "of states of recurrent layers, which take at most half of the memory beside the KV cache.",
-        )
+    each = slot_bytes(length, geometry)
+    slots = _running(geometry, max_num_seqs, (free_bytes - kv_bytes) // 2 // each)
+    if slots < max_num_seqs:
+        notes += (RUNNING.format(slots, max_num_seqs, as_gib(geometry.state_bytes)),)
     _check_free(source, kv_bytes, slots, each, free_bytes)
     left = free_bytes - kv_bytes - slots * each
     return MemoryPlan(
@@ -132,6 +139,11 @@ def resolve_memory(
         checkpoints=num_checkpoints(geometry, kv_bytes, left, slots),
         num_slots=slots,
     )
+
+
+def _running(geometry: KVGeometry, max_num_seqs: int, room: int) -> int:
+    """Return how many requests run at once. room: as many as have room for their states; none are without states."""
+    return max(1, min(max_num_seqs, room)) if geometry.states else max_num_seqs
 
 
 def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_num_seqs: int) -> int:
