@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import RecurrentArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
@@ -220,7 +223,8 @@ DRAFTS: Mapping[str, Feature] = {
         'a "max_model_len" below the engine\'s',
     ),
     "states of drafts": Feature(
-        of_draft(lambda i, d: len(d.attending) < len(d.mixers)), "a draft model with recurrent layers"
+        of_draft(lambda i, d: any(isinstance(one, RecurrentArgs) for one in d.mixers)),
+        "a draft model with recurrent layers",
     ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
@@ -232,7 +236,13 @@ CACHE: Mapping[str, Feature] = {
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
-    "states": Feature(of_model(lambda i, m: len(m.attending) < len(m.mixers)), "recurrent layers"),
+    "states": Feature(
+        of_model(lambda i, m: any(isinstance(one, RecurrentArgs) for one in m.mixers)), "recurrent layers"
+    ),
+    "states on a CPU": Feature(
+        of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
+        "recurrent layers with Mamba 2 or short convolutions",
+    ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
@@ -261,6 +271,7 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

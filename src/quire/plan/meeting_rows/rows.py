@@ -107,6 +107,7 @@ STATES: tuple[Row, ...] = (
         "a state cannot be set back to the drafts that were accepted", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
+    Row("a GPU", "states on a CPU", MISSING, "the kernels of these layers are those of a CPU", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
