@@ -50,7 +50,7 @@ SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when th
 
 
 @dataclass(frozen=True)
-class Call:
+class DeltaCall:
     """The arguments of `mix`, and its result y. See `quire.kernels.delta`."""
 
     qkv: Tensor
@@ -122,7 +122,7 @@ class Chunks(NamedTuple):
     sequences: Tensor
 
 
-def mix_prompts(call: Call) -> None:
+def mix_prompts(call: DeltaCall) -> None:
     """Compute the rows of sequences of more than `meta.decode_rows` rows, and update their states."""
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
     plan, sizes, conv = _planned(meta, rows), call.sizes, call.weights.conv
@@ -133,34 +133,95 @@ def mix_prompts(call: Call) -> None:
     exact = qkv.dtype == torch.float32
     products = "tf32x3" if exact else "tf32"
     _units_kernel[(form.key_heads, programs)](
-        qkv, conv, *plan[:2], *call.places, call.state.columns, units, call.strides[0], call.strides[4],
-        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, num_warps=8,
-    )  # fmt: skip
+        qkv,
+        conv,
+        *plan[:2],
+        *call.places,
+        call.state.columns,
+        units,
+        call.strides[0],
+        call.strides[4],
+        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        num_warps=8,
+    )
     part = min(PART, padded(min(form.key_dim, form.value_dim)))
     _solve_kernel[(form.heads, programs)](
-        qkv, call.decay, call.strength, *call.weights_of[:3], *plan[:2], *call.places, call.state.columns,
-        units, u, w, faded, call.strides[0], *call.strides[2:5], form.lowest,
-        **_but(sizes, "DVP", "SIGMOID"), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, PART=part, PRODUCTS=products,
+        qkv,
+        call.decay,
+        call.strength,
+        *call.weights_of[:3],
+        *plan[:2],
+        *call.places,
+        call.state.columns,
+        units,
+        u,
+        w,
+        faded,
+        call.strides[0],
+        *call.strides[2:5],
+        form.lowest,
+        **_but(sizes, "DVP", "SIGMOID"),
+        CHUNK=CHUNK,
+        LEVELS=CHUNK.bit_length() - 1,
+        PART=part,
+        PRODUCTS=products,
         num_warps=8,
-    )  # fmt: skip
+    )
     few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
     split = min(SPLITS[few], padded(form.value_dim))
     _scan_kernel[(-(-form.value_dim // split), form.heads, seqs)](
-        *plan, *call.places, call.state.matrix, units, u, w, faded, call.y, call.strides[5],
-        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, SPLIT=split,
-        PRODUCTS=products, num_warps=8, num_stages=1 if exact else 2,
-    )  # fmt: skip
-    _copies_kernel[(-(-form.value_dim // split), form.heads, seqs)](
-        plan.counts, plan.sequences, *call.places, call.state.matrix, units, u, faded, call.strides[5],
-        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, SPLIT=split,
-        PRODUCTS=products, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    _outputs_kernel[(form.heads, programs)](
-        qkv, call.gate, call.weights.norm, *plan[:2], *call.places[:3], call.state.columns, units, u, faded, call.y,
-        *call.strides[:2], call.strides[4], form.eps,
-        **_but(sizes, "BOUNDED", "DOUBLED"), CHUNK=CHUNK, PRODUCTS=products,
+        *plan,
+        *call.places,
+        call.state.matrix,
+        units,
+        u,
+        w,
+        faded,
+        call.y,
+        call.strides[5],
+        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        SPLIT=split,
+        PRODUCTS=products,
         num_warps=8,
-    )  # fmt: skip
+        num_stages=1 if exact else 2,
+    )
+    _copies_kernel[(-(-form.value_dim // split), form.heads, seqs)](
+        plan.counts,
+        plan.sequences,
+        *call.places,
+        call.state.matrix,
+        units,
+        u,
+        faded,
+        call.strides[5],
+        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        SPLIT=split,
+        PRODUCTS=products,
+        num_warps=4,
+        num_stages=1,
+    )
+    _outputs_kernel[(form.heads, programs)](
+        qkv,
+        call.gate,
+        call.weights.norm,
+        *plan[:2],
+        *call.places[:3],
+        call.state.columns,
+        units,
+        u,
+        faded,
+        call.y,
+        *call.strides[:2],
+        call.strides[4],
+        form.eps,
+        **_but(sizes, "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        PRODUCTS=products,
+        num_warps=8,
+    )
 
 
 def _but(sizes: dict[str, int | bool], *names: str) -> dict[str, int | bool]:
