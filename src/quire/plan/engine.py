@@ -282,6 +282,7 @@ def resolve_engine(
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
     kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
+    kinds["drafts"] = speculation.num_drafts if speculation else 0
     geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
