@@ -80,7 +80,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts", "states"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
+        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
     ),
     (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),

@@ -205,7 +205,8 @@ INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long
     const long dim = job->key_dim, width = job->value_dim, channels = 2 * job->key_heads * dim + job->heads * width;
     const long key_head = head / (job->heads / job->key_heads);
     const float rate = expf(job->rate[head]);
-    const float *u = job->u + delta_place(job, s, replayed, i) * channels, *v = u + 2 * job->key_heads * dim + head * width;
+    const float *u = job->u + delta_place(job, s, replayed, i) * channels;
+    const float *v = u + 2 * job->key_heads * dim + head * width;
     const void *decays = delta_rates(job, s, replayed, i, 0, half);
     to_unit(u + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
     to_unit(u + (job->key_heads + key_head) * dim, k, dim, 1.0f);
