@@ -1,8 +1,12 @@
 """Layers that keep states: the mock notices a request that goes on with another state than that of its tokens."""
 
+from array import array
 from typing import Any
 
 import pytest
+
+from quire.kv.hashing import KeyChain
+from quire.kv.states import StateCheckpoints
 
 
 def run(rig: Any, prompt: Any, max_tokens: int, **more: Any) -> int:
@@ -102,6 +106,18 @@ def test_a_copy_is_asked_for_until_it_is_surely_there(Rig: Any) -> None:
     rig = Rig(1, states=8, budget=64, drafts=3, accepts=(0,))
     run(rig, range(5), 12)
     assert copies(rig) == [(0, 4), *[(0, 8)] * 3, *[(0, 16)] * 4]
+
+
+def test_a_length_that_an_earlier_step_may_have_passed_is_left_out() -> None:
+    """A plan that may pass 8 and 16 asks for 8 again. The next one may be behind 16, and asks for neither."""
+    states, chain = StateCheckpoints(4, 4, 8), KeyChain(bytes(32), 4, array("I", range(30)))
+
+    def asked(least: int, before: int, after: int) -> list[int]:
+        return [one.length for one in states.of_decode(0, 0, chain, least, before, after)]
+
+    assert [asked(5, 7, 10), asked(7, 10, 17), asked(11, 17, 20), asked(17, 22, 24)] == [[8], [8], [], [24]]
+    states.leave(0, chain, 23)  # the copy may hold the state at 24
+    assert states.find(chain, 30) == (0, 0)
 
 
 def test_a_request_that_ends_before_its_copy_leaves_none(Rig: Any, depth: int) -> None:
