@@ -192,8 +192,10 @@ class StepStates(msgspec.Struct, frozen=True):
     restored   [R, 2] int32 rows (slot, checkpoint): before the step, an admitted request's state becomes that of the
                checkpoint. The states of other admitted requests begin with their first token
     kept       [K, 3] int32 rows (slot, length, checkpoint), at most two of a slot: the state of the slot is copied to
-               the checkpoint as it is after the slot's first `length` tokens. These are more than before the step, and
-               at most as many as after it
+               the checkpoint as it is after the slot's first `length` tokens. Of a prompt these are more than before
+               the step, and at most as many as after it. A decode with drafts may be behind them, or before them: then
+               the step copies nothing; or copies the state after drafts that are rejected: then a later step copies
+               again
     """
 
     restored: I32

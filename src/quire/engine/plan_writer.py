@@ -81,9 +81,9 @@ class PlanWriter:
         most = self._most(num_tokens[:num_decodes], len(sampling))
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
+        copies = self._state_copies(slots, before, after)
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
-        copies = self._state_copies(slots, before, after)
         plan = StepPlan(
             step=step,
             slots=slots,
@@ -132,7 +132,9 @@ class PlanWriter:
         if states is None:
             return []
         copies, catching_up = list[StateCopy](), before < table.goal[slots]
-        for i in np.flatnonzero(catching_up | (after % states.every == 0)).tolist():
+        least = table.confirmed[slots] + table.in_flight[slots] - 1  # each step in flight brings a token
+        passes = after - after % states.every > least
+        for i in np.flatnonzero(catching_up | passes).tolist():
             slot = int(slots[i])
             request = table.requests[slot]
             assert request is not None
@@ -140,7 +142,7 @@ class PlanWriter:
             if catching_up[i]:
                 copies += states.of_prompt(*own, chain, int(before[i]), int(after[i]), int(table.goal[slot]))
             else:
-                copies += states.of_decode(*own, chain, int(after[i]))
+                copies += states.of_decode(*own, chain, int(least[i]), int(before[i]), int(after[i]))
         return copies
 
     def _step_states(self, copies: list[StateCopy]) -> StepStates | None:

@@ -7,6 +7,10 @@ block of the request's chain that ends at its length. One is taken
     of a prompt   at the last place before its last token, and where blocks of another prompt ended that has the same
                   beginning and no checkpoint there
     of a decode   every `every` tokens, into one that the request holds; it is found when the request leaves its slot
+
+A decode with drafts passes a length in a step that nobody knows yet, and may pass it again when drafts before it are
+rejected. So every plan asks for the copy, from the first one that may pass the length until one that is surely behind
+it; a step that does not compute the token before the length writes nothing.
 """
 
 from collections.abc import Iterable
@@ -85,15 +89,26 @@ class StateCheckpoints:
                 taken.append(StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain))
         return taken
 
-    def of_decode(self, slot: int, handle: int, chain: KeyChain, after: int) -> list[StateCopy]:
-        """Return the copy of a decode in a step after which it has computed `after` tokens, a multiple of `every`."""
-        if slot not in self._held:
-            if not self.pool.num_free:
+    def of_decode(
+        self, slot: int, handle: int, chain: KeyChain, least: int, before: int, after: int
+    ) -> list[StateCopy]:
+        """Return the copy of a decode in a step that computes tokens least .. after - 1, or some of them.
+
+        least, before   the least and the most tokens that are computed before the step
+        """
+        checkpoint, length = self._held.get(slot, (0, 0))
+        if length <= least:
+            length = after - after % self.every
+            if length <= before:  # else an earlier step may have passed it
                 return []
-            self._held[slot] = self.pool.take(1)[0], after
-        checkpoint = self._held[slot][0]
-        self._held[slot] = checkpoint, after
-        return [StateCopy(slot=slot, handle=handle, length=after, checkpoint=checkpoint, chain=chain, held=True)]
+            if not checkpoint:
+                if not self.pool.num_free:
+                    return []
+                (checkpoint,) = self.pool.take(1)
+            self._held[slot] = checkpoint, length
+        if length > after:
+            return []
+        return [StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain, held=True)]
 
     def came(self, copies: Iterable[StateCopy], failed: frozenset[int] = frozenset()) -> None:
         """Make the copies of a step known, whose result has come. failed: slots whose results are invalid."""

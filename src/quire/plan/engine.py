@@ -282,7 +282,7 @@ def resolve_engine(
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
     kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
-    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
+    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, drafts=_drafts(speculation), **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
@@ -377,8 +377,13 @@ def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
     """Return the most tokens of a step of a replica, drafts included."""
-    batch, drafts = config.scheduler, speculation.num_drafts if speculation else 0
-    return batch.token_budget() + most_drafts(batch.sequences(), drafts)
+    batch = config.scheduler
+    return batch.token_budget() + most_drafts(batch.sequences(), _drafts(speculation))
+
+
+def _drafts(speculation: Speculation | None) -> int:
+    """Return the most drafts that a decode verifies."""
+    return Drafting(speculation=speculation).num_drafts
 
 
 def keep_stored(

@@ -32,6 +32,7 @@ def rank_geometry(
     device: str,
     block_size: int | None,
     sizes: Sequence[int] | None = None,
+    drafts: int = 0,
 ) -> KVGeometry:
     """Return the layout of a rank's KV cache, and of what its layers keep of requests besides.
 
@@ -39,6 +40,7 @@ def rank_geometry(
     activations  dtype of hidden states; "": that of the cache
     block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
+    drafts       most drafts that a decode verifies
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
     """
@@ -46,8 +48,8 @@ def rank_geometry(
     if sizes is None:
         default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
         sizes = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
-    drafts = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
-    place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *drafts))}
+    behind = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
+    place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *behind))}
     found = list[KVGroup]()
     for layers, size in zip(grouped, sizes, strict=False):
         mixer_args = args.layers[layers[0]].mixer
@@ -60,15 +62,15 @@ def rank_geometry(
             )
         )
     assert len(found) == len(grouped), "each group has a block size"
-    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations or dtype))
+    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations or dtype, drafts))
 
 
-def _states(args: ModelArgs, rank: Rank, dtype: str) -> tuple[StateGroup, ...]:
+def _states(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[StateGroup, ...]:
     """Return the states of a rank's layers. Layers with equal states are together. dtype: of activations."""
     found: dict[tuple[StateComponent, ...], list[int]] = {}
     for own, layer in enumerate(range(*rank.layers)):
         for one in args.layers[layer].mixers:
-            if components := mixer(one).states(dtype, ITEM_BYTES[dtype], rank):
+            if components := mixer(one).states(dtype, ITEM_BYTES[dtype], rank, drafts):
                 found.setdefault(components, []).append(own)
     return tuple(StateGroup(layers=tuple(layers), components=parts) for parts, layers in found.items())
 

@@ -116,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         setup = drawn | self.setup
         event(f"windows {setup['windows']}")
         event(f"tiers {setup['tiers']}")
-        if self.drafts or setup["tiers"] != "none":
+        if setup["tiers"] != "none":
             setup["states"] = 0
         self.rig = self.rig_class(
             self.depth,

@@ -14,7 +14,8 @@ mix(qkv [T, C], gate [T, H * Dv], decay [T, H] or [T, H * Dk], strength [T, H], 
     y = o / sqrt(mean of o^2 + eps) * weights.norm * act(gate)      act: silu, or sigmoid
 
     The result has the dtype of qkv; u, q, k, v, S and o are float32. Rows of qkv, gate, decay and strength are
-    contiguous; their strides between rows may differ. `meta` and `state`: see `quire.kernels.states`.
+    contiguous; their strides between rows may differ. `meta` and `state`: see `quire.kernels.states`. A pending row
+    has qkv, decay and strength, one behind the other.
 
     Formulas: Yang et al., "Gated Delta Networks" (arXiv 2412.06464), as Qwen3-Next has them; with a decay of each
     channel: Kimi Linear (arXiv 2510.26692). With form.lowest, g = form.lowest * sigmoid(exp(rate) * (decay + shift)).

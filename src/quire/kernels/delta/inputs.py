@@ -16,11 +16,13 @@ FORMS = (
 
 
 class Sequence(NamedTuple):
-    """A sequence: its length before the step, its rows, and the lengths after which a copy is kept (0: none)."""
+    """A sequence: its length before the step, its rows, the lengths after which a copy is kept (0: none), and the
+    pending rows that were accepted."""
 
     past: int
     rows: int
     kept_at: tuple[int, int] = (0, 0)
+    accepted: int = 0
 
 
 class DeltaInputs(NamedTuple):
@@ -43,11 +45,14 @@ def make(
     *,
     by_channel: bool = False,
     taps: int = 4,
+    pending: int = 0,
     seed: int = 0,
 ) -> DeltaInputs:
     """Return random inputs of a step. The arena has a row more for each sequence, then rows for copies.
 
-    Rows of the arena that no sequence has, and those of sequences that begin, hold NaN.
+    pending   room for so many pending rows; 0: states have none
+    Rows of the arena that no sequence has, those of sequences that begin, and pending rows that were not accepted, hold
+    NaN.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -66,11 +71,16 @@ def make(
     arena = 4 * count
     columns = torch.full((arena, taps - 1, form.channels), torch.nan, dtype=dtype)
     matrix = torch.full((arena, 2 * form.heads, form.key_dim, form.value_dim), torch.nan)[:, form.heads :]
+    off = torch.full((arena, pending, sum(widths) - widths[1]), torch.nan, dtype=dtype) if pending else None
+    at = torch.full((arena, 64), -1, dtype=torch.int32)[:, :1] if pending else None
     places = torch.randperm(2 * count, generator=draw)[:count]
     for one, place in zip(sequences, places.tolist(), strict=True):
         if one.past:
             columns[place] = random(taps - 1, form.channels).to(dtype)
             matrix[place] = random(form.heads, form.key_dim, form.value_dim)
+            if off is not None and at is not None:
+                at[place] = one.past - one.accepted
+                off[place, : one.accepted] = random(one.accepted, off.shape[2]).to(dtype)
     kept_at, kept = (torch.zeros(arena, 2, dtype=torch.int32) for _ in range(2))
     kept_at[places] = torch.tensor([one.kept_at for one in sequences], dtype=torch.int32)
     kept[places] = 2 * count + torch.arange(2 * count, dtype=torch.int32).view(count, 2)
@@ -83,4 +93,4 @@ def make(
         kept=kept,
         max_rows=max(one.rows for one in sequences),
     )
-    return DeltaInputs(*rows, weights, StateView(columns, matrix), meta, form)
+    return DeltaInputs(*rows, weights, StateView(columns, matrix, off, at), meta, form)

@@ -25,26 +25,37 @@ def mix(
     matrix, by_channel = state.matrix, len(weights.shift) != form.heads
     _check((qkv, gate, decay, strength), weights, state, form)
     y = qkv.new_empty(len(qkv), form.heads * form.value_dim)
-    u = qkv.new_empty((len(qkv), form.channels), dtype=torch.float32)
+    pending, at = state.pending, state.at
+    assert (pending is None) == (at is None), "pending rows have a length from which they count"
+    most = 0 if pending is None else pending.shape[1]
+    threads, count = torch.get_num_threads(), len(meta.slots)
+    u = qkv.new_empty((len(qkv) + count * most, form.channels), dtype=torch.float32)
+    scratch = qkv.new_empty((threads if most else 0, form.key_dim * form.value_dim), dtype=torch.float32)
+    replays = qkv.new_empty(count, dtype=torch.int32)
     loaded().quire_delta(
         *(one.data_ptr() for one in (qkv, gate, decay, strength)),
         *(one.data_ptr() for one in (weights.conv, weights.rate, weights.shift, weights.norm)),
         *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
-        *(one.data_ptr() for one in (state.columns, matrix, u, y)),
-        len(meta.slots),
+        *(one.data_ptr() for one in (state.columns, matrix)),
+        *(0 if one is None else one.data_ptr() for one in (pending, at)),
+        *(one.data_ptr() for one in (u, scratch, replays, y)),
+        len(qkv),
+        count,
         form.key_heads,
         form.heads,
         form.key_dim,
         form.value_dim,
         len(weights.conv),
         *(one.stride(0) for one in (qkv, gate, decay, strength, state.columns, matrix)),
+        most,
+        *(0 if one is None else one.stride(0) for one in (pending, at)),
         form.eps,
         form.lowest,
         by_channel,
         form.act == "sigmoid",
         form.doubled,
         qkv.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+        threads,
     )
     return y
 
@@ -76,6 +87,7 @@ def _check(rows: tuple[Tensor, ...], weights: DeltaWeights, state: StateView, fo
             f"native delta: columns must be {dtype} [., {taps}, {form.channels}], contiguous in a state; they are "
             f"{state.columns.dtype} {tuple(state.columns.shape)} with strides {state.columns.stride()}"
         )
+    _check_pending(state, dtype, channels + shifts + form.heads)
     own = {"conv": (taps + 1, channels), "rate": (form.heads,), "shift": (shifts,), "norm": (form.value_dim,)}
     for name, size in own.items():
         one = getattr(weights, name)
@@ -86,3 +98,17 @@ def _check(rows: tuple[Tensor, ...], weights: DeltaWeights, state: StateView, fo
             f"native delta: heads have at most {MOST_DIM} numbers, and a shift for each head or each number of a key; "
             f"the form is {form}, and there are {shifts} shifts"
         )
+
+
+def _check_pending(state: StateView, dtype: torch.dtype, width: int) -> None:
+    """Check pending rows of so many numbers; raise ValueError."""
+    pending, at = state.pending, state.at
+    if pending is None or at is None:
+        return
+    if pending.dtype != dtype or pending.shape[2] != width or pending.stride()[1:] != (width, 1):
+        raise ValueError(
+            f"native delta: pending rows must be {dtype} [., ., {width}], contiguous in a state; they are "
+            f"{pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}"
+        )
+    if at.dtype != torch.int32 or at.shape[1:] != (1,):
+        raise ValueError(f"native delta: lengths must be int32 [., 1]; they are {at.dtype} {tuple(at.shape)}")

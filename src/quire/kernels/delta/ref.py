@@ -28,21 +28,37 @@ def mix(
             continue
         past, matrix = length - (end - first), state.matrix[slot]
         if past == 0:
-            state.columns[slot], state.matrix[slot] = 0, 0
-        inputs = torch.cat((state.columns[slot], qkv[first:end]))
+            state.columns[slot], matrix[:] = 0, 0
+        rows = torch.cat((qkv[first:end], decay[first:end], strength[first:end]), 1)
+        replayed, lazy = 0, False
+        if state.pending is not None and state.at is not None:
+            lazy = len(rows) <= state.pending.shape[1]
+            replayed = 0 if past == 0 else min(max(past - int(state.at[slot]), 0), state.pending.shape[1])
+            rows = torch.cat((state.pending[slot, :replayed], rows))
+            state.at[slot] = past if lazy else length
+            if lazy:
+                state.pending[slot, : end - first] = rows[replayed:]
+        inputs = torch.cat((state.columns[slot], rows[:, : form.channels]))
         q, k, v = _heads(_convolved(inputs.float(), weights.conv), form)
-        factors = torch.exp(_log_decay(decay[first:end].float(), weights, form))
-        strengths = strength[first:end].float().sigmoid() * (1 + form.doubled)
+        factors = torch.exp(_log_decay(rows[:, form.channels : -form.heads].float(), weights, form))
+        strengths = rows[:, -form.heads :].float().sigmoid() * (1 + form.doubled)
         taps = len(weights.conv) - 1
-        for i in range(end - first):
+        for i in range(len(rows)):
+            if i == replayed and lazy:
+                matrix = matrix.clone()
             matrix *= factors[i, :, :, None]
             wrong = v[i] - torch.einsum("hkv,hk->hv", matrix, k[i])
             matrix += k[i, :, :, None] * (strengths[i, :, None] * wrong)[:, None]
-            y[first + i] = torch.einsum("hkv,hk->hv", matrix, q[i]).flatten()
-            if (row := kept.get(past + i + 1)) is not None:
+            at = past - replayed + i + 1
+            if i >= replayed:
+                y[first + i - replayed] = torch.einsum("hkv,hk->hv", matrix, q[i]).flatten()
+            if i >= replayed and (row := kept.get(at)) is not None:
                 state.matrix[row] = matrix
                 state.columns[row] = inputs[i + 1 : i + 1 + taps]
-        state.columns[slot] = inputs[end - first :]
+                if state.at is not None:
+                    state.at[row] = at
+        stays = replayed if lazy else len(rows)
+        state.columns[slot] = inputs[stays : stays + taps]
     return normalized(y, gate, weights.norm, form).to(qkv.dtype)
 
 

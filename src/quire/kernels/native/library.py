@@ -26,7 +26,7 @@ FUNCTIONS = {
     "quire_norm": "ppppp" + "llll" + "fiiii",
     "quire_gated": "ppp" + "llll" + "iii",
     "quire_opened": "ppp" + "llll" + "ii",
-    "quire_delta": "pppp" + "pppp" + "ppppp" + "pppp" + "llllll" + "llllll" + "ff" + "iiiii",
+    "quire_delta": "pppp" + "pppp" + "ppppp" + "pppppppp" + "lllllll" + "lllllllll" + "ff" + "iiiii",
     "quire_mamba": "ppp" + "pppppp" + "ppppp" + "pppp" + "llllll" + "lllll" + "fff" + "iiii",
     "quire_shortconv": "ppp" + "ppppp" + "pp" + "lllll" + "ii",
     "quire_sum_bytes": "pppp" + "ll",

@@ -267,10 +267,11 @@ class Mixer(Protocol):
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
         """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads.
 
         dtype, item_bytes   of activations
+        drafts              most drafts that a decode verifies
         """
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class MambaKind:
         """Return (): it keeps nothing of a token."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
         """Return the last inputs of the convolution, and the matrices of the heads."""
         args = self._args
         tp, place = (1, 0) if rank is None else (rank.tp, rank.place)

@@ -29,7 +29,7 @@ class NoneKind:
         """Return ()."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
         """Return ()."""
         return ()
 

@@ -59,7 +59,7 @@ class ShortConvKind:
         """Return (): it keeps nothing of a token."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[StateComponent, ...]:
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
         """Return the last inputs of the convolution."""
         first, end = (0, self._args.width) if rank is None else self.kv_heads(rank.tp, rank.place)
         return (StateComponent("columns", (self._args.taps - 1, end - first), dtype, item_bytes),)
