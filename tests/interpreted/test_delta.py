@@ -201,5 +201,13 @@ def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, si
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    names = {"_rows_kernel", "_plan_kernel", "_units_kernel", "_solve_kernel", "_scan_kernel", "_copies_kernel", "_outputs_kernel"}
+    names = {
+        "_rows_kernel",
+        "_plan_kernel",
+        "_units_kernel",
+        "_solve_kernel",
+        "_scan_kernel",
+        "_copies_kernel",
+        "_outputs_kernel",
+    }
     assert compiled("compile_delta") == names

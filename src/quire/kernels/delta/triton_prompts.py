@@ -13,10 +13,9 @@ Powers of A would be shorter, but they overflow the precision when keys are alik
 
 `_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
 `_solve_kernel` makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part
-of the values of a head, with S in registers: it does what depends on S alone; `_copies_kernel` finishes copies at lengths
-inside a chunk; `_outputs_kernel` adds the part of O
-within the chunk, normalizes, and writes the columns, which all before have read. Grids depend on the sizes of the
-step's buffers alone.
+of the values of a head, with S in registers: it does what depends on S alone; `_copies_kernel` finishes copies at
+lengths inside a chunk; `_outputs_kernel` adds the part of O within the chunk, normalizes, and writes the columns, which
+all before have read. Grids depend on the sizes of the step's buffers alone.
 
 Products and scratch have the dtype of qkv, sums and S are float32; T is made of float32 numbers, in TF32. For float32
 rows the products have three parts in TF32, which loses next to nothing.
