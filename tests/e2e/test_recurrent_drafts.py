@@ -1,7 +1,7 @@
 """Drafts over recurrent layers, end to end in float32: texts are those of plain decoding.
 
-Drafts are right by chance, so that steps accept any number of them. Checkpoints of decodes are taken every 16 tokens, so
-that drafts pass their lengths often. The model has attention in a layer, too.
+Drafts are right by chance, so that steps accept any number of them. Checkpoints of decodes are taken every 16 tokens,
+so that drafts pass their lengths often. The model has attention in a layer, too.
 """
 
 from collections.abc import Callable

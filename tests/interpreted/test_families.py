@@ -25,7 +25,7 @@ from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # longer than the window of tiny models, 9
-FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text")
+FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text", "qwen3_next")
 
 
 def hidden(args: ModelArgs, *, reference: bool) -> Tensor:

@@ -9,7 +9,6 @@ from quire.args.keys import Keys
 
 MOST_DIM = 256  # numbers of a key or a value, as far as kernels take them
 MOST_TAPS = 8  # tokens of a convolution
-KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}  # in layer_types
 # Values that families take for missing keys: key heads, heads, numbers of a key and of a value.
 DEFAULTS: Mapping[str, tuple[int, int, int, int]] = {"qwen3_next": (16, 32, 128, 128), "qwen3_5": (16, 32, 128, 128)}
 
@@ -35,25 +34,6 @@ class DeltaArgs(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     taps: int = 4
     act: str = "silu"
     by_head: bool = False
-
-
-def read_recurrent(keys: Keys, num_layers: int) -> frozenset[int]:
-    """Return the numbers of the recurrent layers: by layer_types, else all but each full_attention_interval-th.
-
-    Raises ModelError or UnsupportedModel.
-    """
-    named = keys.names("layer_types")
-    if not named:
-        every = keys.size("full_attention_interval", 4)
-        return frozenset(layer for layer in range(num_layers) if (layer + 1) % every)
-    if other := sorted(set(named) - KINDS.keys()):
-        raise keys.unsupported(f"layer_types holds {other[0]!r}, which is not implemented: use another model.")
-    if len(named) < num_layers:
-        raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
-    found = frozenset(layer for layer in range(num_layers) if KINDS[named[layer]])
-    if len(found) == num_layers:
-        raise keys.unsupported("a model of recurrent layers alone is not implemented: use one with attention, too.")
-    return found
 
 
 def read_delta(keys: Keys, family: str) -> DeltaArgs:

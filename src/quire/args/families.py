@@ -44,7 +44,7 @@ class Heads:
     one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
     dim          head_dim when config.json lacks the key; None: hidden_size / heads
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
-                 ones if the model has a window, or ""
+                 ones if the model has a window, "all", all "unless named" by position_embedding_type="rope", or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
     grow         queries grow with their position: in "all" layers by llama_4_scaling_beta of the rotary settings, in
                  "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
@@ -84,6 +84,8 @@ class LayerForm:
     logit_cap         final_logit_softcapping when config.json lacks the key
     width_key, width  key of the width of a gated MLP; width when config.json lacks the key, None: it must have it
     scaled            as in `LayerArgs`
+    both              True: layers have attention and a recurrent mixer beside each other
+    single            True: a layer is a mixer or a feed-forward part alone, as layer_types says
     """
 
     norms: str = "before"
@@ -98,6 +100,8 @@ class LayerForm:
     width_key: str = "intermediate_size"
     width: int | None = None
     scaled: bool = False
+    single: bool = False
+    both: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,7 @@ class Family:
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
                  have experts, in place of the MLP
-    recurrent    key in `delta.DEFAULTS` of a family with recurrent layers beside those with attention; "": it has none
+    recurrent    key in `recurrent.READERS` of a family with recurrent layers beside attention; "": it has none
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
@@ -166,9 +170,26 @@ LLAMA4_KEYS = (
     "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale intermediate_size_mlp "
     "no_rope_layers no_rope_layer_interval use_qk_norm"
 )
-MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
+LFM2_KEYS = (
+    "norm_eps conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init full_attn_idxs tie_embedding "
+    "block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier block_dim block_norm_eps "
+    "block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init use_pos_enc num_heads"
+)
+MAMBA = (  # sizes of recurrent layers
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
+)
+FALCON_KEYS = (
+    "attention_bias mlp_bias projectors_bias embedding_multiplier lm_head_multiplier mlp_multipliers key_multiplier "
+    "attention_in_multiplier attention_out_multiplier ssm_multipliers ssm_in_multiplier ssm_out_multiplier "
+    "mamba_d_ssm mamba_norm_before_gate mamba_rms_norm mamba_use_mlp layers_block_type num_logits_to_keep "
+)
+NEMOTRON_KEYS = (
+    "mlp_bias mlp_hidden_act hybrid_override_pattern layers_block_type mtp_hybrid_override_pattern "
+    "mtp_layers_block_type ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act mamba_ssm_cache_dtype "
+    "n_groups conv_kernel expand chunk_size use_conv_bias use_bias mamba_proj_bias time_step_limit time_step_min "
+    "time_step_max time_step_floor time_step_rank layer_norm_epsilon residual_in_fp32 rescale_prenorm_residual "
+    "hidden_dropout num_logits_to_keep use_mamba_kernels moe_shared_expert_overlap norm_eps attention_bias"
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
@@ -223,9 +244,15 @@ FAMILIES: Mapping[str, Family] = {
                       words="attention_bias mlp_bias attention_multiplier embedding_multiplier "
                                  "residual_multiplier logits_scaling"),
     "granitemoehybrid": Family(architecture="GraniteMoeHybridForCausalLM", qkv_bias=None, output_bias=None,
-                               heads=OWN_KV, form=LayerForm(width_key="shared_intermediate_size"),
-                               words="attention_bias attention_multiplier embedding_multiplier residual_multiplier "
-                                     "logits_scaling shared_intermediate_size num_experts_per_tok " + MAMBA),
+                               heads=Heads(one_kv_each=True, unrotated="unless named"), experts="granitemoehybrid",
+                               recurrent="granitemoehybrid", form=LayerForm(width_key="shared_intermediate_size"),
+                               words="position_embedding_type attention_bias attention_multiplier embedding_multiplier "
+                                     "residual_multiplier logits_scaling shared_intermediate_size " + MAMBA),
+    "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(dim=128, unrotated="all"),
+                         recurrent="nemotron_h", experts="nemotron_h", words=NEMOTRON_KEYS,
+                         form=LayerForm(eps=1e-5, eps_key="layer_norm_epsilon", act="relu2", single=True)),
+    "falcon_h1": Family(architecture="FalconH1ForCausalLM", qkv_bias=None, output_bias=None, recurrent="falcon_h1",
+                        heads=Heads(), form=LayerForm(eps=1e-5, both=True), words=FALCON_KEYS + MAMBA),
     "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
                    heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),
@@ -255,6 +282,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None,
                                heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
                                experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
+    "lfm2": Family(architecture="Lfm2ForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                   form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), words=LFM2_KEYS),
+    "lfm2_moe": Family(architecture="Lfm2MoeForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                       form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), experts="lfm2_moe", words=LFM2_KEYS),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
                       dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True, settings=True), form=LayerForm(eps=1e-5), experts="gpt_oss",

@@ -53,7 +53,8 @@ def load_without_triton(
 def _finish(
     plan: EnginePlan, model: Model, scales: list[Scales], groups: RankGroups, memory: MemoryPlan, namespace: bytes
 ) -> Parts:
-    device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
+    device = torch.device(plan.machine.device)
+    num_slots = memory.num_slots or plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
     states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device)
     views = model_views(model, arena.views, scales, states.views)

@@ -352,7 +352,7 @@ def _assemble_replicas(
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int = 0) -> EngineCore:
     """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
-    scheduler = config.scheduler
+    scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
     pool = BlockPool(memory.num_blocks)
     store = make_store(plan, memory, pool, parts.shards, parts.namespace)
@@ -360,7 +360,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
         num_stages=parts.num_stages,
-        num_slots=scheduler.sequences(),
+        num_slots=num_slots,
         num_blocks=memory.num_blocks,
         num_host_blocks=memory.host_blocks,
         block_size=memory.geometry.block_size,
@@ -388,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences(), states=make_checkpoints(memory)),
+        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory)),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,

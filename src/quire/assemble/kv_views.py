@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.delta import DeltaArgs
-from quire.args.layers import MixerArgs
+from quire.args.layers import NONE, MixerArgs, RecurrentArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
-    from quire.kernels.states import StateView
+    from quire.kernels.states import BothViews, StateView
     from quire.layers.stack import Model
 
 
@@ -19,7 +18,7 @@ def kv_views(
     mixers: Iterable[MixerArgs],
     components: "Iterable[tuple[Tensor, ...]]",
     scales: Sequence[tuple[float, float]] = (),
-) -> "list[KVView | StateView]":
+) -> "list[KVView | StateView | BothViews]":
     """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key. Of a recurrent
@@ -28,12 +27,14 @@ def kv_views(
     """
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
-    from quire.kernels.states import StateView
+    from quire.kernels.states import NOTHING, StateView
 
     every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
     return [
-        StateView(*parts)
-        if isinstance(mixer, DeltaArgs)
+        NOTHING
+        if mixer == NONE
+        else StateView(*parts)
+        if isinstance(mixer, RecurrentArgs)
         else LatentView(*parts, own[0])
         if mixer.one_scale
         else KVView(*parts, *own)
@@ -46,17 +47,26 @@ def model_views(
     blocks: "Callable[[int], tuple[Tensor, ...]]",
     scales: Sequence[tuple[float, float]] = (),
     states: "Callable[[int], tuple[Tensor, ...]]" = lambda layer: (),
-) -> "list[KVView | StateView]":
+) -> "list[KVView | StateView | BothViews]":
     """Return the KV caches of a model's layers, then of its prediction layer or draft model.
 
     blocks, states   return the tensors of a layer, as `KVArena.views` and `StateArena.views`
     """
 
+    from quire.kernels.attention import KVView
+    from quire.kernels.states import BothViews, StateView
+
     def views(layer: int) -> "tuple[Tensor, ...]":
-        return states(layer) or blocks(layer)
+        if model.args.layers[layer].beside is not None:
+            return blocks(layer)
+        return states(layer) or (() if model.args.layers[layer].mixer == NONE else blocks(layer))
 
     mixers = [one.mixer for one in model.held]
     found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
+    for layer, one in enumerate(model.held):
+        kv = found[layer]
+        if one.beside is not None and isinstance(kv, KVView):
+            found[layer] = BothViews(kv, StateView(*states(layer)))
     if model.draft is not None:
         mixers = [one.mixer for one in model.draft.held]
         first = len(found)

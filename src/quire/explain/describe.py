@@ -198,6 +198,7 @@ def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         return resolve_sizing(plan, (free - every) // len(holdings.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
     ours += plan.buffer_bytes + plan.scratch_bytes
+    ours += (plan.config.scheduler.sequences() + 1) * plan.geometry.state_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
         ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan)
     left = gpu.memory - weights - ours

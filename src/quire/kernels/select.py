@@ -86,6 +86,8 @@ class Kernels:
     attention: Any = None
     latent: Any = None
     delta: Any = None
+    mamba: Any = None
+    shortconv: Any = None
     routing: Any = None
     blend: Any = None
 

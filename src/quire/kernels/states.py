@@ -19,9 +19,15 @@ room for P pending rows, a sequence of n rows in a step, behind `past` others, d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.kernels.attention import KVView
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,22 @@ class StateView:
     matrix: Tensor | None = None
     pending: Tensor | None = None
     at: Tensor | None = None
+
+
+NOTHING = StateView(torch.empty(0, 0, 0))  # of a layer without a mixer
+
+
+@dataclass(frozen=True)
+class BothViews:
+    """The KV cache and the states of a layer that has attention and a recurrent mixer beside each other."""
+
+    kv: KVView
+    state: StateView
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of its KV cache."""
+        return self.kv.block_size
 
 
 @dataclass
@@ -65,3 +87,33 @@ class StateMeta:
     max_rows: int = 1
     decode_rows: int = 1
     plans: dict[object, object] = field(default_factory=dict)
+
+
+def copies(meta: StateMeta, s: int) -> dict[int, int]:
+    """Return the copies that are due of a sequence: its rows in the step up to the copy -> row of the arena."""
+    slot, past = int(meta.slots[s]), int(meta.seq_lens[s] - (meta.query_start[s + 1] - meta.query_start[s]))
+    pairs = zip(meta.kept_at[slot].tolist(), meta.kept[slot].tolist(), strict=True)
+    return {length - past: row for length, row in pairs if length > past}
+
+
+def convolved(
+    x: Tensor, conv: Tensor, bias: Tensor | None, columns: Tensor, meta: StateMeta
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of each sequence in the step, and their causal convolution [n, C] in float32; for references.
+
+    Updates the columns of the sequences. x [T, C], conv [K, C]
+    """
+    starts, taps = meta.query_start.tolist(), len(conv)
+    for s, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        slot, rows = int(meta.slots[s]), end - first
+        if not rows:
+            continue
+        if int(meta.seq_lens[s]) == rows:
+            columns[slot] = 0
+        inputs = torch.cat((columns[slot], x[first:end]))
+        for at, row in copies(meta, s).items():
+            if at <= rows:
+                columns[row] = inputs[at : at + taps - 1]
+        columns[slot] = inputs[rows:]
+        sums = sum((inputs[k : k + rows].float() * conv[k] for k in range(taps)), torch.zeros((), device=x.device))
+        yield slice(first, end), sums if bias is None else sums + bias

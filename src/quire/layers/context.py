@@ -16,7 +16,7 @@ from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.states import BothViews, StateMeta, StateView
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StepContext:
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
-    kv: Sequence[KVView | StateView]
+    kv: Sequence[KVView | StateView | BothViews]
     replicas: ReplicaTokens | None = None
     inputs: Tensor | None = None
     live: Tensor | None = None

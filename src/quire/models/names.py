@@ -86,6 +86,24 @@ DELTA_TOGETHER: NameMap = (  # gates and the two rates likewise together
     *(("model.layers.{i}.linear_attn.in_proj_qkvz.weight", "layers.{i}.delta.input.weight", side) for side in "qkvz"),
     *(("model.layers.{i}.linear_attn.in_proj_ba.weight", "layers.{i}.delta.rates.weight", side) for side in "ba"),
 )
+MAMBA: NameMap = (  # Mamba 2; the rest of a name is below "model.layers.{i}." and the name of the mixer
+    *(
+        (f"model.layers.{{i}}.in_proj.{part}", f"layers.{{i}}.mamba.input.{part}", side)
+        for part in ("weight", "bias")
+        for side in ("z", "x", "b", "c", "t")
+    ),
+    *(
+        (f"model.layers.{{i}}.conv1d.{part}", f"layers.{{i}}.mamba.rule.{name}", side)
+        for part, name in (("weight", "conv"), ("bias", "bias"))
+        for side in ("x", "b", "c")
+    ),
+    ("model.layers.{i}.A_log", "layers.{i}.mamba.rule.rate", ""),
+    ("model.layers.{i}.dt_bias", "layers.{i}.mamba.rule.shift", ""),
+    ("model.layers.{i}.D", "layers.{i}.mamba.rule.skip", ""),
+    ("model.layers.{i}.norm.weight", "layers.{i}.mamba.rule.norm", ""),
+    ("model.layers.{i}.out_proj.weight", "layers.{i}.mamba.output.weight", ""),
+    ("model.layers.{i}.out_proj.bias", "layers.{i}.mamba.output.bias", ""),
+)
 QKV_BIAS: NameMap = (
     ("model.layers.{i}.self_attn.q_proj.bias", "layers.{i}.attention.qkv.bias", "q"),
     ("model.layers.{i}.self_attn.k_proj.bias", "layers.{i}.attention.qkv.bias", "k"),

@@ -310,7 +310,8 @@ def resolve_engine(
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
-        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
+        states = max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
+        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, states))
         check_sequences(config)
     pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
     bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()

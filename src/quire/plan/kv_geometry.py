@@ -69,8 +69,9 @@ def _states(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[State
     """Return the states of a rank's layers. Layers with equal states are together. dtype: of activations."""
     found: dict[tuple[StateComponent, ...], list[int]] = {}
     for own, layer in enumerate(range(*rank.layers)):
-        if components := mixer(args.layers[layer].mixer).states(dtype, ITEM_BYTES[dtype], rank, drafts):
-            found.setdefault(components, []).append(own)
+        for one in args.layers[layer].mixers:
+            if components := mixer(one).states(dtype, ITEM_BYTES[dtype], rank, drafts):
+                found.setdefault(components, []).append(own)
     return tuple(StateGroup(layers=tuple(layers), components=parts) for parts, layers in found.items())
 
 

@@ -9,12 +9,19 @@ from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
 SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+RUNNING = (
+    "{} requests run at once, not max_num_seqs={}: each has {} of states of recurrent layers, which take at most half "
+    "of the memory beside the KV cache."
+)
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+    """Shares of a GPU's memory in bytes.
+
+    working   activations and CUDA graphs;  outside  other processes;  states  of recurrent layers, with checkpoints
+    """
 
     total: int
     utilization: float
@@ -22,14 +29,16 @@ class DeviceBudget:
     working: int
     outside: int
     kv: int
+    states: int = 0
 
     def __str__(self) -> str:
-        free = self.total - self.weights - self.working - self.kv - self.outside
+        free = self.total - self.weights - self.working - self.kv - self.outside - self.states
         total, weights, working, kv, outside, free_gib = (
             f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
         )
+        states = f"states {self.states / GIB:.1f}, " if self.states else ""
         return (
-            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, {states}other processes "
             f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
         )
 
@@ -40,6 +49,7 @@ class MemoryPlan:
 
     host_blocks   blocks of the tier in host memory; 0: there is no such tier
     checkpoints   checkpoints of states; 0: no layer keeps states
+    num_slots     requests that run at once: max_num_seqs, or as many as have room for their states; 0: max_num_seqs
     """
 
     geometry: KVGeometry
@@ -51,6 +61,7 @@ class MemoryPlan:
     budget: DeviceBudget | None = None
     host_blocks: int = 0
     checkpoints: int = 0
+    num_slots: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +103,8 @@ def resolve_memory(
     whole = geometry.request_blocks(length, chunk)
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes)
     if asked and source.startswith(QUARTER) and num_blocks < whole:  # the default share grows
-        room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
+        tables = max_num_seqs * slot_bytes(asked, geometry)
+        room = free_bytes - (min(tables, free_bytes // 2) if geometry.states else tables)
         if (most := min(whole, room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
@@ -111,8 +123,12 @@ def resolve_memory(
         length = longest
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
-    _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
-    left = free_bytes - kv_bytes - max_num_seqs * slot_bytes(length, geometry)
+    each = slot_bytes(length, geometry)
+    slots = _running(geometry, max_num_seqs, (free_bytes - kv_bytes) // 2 // each)
+    if slots < max_num_seqs:
+        notes += (RUNNING.format(slots, max_num_seqs, as_gib(geometry.state_bytes)),)
+    _check_free(source, kv_bytes, slots, each, free_bytes)
+    left = free_bytes - kv_bytes - slots * each
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -120,8 +136,14 @@ def resolve_memory(
         kv_bytes=kv_bytes,
         free_bytes=free_bytes,
         notes=notes,
-        checkpoints=num_checkpoints(geometry, kv_bytes, left, max_num_seqs),
+        checkpoints=num_checkpoints(geometry, kv_bytes, left, slots),
+        num_slots=slots,
     )
+
+
+def _running(geometry: KVGeometry, max_num_seqs: int, room: int) -> int:
+    """Return how many requests run at once. room: as many as have room for their states; none are without states."""
+    return max(1, min(max_num_seqs, room)) if geometry.states else max_num_seqs
 
 
 def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_num_seqs: int) -> int:
@@ -149,6 +171,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
             checkpoints=copies,
+            num_slots=min(one.num_slots for one in sizes),
         )
         for one in sizes
     ]

@@ -392,6 +392,7 @@ def _layer(name: str) -> int:
 def _kind(calls: Sequence[Call]) -> str:
     called = {call.function.partition(".")[0] for call in calls}
     kinds = {"attention": "grouped-query attention", "latent": "latent attention", "delta": "gated delta"}
+    kinds |= {"shortconv": "short convolution", "mamba": "Mamba 2"}
     mixer = next((words for name, words in kinds.items() if name in called), "")
     if not mixer:
         return "embedding" if calls[0].function.endswith((".rows", ".embedding")) else "norm and head"

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.delta import DeltaArgs
+from quire.args.layers import AttentionArgs, RecurrentArgs
 from quire.plan.kinds import mixer
 
 
@@ -17,19 +17,22 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     moe, kinds = args.moe, sorted(args.attending, key=lambda one: mixer(one).window is not None)
     facts = [mixer(one).facts() for one in kinds]
     own = [one.mixer for one in args.layers[: args.num_layers]]
-    recurrent = [one for one in args.mixers if isinstance(one, DeltaArgs)]
+    recurrent = [one for one in args.mixers if isinstance(one, RecurrentArgs)]
     more = {
         "others": [one for one in _each(facts)[1:] if _sizes(one) != _sizes(facts[0])],
         "sharing": sum(args.kept_by(layer) != layer for layer in range(args.num_layers)),
         "inputs": args.inputs,
-        "recurrent": [mixer(one).facts() | {"layers": own.count(one)} for one in recurrent],
+        "recurrent": [
+            mixer(one).facts() | {"layers": sum(one in layer.mixers for layer in args.layers[: args.num_layers])}
+            for one in recurrent
+        ],
     }
     windows = Counter(mixer(one).window for one in own if one in kinds)
     full = windows.pop(None, 0)
     rotations = list(dict.fromkeys(one.rotation for one in kinds))
     turning = [one for one in rotations if one.rope.kind != "none"]
     rotation = (turning or rotations)[0]
-    unrotated = sum(one.rope.kind == "none" for one in own if not isinstance(one, DeltaArgs))
+    unrotated = sum(one.rope.kind == "none" for one in own if isinstance(one, AttentionArgs))
     return {
         "attention": facts[0]
         | {"windows": [[count, window] for window, count in windows.items()], "full": full}
@@ -80,10 +83,15 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
 
 
 def _recurrent(facts: dict[str, Any]) -> str:
-    return (
-        f"{facts['layers']} recurrent layers ({facts['kind']}): {facts['heads']} heads, {facts['key_heads']} of keys, "
-        f"of {facts['key_dim']} and {facts['value_dim']} dimensions, convolution of {facts['taps']} tokens"
-    )
+    begin = f"{facts['layers']} recurrent layers ({facts['kind']})"
+    end = f"convolution of {facts['taps']} tokens"
+    if "state_dim" in facts:
+        sizes = "{heads} heads of {head_dim} dimensions with states of {state_dim}, {groups} groups".format(**facts)
+        return f"{begin}: {sizes}, {end}"
+    if "key_dim" not in facts:
+        return f"{begin}: {end}"
+    heads = f"{facts['heads']} heads, {facts['key_heads']} of keys"
+    return f"{begin}: {heads}, of {facts['key_dim']} and {facts['value_dim']} dimensions, {end}"
 
 
 def window_words(window: int) -> str:

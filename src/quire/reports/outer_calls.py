@@ -6,6 +6,7 @@ A test compares the list with the calls of a real step.
 from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
+from quire.kernels.activation import UNGATED
 from quire.plan.kinds.interfaces import LAYER_NORM, RMS_NORM, SUM, Call, Features
 
 
@@ -25,6 +26,7 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
     if name == "inputs.embed.weight" or (name == "embed.weight" and not args.tie_word_embeddings):
         return ""
     gated = name.endswith("gate_up.weight") and "gated" in linear(name.rpartition(".")[0])
+    gated = gated and not any(one.act in UNGATED or one.gate_scale != 1 for one in args.layers)
     return "linear.pack_gated" if gated else "linear.pack"
 
 

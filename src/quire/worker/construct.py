@@ -12,7 +12,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
-from quire.kernels.states import StateView
+from quire.kernels.states import BothViews, StateView
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
@@ -78,7 +78,7 @@ def choose_parts(
 
 def make_runner(
     model: Model,
-    kv: Sequence[KVView | StateView],
+    kv: Sequence[KVView | StateView | BothViews],
     limits: Limits,
     device: torch.device,
     *,

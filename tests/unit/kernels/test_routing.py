@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.args.experts import Routing, read_moe
-from quire.args.families import FAMILIES
 from quire.args.keys import Keys
 from quire.kernels.routing import drawing, ref, uniform
 
@@ -37,9 +36,12 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
         if hasattr(block, "e_score_correction_bias"):  # MiniMax-M2 gives it to the router
             made.register_buffer("e_score_correction_bias", block.e_score_correction_bias)
             made.forward = partial(made.forward, e_score_correction_bias=made.e_score_correction_bias)
+        if getattr(block, "use_expert_bias", False):
+            made.register_buffer("e_score_correction_bias", block.expert_bias)
+            made.forward = partial(made.forward, expert_bias=made.e_score_correction_bias)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
-    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), FAMILIES[family].experts, 2)
+    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), configured(family).experts, 2)
     return made, moe.routing
 
 

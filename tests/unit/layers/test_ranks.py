@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.args.delta import DeltaArgs
 from quire.args.latent import LatentArgs
+from quire.args.layers import NONE, RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
-from quire.kernels.states import StateView
+from quire.kernels.states import NOTHING, BothViews, StateView
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
 from quire.plan.kinds.blocks import operations, score_features
@@ -84,8 +84,10 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
     mixer = args.layers[last_layer(args)].mixer
     rotary = Rotaries(args.rotations, CPU)
-    kv: KVView | LatentView | StateView
-    if isinstance(mixer, DeltaArgs):
+    kv: KVView | LatentView | StateView | BothViews
+    if mixer == NONE:
+        kv = NOTHING
+    elif isinstance(mixer, RecurrentArgs):
         kv = StateView(*state_arena(args, 1, rank=rank).views(last_layer(args)))
     elif isinstance(mixer, LatentArgs):
         kv = LatentView(
@@ -95,6 +97,8 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
     else:
         heads = made.attention.num_kv_heads
         kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, mixer.head_dim))
+        if made.beside is not None:
+            kv = BothViews(kv, StateView(*state_arena(args, 1, rank=rank).views(last_layer(args))))
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     meta = AttentionMeta(
         torch.tensor([0, TOKENS], dtype=torch.int32),

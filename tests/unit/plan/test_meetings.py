@@ -33,6 +33,7 @@ MOVES = EXAMPLES["EPLB"]
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
 RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
+RECURRENT["full_attention_interval"] = 2
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -80,7 +81,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
+        {("host memory", "states"), ("CacheBlend", "states")},
+    ),
+    (
+        EXAMPLES["n-grams"],
+        {"conv": True, "device": "cuda"},
+        {("a GPU", "states on a CPU"), ("drafts", "states on a CPU"), ("drafts over states", "a GPU")},
     ),
     (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
@@ -181,6 +187,9 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         args = parse_checkpoint_config(raw)
     if more.pop("recurrent", False):
         args = parse_checkpoint_config(RECURRENT)
+    if more.pop("conv", False):
+        kinds = ["conv", "full_attention"] * (RECURRENT["num_hidden_layers"] // 2)
+        args = parse_checkpoint_config(RECURRENT | {"model_type": "lfm2", "layer_types": kinds})
     if more.pop("recurrent drafts", False):
         draft = parse_checkpoint_config(RECURRENT)
     if head := more.pop("head", {}):

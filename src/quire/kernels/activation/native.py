@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import number_of
+from quire.kernels.activation.cpu import squared as squared
 from quire.kernels.native.library import loaded
 
 

@@ -21,6 +21,11 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
     return y.to(gate_up.dtype)
 
 
+def squared(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2, [T, I]. See `quire.kernels.activation`."""
+    return x.relu().square()
+
+
 def opened(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)

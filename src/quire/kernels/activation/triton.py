@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.activation import checked
+from quire.kernels.activation.cpu import squared as squared
 from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 
 BLOCK = 1024

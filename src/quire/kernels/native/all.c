@@ -4,6 +4,7 @@
 #include "vectors.h"
 #include "recording.h"
 #include "tiles.h"
+#include "states.h"
 
 #include "../activation/native.c"
 #include "../attention_cpu/rows.c"
@@ -14,5 +15,7 @@
 #include "../linear/native.c"
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"
+#include "../mamba/native.c"
 #include "../norm/native.c"
+#include "../shortconv/native.c"
 #include "../sums/native.c"

@@ -27,6 +27,8 @@ FUNCTIONS = {
     "quire_gated": "ppp" + "llll" + "iii",
     "quire_opened": "ppp" + "llll" + "ii",
     "quire_delta": "pppp" + "pppp" + "ppppp" + "pppppppp" + "lllllll" + "lllllllll" + "ff" + "iiiii",
+    "quire_mamba": "ppp" + "pppppp" + "ppppp" + "pppp" + "llllll" + "lllll" + "fff" + "iiii",
+    "quire_shortconv": "ppp" + "ppppp" + "pp" + "lllll" + "ii",
     "quire_sum_bytes": "pppp" + "ll",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",

@@ -1,8 +1,10 @@
 """The kinds of layers, one object for each: parameters, KV cache, division among ranks, kernels, calls, facts.
 
     mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention) delta.py (recurrent
-                    layers with the gated delta rule)
+                    layers with the gated delta rule) shortconv.py (with a short convolution)
+                    mamba.py (with Mamba 2)
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
+    neither         nothing.py (the half that a layer does not have)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
 
 `MIXERS` and `FEED_FORWARDS` are the only places of the plan that ask for the kind of a layer.
@@ -15,7 +17,9 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs, NoneArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.delta import DeltaKind
 from quire.plan.kinds.dense import DenseKind
@@ -23,16 +27,23 @@ from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
+from quire.plan.kinds.mamba import MambaKind
+from quire.plan.kinds.nothing import NoneKind
+from quire.plan.kinds.shortconv import ShortConvKind
 
 MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
     GroupedArgs: GroupedKind,
     LatentArgs: LatentKind,
     DeltaArgs: DeltaKind,
+    ShortConvArgs: ShortConvKind,
+    MambaArgs: MambaKind,
+    NoneArgs: NoneKind,
 }
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
     MoEArgs: ExpertsKind,
     BesideArgs: BesideKind,
+    NoneArgs: NoneKind,
 }
 
 

@@ -1,6 +1,7 @@
 """Gated delta rule (Yang et al., 2024): a matrix for each head, which each token fades, corrects and reads."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from msgspec import structs
@@ -10,6 +11,7 @@ from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param, Part
 from quire.plan.kinds.interfaces import (
+    RMS_NORM,
     Call,
     ExchangedRows,
     LayerStep,
@@ -44,9 +46,7 @@ class DeltaKind:
         args, own = self._args, self._rows(write)
         yield self._projection(write, "input.weight", ("q", "k", "v", "z"), width, layer)
         yield self._projection(write, "rates.weight", ("b", "a"), width, layer)
-        conv = write.param(AT + "rule.conv", {side: own[side] for side in "qkv"}, args.taps, shard="rows", layer=layer)
-        parts = tuple(structs.replace(part, shape=(part.shape[0], 1, args.taps)) for part in conv.parts)
-        yield structs.replace(conv, shape=(conv.shape[0], 1, args.taps), parts=parts)
+        yield write.convolution(AT + "rule.conv", {side: own[side] for side in "qkv"}, args.taps, layer)
         for name in ("rate", "shift"):
             yield write.param(AT + f"rule.{name}", {"": own["a"]}, dtype="float32", shard="rows", layer=layer)
         yield write.param(AT + "rule.norm", {"": StoredRows(args.value_dim)}, layer=layer)
@@ -117,8 +117,12 @@ class DeltaKind:
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projections, the recurrence, and the output."""
-        yield from read("attention_norm.weight", ("delta.input.weight",), step)
-        yield from read("attention_norm.weight", ("delta.rates.weight",), step)
+        norm, both = "attention_norm.weight", ("delta.input.weight", "delta.rates.weight")
+        fused = all("norm" in step.linear(name.removesuffix(".weight")) for name in both) and step.norm == RMS_NORM
+        if not step.before or fused:
+            yield from chain.from_iterable(read(norm, (name,), step) for name in both)
+        else:  # one norm for both
+            yield from (Call(step.norm, (norm,)), *(Call("linear.run", (name,)) for name in both))
         yield Call("delta.mix", tuple(f"delta.rule.{name}" for name in ("conv", "rate", "shift", "norm")))
         yield from added("delta.output", False, step, half="attention")
 

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import structs
+
 from quire.args.layers import LayerArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.errors import UnsupportedModel
@@ -94,6 +96,12 @@ class ParamWriter:
         inner = columns[1] if columns else width
         shape = (total, inner) if width else (total,)
         return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def convolution(self, name: str, parts: Mapping[str, StoredRows], taps: int, layer: int) -> Param:
+        """Make the weights of a convolution of each channel, [channels, 1, taps], of which the rank has some rows."""
+        flat = self.param(name, parts, taps, shard="rows", layer=layer)
+        made = tuple(structs.replace(part, shape=(part.shape[0], 1, taps)) for part in flat.parts)
+        return structs.replace(flat, shape=(flat.shape[0], 1, taps), parts=made)
 
     def stored_name(self, name: str, part: str) -> str:
         """Return the name in the checkpoint of a part of a parameter. Raises UnsupportedModel if it has none."""

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import RecurrentArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
@@ -123,7 +126,7 @@ def _many_slots(i: Inputs) -> bool:
 
 def _keeps_states(i: Inputs, args: ModelArgs) -> bool:
     """Return True if some layers keep a state of each request."""
-    return len(args.attending) < len(args.mixers)
+    return any(isinstance(one, RecurrentArgs) for one in args.mixers)
 
 
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
@@ -239,6 +242,10 @@ CACHE: Mapping[str, Feature] = {
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
     "states": Feature(of_model(_keeps_states), "recurrent layers"),
+    "states on a CPU": Feature(
+        of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
+        "recurrent layers with Mamba 2 or short convolutions",
+    ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
