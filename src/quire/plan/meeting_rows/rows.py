@@ -103,7 +103,7 @@ DRAFTS: tuple[Row, ...] = (
 STATES: tuple[Row, ...] = (
     Row("drafts", "states on a CPU", MISSING, "their states cannot be set back to the drafts that were accepted",
         "leave out --speculative-config"),
-    Row("drafts over states", "a GPU", MISSING, "the kernels of a GPU have no pending rows",
+    Row("drafts over states", "a GPU", MISSING, "it has not been tested there yet",
         "leave out --speculative-config, or use --device cpu"),
     Row("drafts of another model", "states of drafts", MISSING,
         "its states would have to be set back to the drafts that were accepted", NGRAM),
