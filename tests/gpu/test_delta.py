@@ -39,7 +39,8 @@ def on_gpu(given: DeltaInputs) -> DeltaInputs:
     names = ("query_start", "seq_lens", "slots", "kept_at", "kept")
     meta = replace(given.meta, **{name: getattr(given.meta, name).to(device) for name in names}, plans={})
     rows = torch.cat(given[:4], 1).to(device).split([one.shape[1] for one in given[:4]], 1)
-    return DeltaInputs(*rows, weights, StateView(columns, matrix), meta, given.form)
+    qkv, gate, decay, strength = rows
+    return DeltaInputs(qkv, gate, decay, strength, weights, StateView(columns, matrix), meta, given.form)
 
 
 def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +107,8 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
         kept_at=torch.zeros_like(whole.meta.kept_at),
         plans={},
     )
-    rest = triton.mix(*(one[past:] for one in whole[:4]), whole.weights, state, meta, form)
+    qkv, gate, decay, strength = (one[past:] for one in (whole.qkv, whole.gate, whole.decay, whole.strength))
+    rest = triton.mix(qkv, gate, decay, strength, whole.weights, state, meta, form)
     assert torch.equal(rest, y[past:]) and torch.equal(state.matrix[slot], matrix[slot])
 
 

@@ -217,5 +217,6 @@ def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, si
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    names = {"_rows_kernel", "_plan_kernel", "_units_kernel", "_solve_kernel", "_scan_kernel", "_outputs_kernel"}
+    kinds = ("rows", "plan", "units", "solve", "scan", "copies", "outputs")
+    names = {f"_{kind}_kernel" for kind in kinds}
     assert compiled("compile_delta") == names

@@ -104,7 +104,9 @@ def load_cuda(
     def finish(memory: MemoryPlan, namespace: bytes) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
-            worker, arena = _worker(model, plan, memory.num_blocks + 1, sized, scales, groups, memory.checkpoints)
+            worker, arena = _worker(
+                model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints
+            )
             shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
             worker.warm_up()
         end_phase("graphs")
@@ -147,6 +149,7 @@ def _worker(
     limits: Limits,
     scales: list[Scales],
     groups: RankGroups,
+    *,
     checkpoints: int = 0,
 ) -> tuple[StepRunner, KVArena]:
     """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints."""

@@ -151,16 +151,6 @@ def resolve_cuda_memory(
             f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
             f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",
         )
-    states = min(memory.working, (config.scheduler.sequences() + 1 + checkpoints) * geometry.state_bytes)
-    budget = DeviceBudget(
-        total=memory.total,
-        utilization=config.cache.gpu_memory_utilization,
-        weights=memory.weights,
-        working=memory.working - states,
-        outside=memory.outside,
-        kv=given,
-        states=states,
-    )
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -168,8 +158,21 @@ def resolve_cuda_memory(
         kv_bytes=given,
         free_bytes=memory.free,
         notes=notes,
-        budget=budget,
+        budget=_budget(config, memory, given, checkpoints, geometry.state_bytes),
         checkpoints=checkpoints,
+    )
+
+
+def _budget(config: EngineConfig, memory: DeviceMemory, kv: int, checkpoints: int, state_bytes: int) -> DeviceBudget:
+    states = min(memory.working, (config.scheduler.sequences() + 1 + checkpoints) * state_bytes)
+    return DeviceBudget(
+        total=memory.total,
+        utilization=config.cache.gpu_memory_utilization,
+        weights=memory.weights,
+        working=memory.working - states,
+        outside=memory.outside,
+        kv=kv,
+        states=states,
     )
 
 

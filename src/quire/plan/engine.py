@@ -309,8 +309,7 @@ def resolve_engine(
     check(meetings, planned=True)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
-        wide = args.moe is not None and not served and roomy
-        states = max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
+        wide, states = args.moe is not None and not served and roomy, _state_bytes(args, parallel, kinds)
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, states))
         check_sequences(config)
     pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
@@ -333,6 +332,11 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _state_bytes(args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:
+    """Return the bytes of a request's states on the rank that has most of them, so that all ranks decide alike."""
+    return max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
 
 
 def _experts(

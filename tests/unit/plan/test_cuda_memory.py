@@ -76,8 +76,8 @@ def test_a_tiny_page_does_not_make_millions_of_blocks() -> None:
 
 
 def test_states_take_their_part() -> None:
-    """Those of running requests are measured; checkpoints have a third of what is left, or what there is beside a given
-    KV cache, and at least one."""
+    """States of running requests are measured; checkpoints have a third of what is left, or what there is beside a
+    given KV cache, and at least one."""
     state = StateComponent("matrix", (32, 128, 128), "float32", 4)
     recurrent = structs.replace(GEOMETRY, states=(StateGroup(layers=tuple(range(24)), components=(state,)),))
     assert recurrent.state_bytes == 48 << 20

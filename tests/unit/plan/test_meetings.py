@@ -81,13 +81,10 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("host memory", "states"), ("CacheBlend", "states")},
+        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states")},
     ),
-    (
-        EXAMPLES["n-grams"],
-        {"conv": True, "device": "cuda"},
-        {("a GPU", "states on a CPU"), ("drafts", "states on a CPU"), ("drafts over states", "a GPU")},
-    ),
+    ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
+    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
     (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (

@@ -1,5 +1,6 @@
 """Cases of recurrent layers: the gated delta rule, for decodes and for prompts."""
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -43,10 +44,8 @@ def _library(rows: int) -> Callable[..., Result] | None:
     """Return the library's function for decodes or for prompts; None: it is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
-    from fla.ops import gated_delta_rule  # type: ignore[import-not-found,unused-ignore]
-
     name = "fused_recurrent_gated_delta_rule" if rows == 1 else "chunk_gated_delta_rule"
-    found: Callable[..., Result] = getattr(gated_delta_rule, name)
+    found: Callable[..., Result] = getattr(importlib.import_module("fla.ops.gated_delta_rule"), name)
     return found
 
 

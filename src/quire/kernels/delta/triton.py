@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
-from quire.kernels.delta.triton_prompts import Call, mix_prompts
+from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
 from quire.kernels.delta.triton_rows import convolved, keep_columns, keep_rows, log_decay, opened, unit
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
@@ -40,7 +40,7 @@ def mix(
     rows = tuple(one if one.stride(-1) == 1 or one.shape[-1] == 1 else one.contiguous() for one in (qkv, gate, decay))
     strength = strength if strength.stride(-1) == 1 or strength.shape[-1] == 1 else strength.contiguous()
     _check(qkv, weights, state, form)
-    call = Call(*rows, strength, weights, state, meta, form, qkv.new_empty(len(qkv), form.heads * form.value_dim))
+    call = DeltaCall(*rows, strength, weights, state, meta, form, qkv.new_empty(len(qkv), form.heads * form.value_dim))
     if not len(qkv):
         return call.y
     by_channel = len(weights.shift) != form.heads
@@ -86,7 +86,7 @@ def _packed(states: Tensor) -> bool:
     return states.stride()[1:] == states[:1].contiguous().stride()[1:]
 
 
-def _mix_rows(call: Call, limit: int, by_channel: bool) -> None:
+def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
     """Launch the kernel for sequences of at most `limit` rows."""
     form, meta, state = call.form, call.meta, call.state
     num_seqs, in_pdl = len(meta.slots), pdl.in_use()

@@ -13,9 +13,9 @@ Powers of A would be shorter, but they overflow the precision when keys are alik
 
 `_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
 `_solve_kernel` makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part
-of the values of a head, with S in registers: it does what depends on S alone; `_outputs_kernel` adds the part of O
-within the chunk, normalizes, and writes the columns, which all before have read. Grids depend on the sizes of the
-step's buffers alone.
+of the values of a head, with S in registers: it does what depends on S alone; `_copies_kernel` finishes copies at
+lengths inside a chunk; `_outputs_kernel` adds the part of O within the chunk, normalizes, and writes the columns, which
+all before have read. Grids depend on the sizes of the step's buffers alone.
 
 Products and scratch have the dtype of qkv, sums and S are float32; T is made of float32 numbers, in TF32. For float32
 rows the products have three parts in TF32, which loses next to nothing.
@@ -49,7 +49,7 @@ SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when th
 
 
 @dataclass(frozen=True)
-class Call:
+class DeltaCall:
     """The arguments of `mix`, and its result y. See `quire.kernels.delta`."""
 
     qkv: Tensor
@@ -121,7 +121,7 @@ class Chunks(NamedTuple):
     sequences: Tensor
 
 
-def mix_prompts(call: Call) -> None:
+def mix_prompts(call: DeltaCall) -> None:
     """Compute the rows of sequences of more than `meta.decode_rows` rows, and update their states."""
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
     plan, sizes, conv = _planned(meta, rows), call.sizes, call.weights.conv
@@ -132,29 +132,95 @@ def mix_prompts(call: Call) -> None:
     exact = qkv.dtype == torch.float32
     products = "tf32x3" if exact else "tf32"
     _units_kernel[(form.key_heads, programs)](
-        qkv, conv, *plan[:2], *call.places, call.state.columns, units, call.strides[0], call.strides[4],
-        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, num_warps=8,
-    )  # fmt: skip
+        qkv,
+        conv,
+        *plan[:2],
+        *call.places,
+        call.state.columns,
+        units,
+        call.strides[0],
+        call.strides[4],
+        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        num_warps=8,
+    )
     part = min(PART, padded(min(form.key_dim, form.value_dim)))
     _solve_kernel[(form.heads, programs)](
-        qkv, call.decay, call.strength, *call.weights_of[:3], *plan[:2], *call.places, call.state.columns,
-        units, u, w, faded, call.strides[0], *call.strides[2:5], form.lowest,
-        **_but(sizes, "DVP", "SIGMOID"), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, PART=part, PRODUCTS=products,
+        qkv,
+        call.decay,
+        call.strength,
+        *call.weights_of[:3],
+        *plan[:2],
+        *call.places,
+        call.state.columns,
+        units,
+        u,
+        w,
+        faded,
+        call.strides[0],
+        *call.strides[2:5],
+        form.lowest,
+        **_but(sizes, "DVP", "SIGMOID"),
+        CHUNK=CHUNK,
+        LEVELS=CHUNK.bit_length() - 1,
+        PART=part,
+        PRODUCTS=products,
         num_warps=8,
-    )  # fmt: skip
+    )
     few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
     split = min(SPLITS[few], padded(form.value_dim))
     _scan_kernel[(-(-form.value_dim // split), form.heads, seqs)](
-        *plan, *call.places, call.state.matrix, units, u, w, faded, call.y, call.strides[5],
-        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"), CHUNK=CHUNK, SPLIT=split,
-        PRODUCTS=products, num_warps=8, num_stages=1 if exact else 2,
-    )  # fmt: skip
-    _outputs_kernel[(form.heads, programs)](
-        qkv, call.gate, call.weights.norm, *plan[:2], *call.places[:3], call.state.columns, units, u, faded, call.y,
-        *call.strides[:2], call.strides[4], form.eps,
-        **_but(sizes, "BOUNDED", "DOUBLED"), CHUNK=CHUNK, PRODUCTS=products,
+        *plan,
+        *call.places,
+        call.state.matrix,
+        units,
+        u,
+        w,
+        faded,
+        call.y,
+        call.strides[5],
+        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        SPLIT=split,
+        PRODUCTS=products,
         num_warps=8,
-    )  # fmt: skip
+        num_stages=1 if exact else 2,
+    )
+    _copies_kernel[(-(-form.value_dim // split), form.heads, seqs)](
+        plan.counts,
+        plan.sequences,
+        *call.places,
+        call.state.matrix,
+        units,
+        u,
+        faded,
+        call.strides[5],
+        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        SPLIT=split,
+        PRODUCTS=products,
+        num_warps=4,
+        num_stages=1,
+    )
+    _outputs_kernel[(form.heads, programs)](
+        qkv,
+        call.gate,
+        call.weights.norm,
+        *plan[:2],
+        *call.places[:3],
+        call.state.columns,
+        units,
+        u,
+        faded,
+        call.y,
+        *call.strides[:2],
+        call.strides[4],
+        form.eps,
+        **_but(sizes, "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        PRODUCTS=products,
+        num_warps=8,
+    )
 
 
 def _but(sizes: dict[str, int | bool], *names: str) -> dict[str, int | bool]:
@@ -434,16 +500,71 @@ def _scan_kernel(
             tl.store(u + x_at, x.to(k.dtype), mask=shown)
             tl.store(y + x_at, out.to(k.dtype), mask=shown)
             for copy in tl.static_range(2):
-                upto = keep[copy] - start
-                if (upto > 0) & (upto <= rows):
-                    then = tl.load(faded + (row + upto - 1) * H + head)
-                    part = x * tl.where(flat < upto, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
-                    after = tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS) + tl.exp(then) * held
+                if (keep[copy] > start) & (keep[copy] < start + rows):  # `_copies_kernel` goes on from here
                     target = tl.load(kept + 2 * slot + copy).to(tl.int64)
-                    tl.store(matrix + target * matrix_stride + at, after, mask=inside)
+                    tl.store(matrix + target * matrix_stride + at, held, mask=inside)
             x *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[:, None]
             held = tl.dot(tl.trans(k), x.to(k.dtype), tl.exp(last) * held, input_precision=PRODUCTS)
+            for copy in tl.static_range(2):
+                if keep[copy] == start + rows:
+                    target = tl.load(kept + 2 * slot + copy).to(tl.int64)
+                    tl.store(matrix + target * matrix_stride + at, held, mask=inside)
         tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+
+
+@jit
+def _copies_kernel(
+    counts,
+    sequences,
+    query_start,
+    seq_lens,
+    slots,
+    kept_at,
+    kept,
+    matrix,
+    units,
+    x,
+    faded,
+    matrix_stride,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Finish copies of matrices at lengths inside a chunk, from the matrix before the chunk, which the scan left there.
+
+    Grid as that of `_scan_kernel`, whose loop must not have this product: Triton 3.6 pipelines it wrongly.
+    """
+    head = tl.program_id(1)
+    value, key, flat = tl.program_id(0) * SPLIT + tl.arange(0, SPLIT), tl.arange(0, DKP), tl.arange(0, CHUNK)
+    in_value, in_key, i = value < DV, key < DK, flat[:, None]
+    inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    for p in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
+        s = tl.load(sequences + 4 * p)
+        first, end = tl.load(query_start + s).to(tl.int64), tl.load(seq_lens + s)
+        past = end - (tl.load(query_start + s + 1) - first).to(tl.int32)
+        slot = tl.load(slots + s).to(tl.int64)
+        for copy in tl.static_range(2):
+            length = tl.load(kept_at + 2 * slot + copy)
+            chunk = tl.maximum(length - 1, 0) // CHUNK
+            start = tl.maximum(past, chunk * CHUNK)
+            if (length > past) & (length < tl.minimum(end, (chunk + 1) * CHUNK)):
+                row, live = first + (start - past), flat < length - start
+                k_at = units + row * (2 * G * DK) + (i * (2 * G) + G + head // (H // G)) * DK + key[None, :]
+                k = tl.load(k_at, mask=live[:, None] & in_key[None, :], other=0.0)
+                x_at = x + row * (H * DV) + (i * H + head) * DV + value[None, :]
+                part = tl.load(x_at, mask=live[:, None] & in_value[None, :], other=0.0).to(tl.float32)
+                c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+                then = tl.load(faded + (row + length - start - 1) * H + head)
+                part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
+                target = matrix + tl.load(kept + 2 * slot + copy).to(tl.int64) * matrix_stride + at
+                held = tl.exp(then) * tl.load(target, mask=inside, other=0.0)
+                held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
+                tl.store(target, held, mask=inside)
 
 
 @jit

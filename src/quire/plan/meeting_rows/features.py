@@ -244,7 +244,7 @@ CACHE: Mapping[str, Feature] = {
     "states": Feature(of_model(_keeps_states), "recurrent layers"),
     "states on a CPU": Feature(
         of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
-        "recurrent layers with Mamba 2 or short convolutions",
+        "Mamba 2 or short convolutions",
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"

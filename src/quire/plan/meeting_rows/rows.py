@@ -101,14 +101,14 @@ DRAFTS: tuple[Row, ...] = (
         "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
-    Row("drafts", "states on a CPU", MISSING, "their states cannot be set back to the drafts that were accepted",
-        "leave out --speculative-config"),
     Row("drafts over states", "a GPU", MISSING, "it has not been tested there yet",
         "leave out --speculative-config, or use --device cpu"),
     Row("drafts of another model", "states of drafts", MISSING,
         "its states would have to be set back to the drafts that were accepted", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
+    Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
+        "leave out --speculative-config"),
     Row("a GPU", "states on a CPU", MISSING, "the kernels of these layers are those of a CPU", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
