@@ -1,19 +1,17 @@
 """The gated delta rule: the reference against transformers' chunk form, and a CPU's kernel against the reference."""
 
-import random
-from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from quire.kernels.delta import native, ref
 from quire.kernels.delta.inputs import FORMS, DeltaInputs, Sequence, make
 from quire.kernels.native.library import missing
+
+from ...support.drafted_steps import PENDING, ROOM, check_decodes
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
 STEPS = {
@@ -26,18 +24,6 @@ STEPS = {
         Sequence(64, 9, (64, 74)),  # before the step and after it: no copy
         Sequence(0, 33, (0, 33)),
         Sequence(2, 2, (3, 4)),
-    ),
-}
-PENDING = {
-    "drafts": tuple(Sequence(9, 1 + i % 4, accepted=i) for i in range(5)),
-    "first drafts": (Sequence(0, 1), Sequence(1, 4, accepted=1), Sequence(2, 3, (3, 5), accepted=2)),
-    "copies of drafts": (Sequence(9, 4, (10, 13), accepted=1), Sequence(9, 4, (9, 14), accepted=4), Sequence(5, 4)),
-    "mixed with prompts": (
-        Sequence(9, 3, accepted=2),
-        Sequence(9, 0, accepted=2),
-        Sequence(8, 33, (16, 40), accepted=3),
-        Sequence(0, 20, (16, 0)),
-        Sequence(0, 4, (4, 2)),
     ),
 }
 
@@ -85,7 +71,7 @@ def test_the_reference_equals_the_chunk_form(length: int) -> None:
 @pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, form: object, by_channel: bool, dtype: torch.dtype) -> None:
     sequences, taps = (STEPS | PENDING)[step], 3 if by_channel else 4
-    given = make(form, sequences, dtype, by_channel=by_channel, taps=taps, pending=4 * (step in PENDING))  # type: ignore[arg-type]
+    given = make(form, sequences, dtype, by_channel=by_channel, taps=taps, pending=ROOM * (step in PENDING))  # type: ignore[arg-type]
     wanted, found = run(ref, given), run(native, given)
     bound = 2e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
@@ -96,70 +82,11 @@ def test_native(step: str, form: object, by_channel: bool, dtype: torch.dtype) -
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def decode(
-    implementation: ModuleType, given: DeltaInputs, schedule: Iterable[tuple[int, int]], kept_at: int = 0
-) -> Tensor:
-    """Return the outputs of all rows of a sequence's inputs, by steps of (rows, rows that are accepted).
-
-    Rows that are rejected have random inputs, and NaN in the last one.
-    """
-    draw, past, outputs = torch.Generator().manual_seed(5), 0, list[Tensor]()
-    slot = given.meta.slots
-    given.meta.kept_at[slot.long()] = torch.tensor([[kept_at, 0]], dtype=torch.int32)
-    for rows, right in schedule:
-        inputs = list[Tensor]()
-        for one in given[:4]:
-            wrong = torch.randn((rows - right, one.shape[1]), generator=draw)
-            wrong[-1:] = torch.nan
-            inputs.append(torch.cat((one[past : past + right], wrong)))
-        step = replace(
-            given.meta,
-            query_start=torch.tensor([0, rows], dtype=torch.int32),
-            seq_lens=torch.tensor([past + rows], dtype=torch.int32),
-            max_rows=rows,
-        )
-        outputs.append(implementation.mix(*inputs, given.weights, given.state, step, given.form)[:right])
-        past += right
-    return torch.cat(outputs)
-
-
-def schedules(length: int, room: int) -> list[list[tuple[int, int]]]:
-    """Return schedules of `decode` for so many rows: one for each number of accepted rows, then random ones.
-
-    Each begins with a chunk of a prompt; the random ones have further chunks, of any size, as after a preemption.
-    """
-    found = []
-    for draw in [random.Random(seed) for seed in range(12)]:
-        fixed = len(found) + 1 if len(found) < room else 0
-        past, steps = 7, [(7, 7)]
-        while past < length:
-            rows = draw.choice([draw.randint(1, room), draw.randint(1, 12)])
-            right = rows if rows > room else draw.randint(1, rows)
-            rows, right = (room, fixed) if fixed else (rows, right)
-            right = min(right, length - past)
-            steps.append((right if rows > room else rows, right))
-            past += right
-        found.append(steps)
-    return found
-
-
 @pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
 @pytest.mark.parametrize("number", range(12))
 def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
     """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
-    length, room, kept_at = 60, 4, 41
-    steps, by_channel = schedules(length, room)[number], number % 2 == 1
-    one = (Sequence(0, length),)
-    plain = make(FORMS[1], one, by_channel=by_channel)
-    drafted = make(FORMS[1], one, by_channel=by_channel, pending=room)
-    wanted = decode(ref, plain, [(1, 1)] * length, kept_at)
-    found = decode(implementation, drafted, steps, kept_at)
-    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
-    kept = int(drafted.meta.kept[drafted.meta.slots[0], 0])
-    assert drafted.state.at is not None and int(drafted.state.at[kept]) == kept_at
-    for part in ("columns", "matrix"):
-        mine, other = getattr(drafted.state, part)[kept], getattr(plain.state, part)[kept]
-        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
+    check_decodes(implementation, FORMS[1], number)
 
 
 @NO_COMPILER
