@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.layers import NONE, MixerArgs, RecurrentArgs
+from quire.args.layers import NONE, LayerArgs, MixerArgs, RecurrentArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,19 +56,19 @@ def model_views(
     from quire.kernels.attention import KVView
     from quire.kernels.states import BothViews, StateView
 
-    def views(layer: int) -> "tuple[Tensor, ...]":
-        if model.args.layers[layer].beside is not None:
+    def views(layer: int, own: LayerArgs) -> "tuple[Tensor, ...]":
+        if own.beside is not None:
             return blocks(layer)
-        return states(layer) or (() if model.args.layers[layer].mixer == NONE else blocks(layer))
+        return states(layer) or (() if own.mixer == NONE else blocks(layer))
 
     mixers = [one.mixer for one in model.held]
-    found = kv_views(mixers, map(views, map(model.args.kept_by, range(len(mixers)))), scales)
+    found = kv_views(mixers, (views(model.args.kept_by(i), one) for i, one in enumerate(model.held)), scales)
     for layer, one in enumerate(model.held):
         kv = found[layer]
         if one.beside is not None and isinstance(kv, KVView):
             found[layer] = BothViews(kv, StateView(*states(layer)))
     if model.draft is not None:
-        mixers = [one.mixer for one in model.draft.held]
-        first = len(found)
-        found += kv_views(mixers, (views(first + model.draft.args.kept_by(i)) for i in range(len(mixers))))
+        held, first = model.draft, len(found)
+        mixers = [one.mixer for one in held.held]
+        found += kv_views(mixers, (views(first + held.args.kept_by(i), one) for i, one in enumerate(held.held)))
     return found

@@ -48,7 +48,7 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
 @torch.inference_mode()
 def compare(theirs: Any, routing: Routing) -> None:
     """Ids equal and weights within 1e-6, both in the order of the ids: theirs is not always sorted."""
-    x = torch.randn(500, theirs.hidden_dim)
+    x = torch.randn(500, theirs.weight.shape[1])
     logits, weights, ids = theirs(x)
     ours, chosen = ref.route(logits, getattr(theirs, "e_score_correction_bias", None), routing)
     assert ours.dtype == torch.float32 and chosen.dtype == torch.int32 and chosen.shape == (500, routing.top_k)
