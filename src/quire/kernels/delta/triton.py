@@ -6,9 +6,6 @@ columns of queries and keys. The last one to arrive writes the new columns, when
 Floor: 8 Hv Dk Dv bytes a decode and layer, the matrices read and written once. 32 decodes with 32 heads of 128 x 128
 move 134 MB: 31 us at 4.3 TB/s.
 
-With pending rows (`quire.kernels.states`) a program first replays those that were accepted, and writes the matrix then.
-Sequences of longer chunks are replayed here, too, before the kernels for prompts go on.
-
 Prompts: `triton_prompts.py`, three launches a layer. Prompts whose decays differ by channel are computed here, row by
 row: the products of a chunk would need a decay for each pair of rows and channel.
 """
@@ -21,7 +18,7 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
-from quire.kernels.delta.triton_rows import convolved, keep_columns, keep_rows, log_decay, opened, unit
+from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
@@ -45,8 +42,6 @@ def mix(
         return call.y
     by_channel = len(weights.shift) != form.heads
     limit = meta.max_rows if by_channel else meta.decode_rows
-    if state.pending is not None and meta.max_rows > limit != state.pending.shape[1]:
-        raise ValueError(f"triton delta: {limit} rows of decodes, and {state.pending.shape[1]} pending ones")
     if limit:
         _mix_rows(call, limit, by_channel)
     if meta.max_rows > limit:
@@ -69,15 +64,6 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
         raise ValueError(
             f"triton delta: columns must be {qkv.dtype} {own}, contiguous in a state; they are {columns.dtype} "
             f"{tuple(columns.shape)} with strides {columns.stride()}"
-        )
-    pending, at = state.pending, state.at
-    if pending is None or at is None:
-        return
-    width = form.channels + len(weights.shift) + form.heads
-    if pending.dtype != qkv.dtype or pending.shape[2] != width or not _packed(pending) or at.dtype != torch.int32:
-        raise ValueError(
-            f"triton delta: pending rows must be {qkv.dtype} [., ., {width}], contiguous in a state, and lengths "
-            f"int32; they are {pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}, and {at.dtype}"
         )
 
 
@@ -102,18 +88,14 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         state.columns,
         state.matrix,
         call.y,
-        _counters(meta, num_seqs * (form.key_heads + 1), call.y.device),
-        state.pending,
-        state.at,
+        _counters(meta, num_seqs * form.key_heads, call.y.device),
         *call.strides,
-        *(0 if one is None else one.stride(0) for one in (state.pending, state.at)),
         form.eps,
         form.lowest,
         limit,
         **call.sizes,
         BY_CHANNEL=by_channel,
-        MOST=0 if state.pending is None else state.pending.shape[1],
-        ONE=limit == 1 and state.pending is None,
+        ONE=limit == 1,
         PDL=in_pdl,
         num_warps=warps,
         **pdl.options(in_pdl),
@@ -154,9 +136,8 @@ def _advance(
     SIGMOID: tl.constexpr,
     DOUBLED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    READ: tl.constexpr,
 ):
-    """Compute a row of a head: write its result if READ, return the matrix after it. held: the matrix before.
+    """Compute a row of a head: write its result, return the matrix after it. held: the matrix before.
 
     decay, strength, gate, y   the row
     key, value   arange of the padded sizes;  speed  exp(rate)
@@ -171,6 +152,8 @@ def _advance(
     b = tl.sigmoid(tl.load(strength + head).to(tl.float32))
     if DOUBLED:
         b *= 2
+    z = tl.load(gate + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
+    scale = tl.load(norm + value, mask=in_value, other=0.0) * opened(z, SIGMOID)
     # Both sums read the matrix before its update, so the second does not wait for the first.
     if BY_CHANNEL:
         held *= fade[:, None]
@@ -179,12 +162,9 @@ def _advance(
         said, read = fade * tl.sum(held * k[:, None], 0), fade * tl.sum(held * q[:, None], 0)
         held *= fade
     wrong = b * (v - said)
-    if READ:
-        z = tl.load(gate + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
-        scale = tl.load(norm + value, mask=in_value, other=0.0) * opened(z, SIGMOID)
-        o = read + tl.sum(k * q) * wrong
-        o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
-        tl.store(y + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
+    o = read + tl.sum(k * q) * wrong
+    o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
+    tl.store(y + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
     return held + k[:, None] * wrong[None, :]
 
 
@@ -207,16 +187,12 @@ def _rows_kernel(
     matrix,
     y,
     arrived,
-    pending,
-    lengths,
     qkv_stride,
     gate_stride,
     decay_stride,
     strength_stride,
     columns_stride,
     matrix_stride,
-    pending_stride,
-    lengths_stride,
     eps,
     lowest,
     limit,
@@ -232,16 +208,12 @@ def _rows_kernel(
     SIGMOID: tl.constexpr,
     DOUBLED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    MOST: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the rows of a sequence of at most `limit` rows, for a head. Grid (H, sequences).
 
-    arrived         [sequences, G + 1] int32 zeros: programs of a key head that have read its columns; at last those
-                    that have read the sequence's length
-    pending, lengths   `StateView.pending` and `at`, with MOST pending rows; MOST is 0: None. With them, a longer
-                    sequence is replayed
+    arrived         [sequences, G] int32 zeros: programs of a key head that have read its columns
     strides         from row to row, and from state to state, in elements
     DKP, DVP        DK and DV, padded to powers of two;  TAPSP  the number of columns, padded likewise
     BOUNDED         form.lowest is not 0;  ONE  limit is 1
@@ -253,7 +225,7 @@ def _rows_kernel(
     head, s = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_start + s)
     rows = tl.load(query_start + s + 1) - first
-    if (rows <= 0) | ((rows > limit) & (MOST == 0)):
+    if (rows <= 0) | (rows > limit):
         return
     PER: tl.constexpr = H // G
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
@@ -270,54 +242,10 @@ def _rows_kernel(
     is_key = tl.arange(0, 2)[:, None]
     both_at, in_both, factor = (is_key * G + key_head) * DK + key[None, :], in_key[None, :] & (is_key < 2), DK**-0.5
     speed = tl.exp(tl.load(rate + head))
-    DECAYS: tl.constexpr = H * DK if BY_CHANNEL else H
-    WIDTH: tl.constexpr = CHANNELS + DECAYS + H
-    replayed, count, put_off = 0, rows, None
-    if MOST:
-        put_off = pending + slot * pending_stride
-        stood = tl.load(lengths + slot * lengths_stride)
-        replayed = tl.where(past > 0, tl.minimum(tl.maximum(past - stood, 0), MOST), 0)
-        count = tl.where(rows > limit, 0, rows)
-        for i in range(0, replayed):
-            both = unit(
-                given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1, put_off,
-                replayed, WIDTH,
-            )  # fmt: skip
-            v = convolved(
-                given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE, put_off, replayed, WIDTH
-            )
-            rates = put_off + i * WIDTH + CHANNELS
-            q, k = tl.zeros_like(key).to(tl.float32), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-            held = _advance(
-                held, rates, rates + DECAYS, shift, gate, norm, y, q, k, v, head, key, value, speed, lowest, eps,
-                DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, False,
-            )  # fmt: skip
-        if rows <= MOST or count == 0:
-            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    for i in range(0, 1 if ONE else count):
-        j = i + replayed
-        both = unit(
-            given,
-            own,
-            conv,
-            j,
-            past,
-            both_at,
-            in_both,
-            1.0,
-            CHANNELS,
-            TAPS,
-            qkv_stride,
-            ONE,
-            1,
-            put_off,
-            replayed,
-            WIDTH,
-        )
+    for i in range(0, 1 if ONE else rows):
+        both = unit(given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1)
         q, k = tl.sum(tl.where(is_key == 0, both * factor, 0.0), 0), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-        v = convolved(
-            given, own, conv, j, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE, put_off, replayed, WIDTH
-        )
+        v = convolved(given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
         row = (first + i).to(tl.int64)
         held = _advance(
             held,
@@ -342,7 +270,6 @@ def _rows_kernel(
             SIGMOID,
             DOUBLED,
             BY_CHANNEL,
-            True,
         )
         for n in range(0, 2):
             length = tl.load(kept_at + 2 * slot + n)
@@ -350,64 +277,17 @@ def _rows_kernel(
                 target = tl.load(kept + 2 * slot + n).to(tl.int64)
                 copied = columns + target * columns_stride
                 tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-                keep_columns(
-                    given, own, copied, j + 1, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                    replayed, WIDTH,
-                )  # fmt: skip
+                keep_columns(given, own, copied, i + 1, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
                 if head % PER == 0:
-                    keep_columns(
-                        given, own, copied, j + 1, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                        replayed, WIDTH,
-                    )  # fmt: skip
-                    keep_columns(
-                        given, own, copied, j + 1, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                        replayed, WIDTH,
-                    )  # fmt: skip
-    lazy = rows <= MOST
-    upto = replayed + count
-    if MOST:
-        if lazy:
-            upto = replayed
-        elif count > 0:
-            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    else:
-        tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    keep_columns(
-        given, own, own, upto, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-    )
-    if MOST:
-        if lazy:
-            decays, strengths = (
-                decay + first.to(tl.int64) * decay_stride,
-                strength + first.to(tl.int64) * strength_stride,
-            )
-            keep_rows(given, put_off, rows, v_at, in_value, qkv_stride, WIDTH)
-            if BY_CHANNEL:
-                keep_rows(decays, put_off + CHANNELS, rows, head * DK + key, in_key, decay_stride, WIDTH)
-            else:
-                keep_rows(decays, put_off + CHANNELS, rows, head, None, decay_stride, WIDTH)
-            keep_rows(strengths, put_off + CHANNELS + DECAYS, rows, head, None, strength_stride, WIDTH)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tl.num_programs(1) * G + s, 1, sem="acq_rel") == H - 1:
-            tl.store(arrived + tl.num_programs(1) * G + s, 0)
-            tl.store(lengths + slot * lengths_stride, tl.where(lazy, past, past + rows))
-            for n in range(0, 2):
-                length = tl.load(kept_at + 2 * slot + n)
-                if (length > past) & (length <= past + rows):
-                    tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * lengths_stride, length)
+                    keep_columns(given, own, copied, i + 1, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+                    keep_columns(given, own, copied, i + 1, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+    tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+    keep_columns(given, own, own, rows, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
     last = True
     if PER > 1:
         tl.debug_barrier()  # all threads have read the columns of queries and keys
         last = tl.atomic_add(arrived + s * G + key_head, 1, sem="acq_rel") == PER - 1
     if last:
         tl.store(arrived + s * G + key_head, 0)
-        keep_columns(
-            given, own, own, upto, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-        )
-        keep_columns(
-            given, own, own, upto, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-        )
-        if MOST:
-            if lazy:
-                keep_rows(given, put_off, rows, q_at, in_key, qkv_stride, WIDTH)
-                keep_rows(given, put_off, rows, k_at, in_key, qkv_stride, WIDTH)
+        keep_columns(given, own, own, rows, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+        keep_columns(given, own, own, rows, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
