@@ -201,6 +201,6 @@ def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, si
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    kinds = ("rows", "plan", "units", "solve", "scan", "copies", "outputs")
+    kinds = ("decode", "rows", "plan", "units", "solve", "scan", "copies", "outputs")
     names = {f"_{kind}_kernel" for kind in kinds}
     assert compiled("compile_delta") == names

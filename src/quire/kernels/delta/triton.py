@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
+from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
 from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
 from quire.kernels.states import StateMeta, StateView
@@ -42,7 +43,9 @@ def mix(
         return call.y
     by_channel = len(weights.shift) != form.heads
     limit = meta.max_rows if by_channel else meta.decode_rows
-    if limit:
+    if limit == 1 and not by_channel:
+        mix_decodes(call)
+    elif limit:
         _mix_rows(call, limit, by_channel)
     if meta.max_rows > limit:
         mix_prompts(call)
