@@ -165,7 +165,7 @@ def mix_prompts(call: DeltaCall) -> None:
         LEVELS=CHUNK.bit_length() - 1,
         PART=part,
         PRODUCTS=products,
-        num_warps=4,
+        num_warps=8,
     )
     few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
     split = min(SPLITS[few], padded(form.value_dim))
@@ -219,7 +219,7 @@ def mix_prompts(call: DeltaCall) -> None:
         **_but(sizes, "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         PRODUCTS=products,
-        num_warps=2 if call.sizes["DVP"] <= 128 else 4,
+        num_warps=8,
     )
 
 
