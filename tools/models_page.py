@@ -23,10 +23,13 @@ from tests.support.tiny_models import FAMILIES as CASES
 from tests.support.tiny_models import Tiny, tiny_config
 
 from quire.args.checkpoint import LACKING, ModelArgs, parse_checkpoint_config
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.families import FAMILIES
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs
+from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs, NoneArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.args.wrappers import WRAPPERS
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +52,7 @@ parallelism of 2. `quire verify MODEL` makes the comparison step by step for any
 def attention(args: ModelArgs) -> str:
     """Return the mixers of a model in words."""
     kinds = list(dict.fromkeys(type(one) for one in args.mixers))
-    words = ["latent" if kind is LatentArgs else "grouped" for kind in kinds]
+    words = [KINDS[kind] for kind in kinds]
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
     facts = {
         "windows": any((one.window or 0) > 0 for one in grouped),
@@ -66,9 +69,20 @@ def attention(args: ModelArgs) -> str:
         "several sizes of heads": len({(one.num_kv_heads, one.head_dim) for one in grouped}) > 1,
         "normalized values": any(one.values == "normed" for one in grouped),
         "values from keys": any(one.values == "keys" for one in grouped),
+        "both in each layer": any(one.beside is not None for one in args.layers),
+        "gated": any(one.gated for one in grouped),
         "KV of earlier layers": any(one.kv_from >= 0 for one in grouped),
     }
     return ", ".join([*words, *(name for name, true in facts.items() if true)])
+
+
+KINDS: Mapping[type, str] = {
+    LatentArgs: "latent",
+    GroupedArgs: "grouped",
+    DeltaArgs: "recurrent (gated delta rule)",
+    ShortConvArgs: "recurrent (short convolution)",
+    MambaArgs: "recurrent (Mamba 2)",
+}
 
 
 def feed_forward(args: ModelArgs) -> str:
@@ -76,7 +90,9 @@ def feed_forward(args: ModelArgs) -> str:
     found = []
     for one in dict.fromkeys(one.feed_forward for one in args.layers):
         if isinstance(one, DenseArgs):
-            found.append(f"gated MLP ({one.act})")
+            found.append("MLP (relu2)" if one.act == "relu2" else f"gated MLP ({one.act})")
+        elif isinstance(one, NoneArgs):
+            continue
         elif isinstance(one, MoEArgs):
             shared = ", shared ones" * (one.shared_size > 0)
             found.append(f"experts ({one.act}{', biased' * one.biased}{shared})")
@@ -92,6 +108,8 @@ def norms(args: ModelArgs) -> str:
     """Return the places and the kind of the norms of a model in words."""
     places = {"before": "before each half", "after": "of results", "both": "before each half and of results"}
     words = places.get(args.layers[0].norms, "one for both halves")
+    if any(NoneArgs() in (one.mixer, one.feed_forward) for one in args.layers):
+        words = "before the layer, which is a mixer or a feed-forward part alone"
     return words + ", 1 + weight" * args.norm.plus_one + ", layer normalization" * args.norm.centered
 
 

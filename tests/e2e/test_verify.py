@@ -43,9 +43,21 @@ from .conftest import spare_known_objects
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "use_tqdm_on_load": False, "kv_cache_memory_bytes": 1 << 24}
 CONFIG = EngineConfig.from_flat(**OPTIONS)
+# Rows of models with layers whose steps verify does not know.
+UNKNOWN = (
+    "lfm2",
+    "lfm2_moe",
+    "granite_mamba",
+    "granite_moe",
+    "nemotron_h",
+    "nemotron_moe",
+    "falcon_h1",
+    "falcon_normed",
+)
+COMPARED = [family for family in FAMILIES if family not in UNKNOWN]
 # Every structure of a layer is in one of the first three; the others are in the long run.
 FIRST = ("qwen3", "qwen2_moe", "deepseek_v3")
-PLANTED = [*FIRST, *full_rows(family for family in FAMILIES if family not in FIRST)]
+PLANTED = [*FIRST, *full_rows(family for family in COMPARED if family not in FIRST)]
 # Name of a parameter without its layer and kind, with the name of its part -> the step that reads it.
 STEPS = {
     "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention.qkv q": "q_proj",
@@ -177,7 +189,14 @@ def place(stored: str, parameter: str, part: str) -> tuple[str, str]:
     return f"layer {parameter.split('.')[1]} {half}" if own else OUTSIDE[inside.split(".")[0]], step
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["lfm2", "granite_mamba", "nemotron_h", "falcon_h1"])
+def test_layers_without_known_steps_are_refused(checkpoint: Any, family: str) -> None:
+    name = FAMILIES[family].of or family
+    with pytest.raises(ConfigError, match=f"verify does not know the steps of all layers of a {name} model"):
+        verify(str(checkpoint(family)), CONFIG)
+
+
+@pytest.mark.parametrize("family", COMPARED)
 def test_a_clean_model_of_every_family_is_equal(checkpoint: Any, family: str) -> None:
     folder = checkpoint(family)
     report = verify(str(folder), CONFIG, reference=peer_of(folder))

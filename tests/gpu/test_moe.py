@@ -53,7 +53,7 @@ def arguments(name: str) -> ModelArgs:
 def build(args: ModelArgs, device: torch.device) -> Layers:
     """Random layers in a row, each with its branch."""
     torch.manual_seed(0)
-    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.mixers[0].head_dim)
+    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.attending[0].head_dim)
     assert args.moe is not None
     params, first = layout(args), min(args.expert_layers)
     built = Build(

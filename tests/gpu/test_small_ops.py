@@ -59,6 +59,7 @@ def test_norm_and_activation(device: torch.device, tokens: int, width: int) -> N
     close(norm.rms_norm(part, weight, EPS), norm_ref.rms_norm(part.double().float(), weight.float(), EPS))
     for act in ACTS:
         close(activation.gated(x, act), activation_ref.gated(x.float(), act))
+    close(activation.opened(*x.chunk(2, 1)), activation_ref.opened(*x.float().chunk(2, 1)))
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, 8192])

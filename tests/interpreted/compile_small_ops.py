@@ -31,6 +31,7 @@ def launch(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab:
     norm.rms_norm(x, scale, EPS)
     for act in ACTS:
         activation.gated(empty(rows, 2 * inner), act)
+    activation.opened(*empty(rows, 2 * inner).chunk(2, 1))
     arena = empty(9, 28, 2, kv_heads, 64, dim)
     head_norm, kv = empty(q_heads + kv_heads, dim) if normed else None, KVView(arena[:, 3, 0], arena[:, 3, 1])
     heads.prepare(empty(rows, all_heads, dim), head_norm, EPS, *rotation, kv, positions)

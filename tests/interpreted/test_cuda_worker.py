@@ -23,6 +23,7 @@ from quire.contracts.step import (
     SAMPLE,
     Admission,
     BlendedChunk,
+    PlanFeatures,
     SharedPrefix,
     StepPlan,
     StepResult,
@@ -668,7 +669,14 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     both = {"num_decodes": 2, "num_tokens": i32(1 + drafts, 1 + drafts), "num_rows": i32(1 + drafts, 1 + drafts)}
     plans = (
         plan(1, (0,), (17,), (SAMPLE,), admitted=(admission(0, 17, (1, 2)),)),
-        plan(2, (0, 1), (1, 24), (SAMPLE, SAMPLE), admitted=(admission(1, 24, (4, 5)),), blended=(moved,)),
+        plan(
+            2,
+            (0, 1),
+            (1, 24),
+            (SAMPLE, SAMPLE),
+            admitted=(admission(1, 24, (4, 5)),),
+            features=PlanFeatures(blended=(moved,)),
+        ),
         msgspec.structs.replace(plan(3, (0, 1), (1, 1), (SAMPLE, SAMPLE)), **both),
     )
     found: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}

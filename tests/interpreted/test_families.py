@@ -20,11 +20,12 @@ from quire.plan.linears import linear_plans
 
 from ..support.filled_models import experts_plan, fill, normal
 from ..support.full import full_rows
+from ..support.states import state_arena, state_meta
 from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # longer than the window of tiny models, 9
-FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text")
+FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text", "qwen3_next")
 
 
 def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
@@ -34,7 +35,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         target,
         "float32",
         ops=ops,
-        head_dim=max(one.head_dim for one in args.mixers),
+        head_dim=max(one.head_dim for one in args.attending),
         attention_features=score_features(args) | {"window"},
         forced=dict.fromkeys(ops, "ref") if reference else None,
     )
@@ -52,14 +53,17 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     count = len(TOKENS)
-    caches: list[tuple[Tensor, ...]] = []
+    caches, states = list[tuple[Tensor, ...]](), state_arena(args, 1)
     for layer in range(args.num_layers):
         if (source := args.kept_by(layer)) != layer:
             caches.append(caches[source])
             continue
+        if parts := states.views(layer):
+            caches.append(parts)
+            continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)
-        parts = kv_components(args.layers[layer].mixer, "float32")
-        caches.append(tuple(torch.zeros(2, part.num_heads, size, part.head_dim) for part in parts))
+        components = kv_components(args.layers[layer].mixer, "float32")
+        caches.append(tuple(torch.zeros(2, part.num_heads, size, part.head_dim) for part in components))
     positions = torch.arange(count)
     metas = tuple(
         AttentionMeta(
@@ -72,7 +76,8 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         )
         for number, group in enumerate(geometry.groups)
     )
-    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches))
+    own = state_meta(metas[0].query_start, [count], [0])
+    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches), states=own)
     return run_layers(model, *embedded(model, torch.tensor(TOKENS), ctx))
 
 

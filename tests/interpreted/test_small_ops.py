@@ -88,6 +88,15 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype, act: str) -> None:
     assert torch.equal(activation.gated(gate.contiguous(), act, up), activation.gated(gate_up, act))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", (*activation_inputs.SHAPES, (2, 2100)), ids=str)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_opened(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, gate = activation_inputs.make(shape, dtype).chunk(2, 1)
+    close(activation.opened(x, gate), activation_ref.opened(x, gate))
+    assert activation.opened(x[:0], gate[:0]).shape == (0, shape[1] // 2)
+
+
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_an_activation_of_what_is_far_out(act: str) -> None:
@@ -236,5 +245,6 @@ def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
         "_norm_kernel",
         "_heads_kernel",
         "_gated_kernel",
+        "_opened_kernel",
         "_rotation_kernel",
     }

@@ -41,6 +41,7 @@ class CheckedExecutor(MockExecutor):
     windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
     sizes     tokens of a block of each group; (): those of the facts
     tiers     makes the tiers below the device from the mock's memory; None: there are none
+    states    layers keep states: those of slots and checkpoints are digests of the tokens that they stand for
     computed  request id -> tokens computed for it so far, over all its admissions
     """
 
@@ -50,6 +51,7 @@ class CheckedExecutor(MockExecutor):
         windows: Sequence[int | None] = (None,),
         sizes: Sequence[int] = (),
         tiers: Callable[[Memory], MockCopies] | None = None,
+        states: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -59,6 +61,9 @@ class CheckedExecutor(MockExecutor):
         self._memory = np.zeros((facts.num_blocks + 1, max(self._sizes)), np.uint64)
         self._copies = None if tiers is None else tiers(self._memory)
         self._tables: dict[str, _Table] = {}
+        self._states: dict[str, int] | None = {} if states else None  # by request; slots are not cleared
+        self._checkpoints: dict[int, int] = {}
+        self._kept: dict[str, dict[int, int]] = {}  # request -> length after which a checkpoint gets its state
 
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         if self._copies is None:
@@ -73,11 +78,34 @@ class CheckedExecutor(MockExecutor):
             self._tables[a.request_id] = _Table([ids.tolist() for ids in a.block_ids], own)
         for slot, group, block in plan.appended.tolist():
             self._tables[self._slots[slot].request_id].blocks[group].append(block)
-        for moved in plan.blended:
+        for moved in plan.features.blended:
             self._move(moved)
+        assert self._states is not None or plan.features.states is None, "no layer keeps states"
+        if self._states is not None:
+            self._enter_states(plan, self._states)
         if self.facts().drafts_cached:
             for slot in plan.slots[: plan.num_decodes].tolist():
                 self._draft(self._slots[slot])
+
+    def _enter_states(self, plan: StepPlan, states: dict[str, int]) -> None:
+        """Restore the states of admitted requests, and note the copies of this step."""
+        copies, admitted = plan.features.states, {one.slot: one for one in plan.admitted}
+        restored = dict(copies.restored.tolist()) if copies is not None else {}
+        assert restored.keys() <= admitted.keys(), "a state is restored of a request that is not admitted"
+        for slot, one in admitted.items():
+            assert (slot in restored) == (one.num_computed > 0), "a state is missing, or one too many"
+            states[one.request_id] = self._checkpoints[restored[slot]] if slot in restored else FIRST
+        self._kept = {}
+        for slot, length, checkpoint in copies.kept.tolist() if copies is not None else ():
+            places = self._kept.setdefault(self._slots[slot].request_id, {})
+            assert length not in places and len(places) < 2, "too many copies of a slot"
+            places[length] = checkpoint
+        for request, places in self._kept.items():
+            (slot,) = [slot for slot, state in self._slots.items() if state.request_id == request]
+            count = int(plan.num_tokens[plan.slots.tolist().index(slot)])
+            before = self._slots[slot].computed
+            exact = not (self.facts().num_drafts and self._slots[slot].decodes)
+            assert not exact or all(before < length <= before + count for length in places), "a copy out of the step"
 
     def _draft(self, state: _Slot) -> None:
         """Check what the first row of a drafter with layers attends to, before a layer of the model writes."""
@@ -102,6 +130,13 @@ class CheckedExecutor(MockExecutor):
     def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
         table = self._tables[state.request_id]
         table.began = state.computed
+        if self._states is not None:
+            whole = state.digests[state.computed - 1] if state.computed else FIRST
+            assert self._states[state.request_id] == whole, f"{state.request_id} goes on with another state"
+            for length, checkpoint in self._kept.get(state.request_id, {}).items():
+                if 0 < length - state.computed <= len(digests):  # rejected drafts, too
+                    self._checkpoints[checkpoint] = digests[length - state.computed - 1]
+            self._states[state.request_id] = digests[num_valid - 1]
         for group, (size, blocks) in enumerate(zip(self._sizes, table.blocks, strict=True)):
             for position, digest in enumerate(digests, state.computed):
                 block = blocks[position // size]

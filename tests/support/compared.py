@@ -100,7 +100,7 @@ def make_model(
         target,
         dtype,
         ops=ops,
-        head_dim=args.mixers[0].head_dim,
+        head_dim=args.attending[0].head_dim,
         attention_features=frozenset({"window"} if window else ()),
         forced=forced,
     )

@@ -18,6 +18,9 @@ STATED: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.02,
     },
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0}},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "ministral3": {"rope_parameters": GROWING | {"rope_theta": 1e6}},
 }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.engine import EngineConfig, ParallelConfig
 from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.describe import plan_engine
-from quire.plan.report import PlanReport
+from quire.reports.engine import PlanReport
 
 
 def explained(config: EngineConfig, parallel: Parallel = ALONE, device: str = "") -> PlanReport:

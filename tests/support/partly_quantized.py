@@ -14,6 +14,7 @@ MIXES: dict[str, tuple[int, ...]] = {
     "first as it is": (1,),
     "last as it is": (2,),
 }  # of the layers 1 and 2, with experts
+RATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # of recurrent layers, which files of AWQ have unquantized
 EXPERTS = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 
 
@@ -26,7 +27,7 @@ def leaving(form: str, layers: Collection[int], block: str = "mlp") -> Form:
         "fp8": {"modules_to_not_convert": names},
         "fbgemm_fp8": {"modules_to_not_convert": names},
         "modelopt": {"ignore": [*found.config.get("ignore", ()), *(f"{name}.*" for name in names)]},
-        "awq": {"modules_to_not_convert": names},
+        "awq": {"modules_to_not_convert": [*names, *RATES]},
         "gptq": {"dynamic": {f"-:{re.escape(name)}": {} for name in names}},
         "compressed-tensors": {
             "ignore": [*found.config.get("ignore", ()), *(f"re:{re.escape(name)}.*" for name in names)]

@@ -87,6 +87,31 @@ _CHUNKS: dict[str, Any] = {
     "interleave_moe_layer_step": 2, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
     "intermediate_size_mlp": 80,
 }  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "initializer_range": 0.1,  # with larger weights rounding shows in the tests' bounds
+}  # fmt: skip
+_CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0,
+    "head_dim": None, "shared_intermediate_size": 72,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_d_conv": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+}  # fmt: skip
+_NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 20,
+    "conv_kernel": 3, "chunk_size": 16,
+}  # fmt: skip
+_FALCON: dict[str, Any] = {
+    "head_dim": None, "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 20,
+    "mamba_d_conv": 3, "mamba_chunk_size": 16, "mlp_multipliers": [0.9, 0.6],
+    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.3], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7,
+    "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9, "key_multiplier": 0.6,
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+}  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -178,21 +203,63 @@ FAMILIES: Mapping[str, FamilyCase] = {
         },
         biases=("attention_bias", "mlp_bias"),
     ),
+    "qwen3_next": FamilyCase(
+        options=_DELTA | _QWEN | {"shared_expert_intermediate_size": 40, "partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=("default", "theta"),
+    ),
+    "qwen3_5_text": FamilyCase(
+        options=_DELTA | {"partial_rotary_factor": 0.5}, biases=("attention_bias",), ropes=("default", "theta")
+    ),
+    "qwen3_5_moe_text": FamilyCase(
+        options=_DELTA | _QWEN | {"shared_expert_intermediate_size": 40, "partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=("default", "theta"),
+    ),
+    "lfm2": FamilyCase(options=_CONV | {"block_multiple_of": 8}, biases=("conv_bias",)),
+    "lfm2_moe": FamilyCase(
+        options=_CONV | _QWEN | {"num_dense_layers": 1, "routed_scaling_factor": 1.7}, biases=("conv_bias",)
+    ),
     "granitemoehybrid": FamilyCase(
-        options={
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-            "head_dim": None,
-            "layer_types": ["attention"] * 3,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 72,
-            "mamba_n_heads": 1,
+        options=_GRANITE
+        | {"layer_types": ["attention"] * 3, "mamba_n_heads": 1, "position_embedding_type": "rope"}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        biases=("attention_bias",),
+    ),
+    "granite_mamba": FamilyCase(
+        options=_GRANITE | _MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1},
+        biases=("attention_bias", "mamba_proj_bias"),
+        ropes=("default",),
+        of="granitemoehybrid",
+    ),
+    "granite_moe": FamilyCase(
+        options=_GRANITE
+        | _MAMBA
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
             "position_embedding_type": "rope",
         },
         biases=("attention_bias",),
+        of="granitemoehybrid",
+    ),
+    "nemotron_h": FamilyCase(options=_NEMOTRON, biases=("use_bias", "mlp_bias"), ropes=("default",)),
+    "nemotron_moe": FamilyCase(
+        options=_NEMOTRON
+        | {key: one for key, one in _DEEPSEEK.items() if key != "first_k_dense_replace"}
+        | {"hybrid_override_pattern": "ME*E", "moe_shared_expert_intermediate_size": 40, "n_shared_experts": 1},
+        biases=("use_bias",),
+        ropes=("default",),
+        of="nemotron_h",
+    ),
+    "falcon_h1": FamilyCase(options=_FALCON | {"mamba_n_groups": 1}, biases=("mlp_bias", "projectors_bias")),
+    "falcon_normed": FamilyCase(
+        options=_FALCON
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "attention_in_multiplier": 1.0}
+        | {"ssm_in_multiplier": 1.0, "key_multiplier": 0.4},
+        biases=("attention_bias", "mamba_proj_bias"),
+        of="falcon_h1",
     ),
     "glm4": FamilyCase(
         options={"partial_rotary_factor": 0.5},
@@ -246,8 +313,12 @@ def configured(family: str) -> Family:
 
 
 def _has_experts(family: str) -> bool:
-    own = configured(family)
-    return bool(own.experts) and (not own.beside or bool(FAMILIES[family].options.get(own.beside)))
+    own, options = configured(family), FAMILIES[family].options
+    if own.experts == "granitemoehybrid" and not options["num_local_experts"]:
+        return False
+    if own.experts == "nemotron_h" and "E" not in options["hybrid_override_pattern"]:
+        return False
+    return bool(own.experts) and (not own.beside or bool(options.get(own.beside)))
 
 
 EXPERTS = tuple(family for family in FAMILIES if _has_experts(family))  # rows of models with experts
@@ -278,9 +349,24 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """[len(ids), V] float32 of one sequence, no cache."""
+        """[len(ids), V] float32 of one sequence, no cache.
+
+        Layers with Mamba 2 run token by token: at the edges of its chunks transformers is up to 2e-4 away from that.
+        """
+        if any(name.endswith("A_log") for name, _ in self.model.named_parameters()) and not hasattr(
+            self.model.config, "linear_num_value_heads"
+        ):
+            return self._one_by_one(ids)
         logits: Tensor = self.model(torch.tensor([list(ids)], device=self.model.device)).logits[0]
         return logits.float().cpu().numpy()
+
+    def _one_by_one(self, ids: Sequence[int]) -> np.ndarray:
+        cache, rows = None, []
+        for one in ids:
+            found = self.model(torch.tensor([[one]], device=self.model.device), cache=cache, use_cache=True)
+            cache = found.cache
+            rows.append(found.logits[0, -1].float().cpu().numpy())
+        return np.stack(rows)
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
         """log_softmax of `logits`."""
@@ -299,10 +385,11 @@ class Oracle:
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
 
-    Llama 4 counts padding as positions there, so its prompts run one by one. With a window of 1 the cache of
-    transformers keeps all tokens instead of none, so it is off.
+    Llama 4 counts padding as positions there, and biases of projections to convolutions make padding count: their
+    prompts run one by one. With a window of 1 the cache of transformers keeps all tokens instead of none, so it is off.
     """
-    if model.config.model_type == "llama4_text" and len(prompts) > 1:
+    biased = any(getattr(model.config, key, False) for key in ("conv_bias", "mamba_proj_bias", "use_bias"))
+    if (biased or model.config.model_type == "llama4_text") and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -421,7 +508,14 @@ def experts_of(config: Any) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    parts = (getattr(layer, "mlp", None) or layer.feed_forward for layer in model.model.layers)
+    parts = (
+        next(
+            getattr(layer, name)
+            for name in ("mlp", "feed_forward", "block_sparse_moe", "mixer")
+            if hasattr(layer, name)
+        )
+        for layer in model.model.layers
+    )
     return next(part for part in parts if hasattr(part, "experts"))
 
 
@@ -437,7 +531,7 @@ def random_model(spec: Tiny, seed: int) -> Any:
             if parameter.ndim == 1 or name.endswith("_proj_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (("norm" in name) or name.endswith("scale")))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.4)

@@ -6,7 +6,7 @@ devices or flags. No torch.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
-from quire.args.experts import MoEArgs, read_moe
+from quire.args.experts import MoEArgs, has_experts, read_moe
 from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import read_latent
 from quire.args.layers import (
+    NONE,
+    AttentionArgs,
     BesideArgs,
     DenseArgs,
     EndArgs,
@@ -30,7 +32,10 @@ from quire.args.layers import (
     MixerArgs,
     NormArgs,
 )
+from quire.args.multipliers import gate_factor, read_factors
+from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
+from quire.args.spelling import respelled
 from quire.args.windows import LayerRule, read_layer_rules
 from quire.args.wrappers import WRAPPERS, WrapperArgs, unwrapped
 from quire.contracts.errors import ModelError, ModelNotFound
@@ -98,12 +103,17 @@ class ModelArgs:
     @cached_property
     def mixers(self) -> tuple[MixerArgs, ...]:
         """Each kind and size of mixers once, in the order of the layers."""
-        return tuple(dict.fromkeys(one.mixer for one in self.layers))
+        return tuple(dict.fromkeys(mixer for one in self.layers for mixer in one.mixers))
+
+    @property
+    def attending(self) -> tuple[AttentionArgs, ...]:
+        """The mixers that attend to tokens; each model has one. The others are recurrent."""
+        return tuple(one for one in self.mixers if isinstance(one, AttentionArgs))
 
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """Each rotation of heads once, in the order of the layers."""
-        return tuple(dict.fromkeys(one.rotation for one in self.mixers))
+        return tuple(dict.fromkeys(one.rotation for one in self.attending))
 
     @cached_property
     def moe(self) -> MoEArgs | None:
@@ -160,10 +170,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     raw, wrapper = unwrapped(raw, source)
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
-    if family.heads.by_kind and keys.get("rope_parameters") is None:
-        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.rotated}
-        ropes = {"full_attention": full, "sliding_attention": {"rope_theta": family.window.theta}}
-        keys = Keys({**keys, "rope_parameters": ropes}, keys.source)
+    keys = respelled(keys, model_type, family)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
     max_positions = keys.size("max_position_embeddings")
@@ -172,7 +179,9 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         of_layers(keys, "full_attention"), max_positions, family.theta, sections="mrope_section" in family.keys
     )
     context = max(max_positions, rope.extended_positions)
-    rules = read_layer_rules(keys, family, UNBOUNDED if eagle else context, layers)
+    alone = family.recurrent and not family.form.both
+    recurrent = read_recurrent(keys, family.recurrent, layers) if alone else frozenset[int]()
+    rules = read_layer_rules(_of_attention(keys, family), family, UNBOUNDED if eagle else context, layers)
     extra = _extra_layers(keys, family)
     dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
@@ -180,7 +189,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra),
+        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra, recurrent),
         norm=NormArgs(
             eps=keys.positive(family.form.eps_key, family.form.eps),
             plus_one=family.form.plus_one,
@@ -220,6 +229,8 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
     """
 
     def fitted(one: LayerArgs) -> LayerArgs:
+        if not isinstance(one.mixer, AttentionArgs):
+            return one
         rope = one.mixer.rope
         if rope.kind != "longrope" or length is None:
             return one
@@ -227,7 +238,7 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
         return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
 
     args = replace(args, layers=tuple(map(fitted, args.layers)))
-    trained = max((one.mixer.rope.original_max_position for one in args.layers if one.mixer.rope.long), default=0)
+    trained = max((one.rope.original_max_position for one in args.attending if one.rope.long), default=0)
     return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
 
 
@@ -237,36 +248,51 @@ def _extra_layers(keys: Keys, family: Family) -> int:
 
 
 def _layers(
-    keys: Keys, family: Family, ropes: tuple[RopeArgs, RopeArgs], rules: Sequence[LayerRule], extra: int
+    keys: Keys,
+    family: Family,
+    ropes: tuple[RopeArgs, RopeArgs],
+    rules: Sequence[LayerRule],
+    extra: int,
+    recurrent: Collection[int] = (),
 ) -> tuple[LayerArgs, ...]:
     """Return the layers of the checkpoint, by their rules; `extra` more predict several tokens.
 
-    ropes   rotations of layers with full attention and of those with a window
+    ropes       rotations of layers with full attention and of those with a window
+    recurrent   numbers of the layers that do not attend
     Layers that predict several tokens have full attention, and experts where any layer has.
     """
     mixers = _mixers(keys, family, ropes, rules, extra)
+    for layer in recurrent:
+        mixers[layer] = READERS[family.recurrent](keys)
     act = _activation(keys, family)
     width, bias = (
         keys.size(family.form.width_key, family.form.width),
         keys.flag("mlp_bias") if "mlp_bias" in family.keys else False,
     )
-    dense = DenseArgs(width=width, bias=bias, act=act)
+    both = family.form.both
+    dense = DenseArgs(width=width, bias=bias, act=act, gate_scale=gate_factor(keys) if both else 1.0)
     parts: list[FeedForwardArgs] = [dense] * len(mixers)
     if "use_double_wide_mlp" in family.keys and keys.flag("use_double_wide_mlp"):
         shares = [isinstance(one, GroupedArgs) and one.kv_from >= 0 for one in mixers]
         parts = [structs.replace(dense, width=2 * width) if shared else dense for shared in shares]
-    if family.experts and (not family.beside or keys.flag(family.beside)):
+    if family.experts and has_experts(keys, family.experts) and (not family.beside or keys.flag(family.beside)):
         moe, sparse = read_moe(keys, family.experts, len(rules))
         for layer in (*sparse, *range(len(rules), len(mixers))):
             mlp = parts[layer]
             assert isinstance(mlp, DenseArgs)
             parts[layer] = BesideArgs(dense=mlp, experts=structs.replace(moe, act=act)) if family.beside else moe
+    for layer, word in enumerate(keys.names("layer_types") if family.form.single else ()):
+        (mixers if word in FEED_FORWARDS else parts)[layer] = NONE
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
-    inputs, form = _layer_inputs(keys, family), family.form
-    return tuple(
-        LayerArgs(mixer=one, feed_forward=part, norms=form.norms, residual=residual, scaled=form.scaled, inputs=inputs)
-        for one, part in zip(mixers, parts, strict=True)
-    )
+    form: dict[str, Any] = {"norms": family.form.norms, "scaled": family.form.scaled, "residual": residual}
+    form |= {"beside": READERS[family.recurrent](keys), "factors": read_factors(keys)} if both else {}
+    form["inputs"] = _layer_inputs(keys, family)
+    return tuple(LayerArgs(mixer=one, feed_forward=part, **form) for one, part in zip(mixers, parts, strict=True))
+
+
+def _of_attention(keys: Keys, family: Family) -> Keys:
+    """Return the keys without those of recurrent layers, so that all layers attend."""
+    return Keys({**keys, "layer_types": None}, keys.source) if family.recurrent else keys
 
 
 def _mixers(
@@ -327,6 +353,7 @@ def _sliding_rope(keys: Keys, family: Family, max_positions: int, full: RopeArgs
 def _ends(keys: Keys, family: Family, hidden: int) -> EndArgs:
     scale = {key: keys.positive(key, 1.0) for key in ("embedding_multiplier", "logits_scaling") if key in family.keys}
     logits = keys.positive("logit_scale", 0.0625) if "logit_scale" in family.keys else 1.0
+    logits *= keys.positive("lm_head_multiplier", 1.0) if "lm_head_multiplier" in family.keys else 1.0
     return EndArgs(
         embedding_scale=hidden**0.5 if family.form.root_embeddings else scale.get("embedding_multiplier", 1.0),
         logit_scale=logits / scale.get("logits_scaling", 1.0),
@@ -383,10 +410,10 @@ def _refuse_math(keys: Keys, family: Family) -> None:
 def _activation(keys: Keys, family: Family) -> str:
     """Return the activation of a gated MLP, by its name in `quire.kernels.activation`."""
     key = "hidden_activation" if keys.get("hidden_activation") is not None else "hidden_act"
-    value = keys.get(key, family.form.act)
-    if not isinstance(value, str) or value not in ACTS:
-        raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(ACTS)}.")
-    return ACTS[value]
+    value, known = keys.get(key, family.form.act), ACTS if family.form.act != "relu2" else {"relu2": "relu2"}
+    if not isinstance(value, str) or value not in known:
+        raise keys.unsupported(f"{key}={value!r} is not implemented: use a model with one of {', '.join(known)}.")
+    return known[value]
 
 
 def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:

@@ -86,11 +86,18 @@ DEEPSEEK_KEYS = frozenset(
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), QWEN_KEYS | {"shared_expert_intermediate_size"}),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
     "llama4": frozenset("num_local_experts num_experts_per_tok interleave_moe_layer_step moe_layers".split()),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
+    ),
+    "granitemoehybrid": frozenset({"num_local_experts", "num_experts_per_tok"}),
+    "nemotron_h": DEEPSEEK_KEYS | {"moe_shared_expert_intermediate_size", "moe_latent_size"},
+    "lfm2_moe": frozenset(
+        "num_experts num_experts_per_tok moe_intermediate_size num_dense_layers use_expert_bias norm_topk_prob "
+        "routed_scaling_factor".split()
     ),
     "gemma4": frozenset("enable_moe_block num_experts top_k_experts moe_intermediate_size".split()),
     "minimax_m2": frozenset(
@@ -98,6 +105,13 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
         "use_qk_norm qk_norm_type attn_type_list".split()
     ),
 }
+
+
+def has_experts(keys: Keys, kind: str) -> bool:
+    """Return False for a model without experts of a family that has models with and without. kind: as in `read_moe`."""
+    if kind == "nemotron_h":
+        return "moe" in keys.names("layer_types")
+    return kind != "granitemoehybrid" or bool(keys.count("num_local_experts", 8))
 
 
 def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
@@ -110,11 +124,16 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "mixtral": _read_mixtral,
         "qwen2_moe": _read_qwen,
         "qwen3_moe": _read_qwen,
+        "qwen3_next": _read_qwen,
+        "qwen3_5_moe": _read_qwen,
         "qwen3_vl_moe": _read_qwen,
         "gpt_oss": _read_gpt_oss,
         "llama4": _read_llama4,
         "minimax_m2": _read_minimax,
         "gemma4": _read_gemma4,
+        "lfm2_moe": _read_lfm2,
+        "granitemoehybrid": _read_granite,
+        "nemotron_h": _read_nemotron,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -144,15 +163,17 @@ def _read_qwen(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozens
         or ()
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared, vision = kind == "qwen2_moe", kind == "qwen3_vl_moe"
+    shared, stored = kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe"), "each"
+    if not keys.object("quantization_config"):  # quantized files store each expert by itself
+        stored = {"qwen3_vl_moe": "columns", "qwen3_5_moe": "rows"}.get(kind, "each")
+    normalized = kind in ("qwen3_vl_moe", "qwen3_next", "qwen3_5_moe")
     moe = MoEArgs(
-        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", vision)),
+        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob", normalized)),
         expert_size=keys.size("moe_intermediate_size"),
         shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
-        # Unless the names of stored tensors tell otherwise; quantized files store each expert by itself.
-        stored="columns" if vision and not keys.object("quantization_config") else "each",
+        stored=stored,  # unless the names of stored tensors tell otherwise
     )
     return moe, frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)
 
@@ -217,6 +238,65 @@ def _read_gemma4(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, froze
         stored="each" if keys.get("quantization_config") else "rows",
     )
     return moe, frozenset(range(num_layers))
+
+
+def _read_nemotron(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Experts without gates, routed as DeepSeek-V3's. The shared one has a width of its own."""
+    if keys.get("moe_latent_size") is not None:
+        raise keys.unsupported(f"moe_latent_size={keys['moe_latent_size']} is not implemented: use a model without.")
+    if keys.flag("mlp_bias"):
+        raise keys.unsupported("mlp_bias=true beside experts is not implemented: use a model without.")
+    _agrees(keys, "n_shared_experts", (1,))
+    routing = _routing(
+        keys,
+        "n_routed_experts",
+        scoring="sigmoid",
+        normalize=keys.flag("norm_topk_prob", True),
+        normalize_eps=1e-20,
+        correction=True,
+        group_score="top2",
+        num_groups=keys.size("n_group", 1),
+        top_groups=keys.size("topk_group", 1),
+        scaling=keys.positive("routed_scaling_factor", 1.0),
+    )
+    moe = MoEArgs(
+        routing=routing,
+        expert_size=keys.size("moe_intermediate_size", 7688),
+        shared_size=keys.size("moe_shared_expert_intermediate_size", 7688),
+        shared_gate=False,
+        router_float=True,
+        act="relu2",
+    )
+    return moe, frozenset(i for i, word in enumerate(keys.names("layer_types")) if word == "moe")
+
+
+def _read_granite(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Softmax over the chosen logits is softmax over all, renormalized. No experts: the shared MLP stands alone."""
+    moe = MoEArgs(
+        routing=_routing(keys, "num_local_experts", scoring="softmax", normalize=True),
+        expert_size=keys.size("intermediate_size"),
+        shared_size=keys.size("shared_intermediate_size"),
+        shared_gate=False,
+        router_float=False,
+        stored="rows",
+    )
+    return moe, frozenset(range(num_layers))
+
+
+def _read_lfm2(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """The first num_dense_layers have a gated MLP, of the width intermediate_size."""
+    routing = _routing(
+        keys,
+        "num_experts",
+        scoring="sigmoid",
+        correction=keys.flag("use_expert_bias", True),
+        normalize=keys.flag("norm_topk_prob", True),
+        normalize_eps=1e-6,
+        scaling=keys.positive("routed_scaling_factor", 1.0),
+    )
+    width, dense = keys.size("moe_intermediate_size"), keys.count("num_dense_layers", 2, most=num_layers) or 0
+    moe = MoEArgs(routing=routing, expert_size=width, shared_size=0, shared_gate=False, router_float=False)
+    return moe, frozenset(range(dense, num_layers))
 
 
 def _read_minimax(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:

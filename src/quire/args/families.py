@@ -44,14 +44,16 @@ class Heads:
     one_kv_each  True: num_key_value_heads may be missing; every head then has its own keys and values
     dim          head_dim when config.json lacks the key; None: hidden_size / heads
     unrotated    layers that do not rotate heads: those "listed" in no_rope_layers, those "without window", the "full"
-                 ones if the model has a window, or ""
+                 ones if the model has a window, "all", all "unless named" by position_embedding_type="rope", or ""
     soft_cap     attn_logit_softcapping when config.json lacks the key
     grow         queries grow with their position: in "all" layers by llama_4_scaling_beta of the rotary settings, in
                  "unrotated" ones by attn_scale and floor_scale unless attn_temperature_tuning is false; "": they do not
     settings     True: config.json must have rotary settings, since the family's own default is no plain rotation
+    gated        attn_output_gate when config.json lacks the key
+    rotated      part of each head that is rotated when partial_rotary_factor is missing
     interleaved, values, sinks, scale   as in `GroupedArgs` and `ScoreArgs`
     by_kind      True: layers with full attention have sizes of their own: global_head_dim, num_global_key_value_heads,
-                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated` of the family
+                 attention_k_eq_v. Without rope_parameters they rotate in proportion, the part `rotated`
     """
 
     qk_norm: str | None = ""
@@ -66,6 +68,8 @@ class Heads:
     values: str = ""
     scale: float = 0.0
     by_kind: bool = False
+    gated: bool = False
+    rotated: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,8 @@ class LayerForm:
     logit_cap         final_logit_softcapping when config.json lacks the key
     width_key, width  key of the width of a gated MLP; width when config.json lacks the key, None: it must have it
     scaled            as in `LayerArgs`
+    both              True: layers have attention and a recurrent mixer beside each other
+    single            True: a layer is a mixer or a feed-forward part alone, as layer_types says
     """
 
     norms: str = "before"
@@ -94,6 +100,8 @@ class LayerForm:
     width_key: str = "intermediate_size"
     width: int | None = None
     scaled: bool = False
+    single: bool = False
+    both: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +114,7 @@ class Family:
     experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
     beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
                  have experts, in place of the MLP
+    recurrent    key in `recurrent.READERS` of a family with recurrent layers beside attention; "": it has none
     latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
@@ -122,12 +131,12 @@ class Family:
     experts: str = ""
     beside: str = ""
     latent: str = ""
+    recurrent: str = ""
     window: Window = Window()
     heads: Heads = Heads()
     form: LayerForm = LayerForm()
     theta: float = 10_000.0  # when rope_theta is missing
     dtype: str = "float32"  # of the stored weights when config.json names none
-    rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     words: str = ""
 
     @cached_property
@@ -143,6 +152,12 @@ class Family:
 
 OWN_KV = Heads(one_kv_each=True)
 QWEN3 = Heads(qk_norm="head", dim=128)
+QWEN35 = Heads(qk_norm="head", dim=256, gated=True, rotated=0.25)
+QWEN35_KEYS = (
+    "attention_bias attn_output_gate partial_rotary_factor full_attention_interval linear_conv_kernel_dim "
+    "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_ssm_dtype "
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type"
+)
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
 GEMMA_KEYS = "attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
@@ -155,9 +170,26 @@ LLAMA4_KEYS = (
     "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale intermediate_size_mlp "
     "no_rope_layers no_rope_layer_interval use_qk_norm"
 )
-MAMBA = (  # sizes of recurrent layers, which a model with attention alone does not have
+LFM2_KEYS = (
+    "norm_eps conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init full_attn_idxs tie_embedding "
+    "block_ff_dim block_auto_adjust_ff_dim block_multiple_of block_ffn_dim_multiplier block_dim block_norm_eps "
+    "block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init use_pos_enc num_heads"
+)
+MAMBA = (  # sizes of recurrent layers
     "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads mamba_proj_bias time_step_limit"
+)
+FALCON_KEYS = (
+    "attention_bias mlp_bias projectors_bias embedding_multiplier lm_head_multiplier mlp_multipliers key_multiplier "
+    "attention_in_multiplier attention_out_multiplier ssm_multipliers ssm_in_multiplier ssm_out_multiplier "
+    "mamba_d_ssm mamba_norm_before_gate mamba_rms_norm mamba_use_mlp layers_block_type num_logits_to_keep "
+)
+NEMOTRON_KEYS = (
+    "mlp_bias mlp_hidden_act hybrid_override_pattern layers_block_type mtp_hybrid_override_pattern "
+    "mtp_layers_block_type ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act mamba_ssm_cache_dtype "
+    "n_groups conv_kernel expand chunk_size use_conv_bias use_bias mamba_proj_bias time_step_limit time_step_min "
+    "time_step_max time_step_floor time_step_rank layer_norm_epsilon residual_in_fp32 rescale_prenorm_residual "
+    "hidden_dropout num_logits_to_keep use_mamba_kernels moe_shared_expert_overlap norm_eps attention_bias"
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
@@ -195,8 +227,8 @@ FAMILIES: Mapping[str, Family] = {
                           window=Window(default=4096, layers="between", period=6, plain=True, theta=10_000.0),
                           words=GEMMA_KEYS + " sliding_window_pattern rope_local_base_freq"),
     "gemma4_text": Family(architecture="Gemma4ForCausalLM", qkv_bias=None, output_bias=None, experts="gemma4",
-                          beside="enable_moe_block", rotated=0.25,
-                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True),
+                          beside="enable_moe_block",
+                          heads=Heads(qk_norm="head", dim=256, scale=1.0, values="normed", by_kind=True, rotated=0.25),
                           form=replace(GEMMA, plus_one=False, scaled=True), theta=1e6,
                           window=Window(default=512, layers="between", period=6, last_full=True, plain=True,
                                         theta=10_000.0),
@@ -212,11 +244,17 @@ FAMILIES: Mapping[str, Family] = {
                       words="attention_bias mlp_bias attention_multiplier embedding_multiplier "
                                  "residual_multiplier logits_scaling"),
     "granitemoehybrid": Family(architecture="GraniteMoeHybridForCausalLM", qkv_bias=None, output_bias=None,
-                               heads=OWN_KV, form=LayerForm(width_key="shared_intermediate_size"),
-                               words="attention_bias attention_multiplier embedding_multiplier residual_multiplier "
-                                     "logits_scaling shared_intermediate_size num_experts_per_tok " + MAMBA),
-    "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True, rotated=0.5,
-                   heads=Heads(dim=128, interleaved=True), form=LayerForm(norms="both", eps=1.5625e-7),
+                               heads=Heads(one_kv_each=True, unrotated="unless named"), experts="granitemoehybrid",
+                               recurrent="granitemoehybrid", form=LayerForm(width_key="shared_intermediate_size"),
+                               words="position_embedding_type attention_bias attention_multiplier embedding_multiplier "
+                                     "residual_multiplier logits_scaling shared_intermediate_size " + MAMBA),
+    "nemotron_h": Family(architecture="NemotronHForCausalLM", heads=Heads(dim=128, unrotated="all"),
+                         recurrent="nemotron_h", experts="nemotron_h", words=NEMOTRON_KEYS,
+                         form=LayerForm(eps=1e-5, eps_key="layer_norm_epsilon", act="relu2", single=True)),
+    "falcon_h1": Family(architecture="FalconH1ForCausalLM", qkv_bias=None, output_bias=None, recurrent="falcon_h1",
+                        heads=Heads(), form=LayerForm(eps=1e-5, both=True), words=FALCON_KEYS + MAMBA),
+    "glm4": Family(architecture="Glm4ForCausalLM", qkv_bias=None, biased=True,
+                   heads=Heads(dim=128, interleaved=True, rotated=0.5), form=LayerForm(norms="both", eps=1.5625e-7),
                    words="attention_bias partial_rotary_factor"),
     "exaone4": Family(architecture="Exaone4ForCausalLM", heads=Heads(qk_norm="head", unrotated="full"),
                       form=LayerForm(norms="after", eps=1e-5),
@@ -235,6 +273,19 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None,
                         heads=Heads(qk_norm="head"), window=Window(default=4096, by_flag=True, layers="all"),
                         experts="qwen3_moe", words="attention_bias"),
+    "qwen3_next": Family(architecture="Qwen3NextForCausalLM", qkv_bias=None, output_bias=None,
+                         heads=QWEN35, form=LayerForm(plus_one=True), experts="qwen3_next",
+                         recurrent="qwen3_next", words=QWEN35_KEYS),
+    "qwen3_5_text": Family(architecture="Qwen3_5ForCausalLM", qkv_bias=None, output_bias=None,
+                           heads=QWEN35, form=LayerForm(plus_one=True), recurrent="qwen3_5",
+                           words=QWEN35_KEYS + " mrope_section"),
+    "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None,
+                               heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
+                               experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
+    "lfm2": Family(architecture="Lfm2ForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                   form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), words=LFM2_KEYS),
+    "lfm2_moe": Family(architecture="Lfm2MoeForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
+                       form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), experts="lfm2_moe", words=LFM2_KEYS),
     "gpt_oss": Family(architecture="GptOssForCausalLM", qkv_bias=None, output_bias=None, biased=True, theta=150_000.0,
                       dtype="bfloat16",
                       heads=Heads(dim=64, sinks=True, settings=True), form=LayerForm(eps=1e-5), experts="gpt_oss",
@@ -248,8 +299,8 @@ FAMILIES: Mapping[str, Family] = {
                       latent="deepseek_v3", words="num_nextn_predict_layers"),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
                           latent="deepseek_v3", words="num_nextn_predict_layers"),
-    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None),
-                       form=LayerForm(eps=1e-5), rotated=0.5, experts="glm4_moe",
+    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None, rotated=0.5),
+                       form=LayerForm(eps=1e-5), experts="glm4_moe",
                        words="attention_bias partial_rotary_factor use_qk_norm num_nextn_predict_layers"),
     "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
                             experts="glm4_moe_lite", latent="deepseek_v3", words="num_nextn_predict_layers"),

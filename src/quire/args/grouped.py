@@ -5,6 +5,7 @@ from typing import Any
 from quire.args.families import Family
 from quire.args.keys import Keys
 from quire.args.layers import MOST_GROWTH_STEPS, GroupedArgs, ScoreArgs
+from quire.args.multipliers import score_factor
 from quire.args.rope import RopeArgs, rope_settings
 
 
@@ -39,13 +40,14 @@ def read_grouped(keys: Keys, family: Family, rope: RopeArgs, *, full: bool) -> G
         output_bias=of_output if family.output_bias is None else family.output_bias,
         qk_norm=_head_norm(keys, family, rope),
         scores=ScoreArgs(
-            scale=own.scale or _scale(keys, family),
+            scale=own.scale or _scale(keys, family, head_dim),
             soft_cap=read_cap(keys, family, "attn_logit_softcapping", own.soft_cap),
             sinks=own.sinks,
             **_growth(keys, family, rope),
         ),
         interleaved=own.interleaved,
         values="keys" if full and keys.flag("attention_k_eq_v") and own.by_kind else own.values,
+        gated=own.gated and keys.flag("attn_output_gate", True),
     )
 
 
@@ -78,7 +80,9 @@ def _alike(keys: Keys, layers: dict[str, Any]) -> dict[str, int]:
     return {key: Keys(first, f"{keys.source}: per_layer_config").size(key) for key in first}
 
 
-def _scale(keys: Keys, family: Family) -> float:
+def _scale(keys: Keys, family: Family, head_dim: int) -> float:
+    if family.form.both:
+        return float(score_factor(keys) * head_dim**-0.5)
     if "query_pre_attn_scalar" in family.keys:
         return float(keys.positive("query_pre_attn_scalar", 256.0) ** -0.5)
     return keys.positive("attention_multiplier", 1.0) if "attention_multiplier" in family.keys else 0.0
@@ -138,7 +142,7 @@ def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> in
                 "this family: use another model."
             )
         return head_dim
-    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
+    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.heads.rotated)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
         raise keys.unsupported(

@@ -8,9 +8,12 @@ from typing import ClassVar
 import msgspec
 from msgspec import structs
 
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
+from quire.args.mamba import MambaArgs
 from quire.args.rope import RopeArgs, Rotation
+from quire.args.shortconv import ShortConvArgs
 
 MOST_GROWTH_STEPS = 4096  # queries grow up to so many times `ScoreArgs.trained` positions
 
@@ -47,6 +50,8 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     values                    "": the v projection; "normed": its RMS norm, which has no weights; "keys": that of the k
                               projection, before its own norm and rotation. Then there is no v projection
     kv_from                   number of the layer whose keys and values it reads; -1: it has its own
+    gated                     True: the input has a further projection of the width of queries, stored behind each
+                              query head; the result of attention is multiplied by its sigmoid before the o projection
     """
 
     one_scale: ClassVar[bool] = False  # keys and values of an 8-bit cache have a scale each
@@ -64,6 +69,7 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
     interleaved: bool = False
     values: str = ""
     kv_from: int = -1
+    gated: bool = False
 
     @property
     def projected(self) -> tuple[str, ...]:
@@ -83,15 +89,27 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
         return Rotation(self.rope, self.rotary_dim, self.head_dim)
 
 
-class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
-    """Sizes of a gated MLP: numbers between gate and down, biases of all its projections, and the activation.
+class NoneArgs(msgspec.Struct, frozen=True, kw_only=True, tag="none"):
+    """The half that a layer does not have, with its norm: it has the other one alone."""
 
-    act   activation of the gate, of `quire.kernels.activation`
+    one_scale: ClassVar[bool] = False
+    act: ClassVar[str] = ""
+
+
+NONE = NoneArgs()
+
+
+class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
+    """Sizes of an MLP: numbers between its projections, biases of all of them, and the activation.
+
+    act          activation of the gate, of `quire.kernels.activation`; "relu2": there is no gate, see `squared` there
+    gate_scale   factor on the gate before its activation
     """
 
     width: int
     bias: bool = False
     act: str = "silu"
+    gate_scale: float = 1.0
 
 
 class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
@@ -101,8 +119,10 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
     experts: MoEArgs
 
 
-MixerArgs = GroupedArgs | LatentArgs
-FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs
+AttentionArgs = GroupedArgs | LatentArgs
+RecurrentArgs = DeltaArgs | ShortConvArgs | MambaArgs
+MixerArgs = AttentionArgs | RecurrentArgs | NoneArgs
+FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs | NoneArgs
 
 
 class NormArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +159,9 @@ class LayerArgs(msgspec.Struct, frozen=True, kw_only=True):
     residual   factor on the result of each half before it is added to the residual stream
     scaled     True: the layer's result is multiplied by a number of the checkpoint
     inputs     numbers of the further embedding that the layer has of each token; 0: it has none
+    beside     a recurrent mixer that reads the same states as the mixer; None: there is none
+    factors    of a layer with two mixers: factors on the results of the mixer, of the one beside it, and of the
+               feed-forward part
     """
 
     mixer: MixerArgs
@@ -147,12 +170,29 @@ class LayerArgs(msgspec.Struct, frozen=True, kw_only=True):
     residual: float = 1.0
     scaled: bool = False
     inputs: int = 0
+    beside: RecurrentArgs | None = None
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @property
+    def mixers(self) -> tuple[MixerArgs, ...]:
+        """Its mixers: one, none, or two beside each other."""
+        return tuple(one for one in (self.mixer, self.beside) if one is not None and one != NONE)
+
+    def part(self, place: int) -> "LayerArgs":
+        """Return the layer as one of its parts sees it, by its place in `factors`, behind the norm of both mixers."""
+        scaled = structs.replace(self, residual=self.residual * self.factors[place])
+        return scaled if place == 2 or self.beside is None else structs.replace(scaled, norms="shared")
 
     @property
     def act(self) -> str:
         """The activation of its MLP, or of its experts."""
         part = self.feed_forward
         return part.dense.act if isinstance(part, BesideArgs) else part.act
+
+    @property
+    def gate_scale(self) -> float:
+        """The factor on the gate of its MLP."""
+        return self.feed_forward.gate_scale if isinstance(self.feed_forward, DenseArgs) else 1.0
 
     @property
     def experts(self) -> MoEArgs | None:

@@ -47,15 +47,23 @@ def read_layer_rules(keys: Keys, family: Family, context: int, num_layers: int) 
     sliding: Collection[int] = ()
     if off and family.heads.by_kind:
         raise keys.wrong("sliding_window=null leaves open which layers have a window: give its length.")
-    if short or (not off and (family.window.plain or family.heads.unrotated)):
+    if short or (not off and (family.window.plain or family.heads.unrotated in ("listed", "without window", "full"))):
         sliding = _sliding(keys, family, limit, listed)
     unrotated: Collection[int] = listed if family.heads.unrotated == "listed" else ()
+    if family.heads.unrotated == "all" or (family.heads.unrotated == "unless named" and not _named_rope(keys)):
+        unrotated = range(num_layers)
     if family.heads.unrotated == "without window" or (family.heads.unrotated == "full" and not off):
         unrotated = [layer for layer in range(num_layers) if layer not in sliding]
     return tuple(
         LayerRule(layer in sliding, window if short and layer in sliding else None, layer not in unrotated)
         for layer in range(num_layers)
     )
+
+
+def _named_rope(keys: Keys) -> bool:
+    """True if position_embedding_type is "rope"."""
+    fits = lambda value: value in (None, "rope", "nope")  # noqa: E731
+    return bool(keys.checked("position_embedding_type", fits, '"rope", "nope" or null') == "rope")
 
 
 def _chunk_rules(

@@ -55,6 +55,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA4),
     "llama4": Wrapper("Llama4ForConditionalGeneration", "llama4_text", _LLAMA4),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 }

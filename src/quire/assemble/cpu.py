@@ -13,9 +13,11 @@ from quire.assemble.build import build_model
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks, make_mover
+from quire.assemble.states import keep_states
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
+from quire.kvstore.states import StateArena
 from quire.layers.stack import Model
 from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
@@ -51,9 +53,11 @@ def load_without_triton(
 def _finish(
     plan: EnginePlan, model: Model, scales: list[Scales], groups: RankGroups, memory: MemoryPlan, namespace: bytes
 ) -> Parts:
-    device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
+    device = torch.device(plan.machine.device)
+    num_slots = memory.num_slots or plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = model_views(model, arena.views, scales)
+    states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device)
+    views = model_views(model, arena.views, scales, states.views)
     limits = Limits(
         num_slots=num_slots,
         max_tokens=plan.config.scheduler.token_budget(),
@@ -72,6 +76,7 @@ def _finish(
         eager=plan.config.device.enforce_eager,
         speculation=plan.speculation,
     )
+    keep_states(worker, states)
     shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
     return Parts(
         plan=plan,

@@ -14,18 +14,18 @@ from quire.assemble.cpu import fill, load_without_triton
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks, make_mover
+from quire.assemble.states import keep_states
 from quire.config.engine import EngineConfig
-from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.speculation import Speculation
-from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
+from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, PlanFeatures, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
 from quire.kernels.step.state import Limits
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
+from quire.kvstore.states import StateArena
 from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
@@ -105,7 +105,7 @@ def load_cuda(
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
             worker, arena = _worker(
-                model, memory.geometry, memory.num_blocks + 1, sized, scales, groups, speculation=plan.speculation
+                model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints
             )
             shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
             worker.warm_up()
@@ -144,17 +144,21 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 
 def _worker(
     model: Model,
-    geometry: KVGeometry,
+    plan: EnginePlan,
     num_blocks: int,
     limits: Limits,
     scales: list[Scales],
     groups: RankGroups,
     *,
-    speculation: Speculation | None,
+    checkpoints: int = 0,
 ) -> tuple[StepRunner, KVArena]:
-    arena = KVArena(geometry, num_blocks, DEVICE)
-    views = model_views(model, arena.views, scales)
-    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=speculation), arena
+    """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints."""
+    arena = KVArena(plan.geometry, num_blocks, DEVICE)
+    states = StateArena(plan.geometry, limits.num_slots + 1 + checkpoints, DEVICE)
+    views = model_views(model, arena.views, scales, states.views)
+    worker = make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=plan.speculation)
+    keep_states(worker, states)
+    return worker, arena
 
 
 def _rehearse(
@@ -163,12 +167,13 @@ def _rehearse(
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
-    (tables) and per token (activations). With replicas in lock-step they include the exchange in the graphs' memory.
+    (tables, states) and per token (activations). With replicas in lock-step they include the exchange in the memory of
+    graphs.
     """
     geometry = plan.geometry
     blocks = geometry.table_entries(limits.step_tokens) + len(geometry.groups) * limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker, _ = _worker(model, geometry, blocks, limits, scales, groups, speculation=plan.speculation)
+    worker, _ = _worker(model, plan, blocks, limits, scales, groups)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = max(kind.past for kind in mixers(model.args))
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
@@ -226,7 +231,7 @@ def _blended_step(limits: Limits) -> StepPlan:
     chunk = BlendedChunk(
         slot=0, tokens=tokens, sources=limits.block_sizes[0] + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
     )
-    return msgspec.structs.replace(step, blended=(chunk,))
+    return msgspec.structs.replace(step, features=PlanFeatures(blended=(chunk,)))
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:

@@ -24,6 +24,7 @@ from quire.assemble.loaded import Loading, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.rank import load_rank
+from quire.assemble.states import make_checkpoints
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu
@@ -53,8 +54,6 @@ from quire.plan.memory import MemoryPlan
 from quire.plan.packed_bytes import kept_weights
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
-from quire.plan.rank_report import rank_lines
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
@@ -62,6 +61,8 @@ from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve
 from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
+from quire.reports.engine import PlanReport
+from quire.reports.ranks import rank_lines
 from quire.text.chat import ChatTemplate
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
@@ -351,7 +352,7 @@ def _assemble_replicas(
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int = 0) -> EngineCore:
     """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
-    scheduler = config.scheduler
+    scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
     pool = BlockPool(memory.num_blocks)
     store = make_store(plan, memory, pool, parts.shards, parts.namespace)
@@ -359,7 +360,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
         num_stages=parts.num_stages,
-        num_slots=scheduler.sequences(),
+        num_slots=num_slots,
         num_blocks=memory.num_blocks,
         num_host_blocks=memory.host_blocks,
         block_size=memory.geometry.block_size,
@@ -387,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences()),
+        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory)),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,

@@ -146,7 +146,12 @@ def obtain_weights(
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
             cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
             geometry = rank_geometry(
-                args, alone(args), dtype=cache.dtype, device="cpu", block_size=config.cache.block_size
+                args,
+                alone(args),
+                dtype=cache.dtype,
+                activations=dtype.dtype,
+                device="cpu",
+                block_size=config.cache.block_size,
             )
             resolve_memory(
                 geometry,

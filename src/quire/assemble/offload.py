@@ -64,6 +64,7 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         plan.args,
         alone(plan.args),
         dtype=plan.cache.dtype,
+        activations=plan.dtype.dtype,
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,

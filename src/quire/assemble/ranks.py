@@ -17,11 +17,11 @@ from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan, shared_sizes
 from quire.plan.placement import hosts_note
-from quire.plan.rank_report import rank_name
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.ranks.executor import RankProcesses, RanksExecutor
 from quire.ranks.launchers import Place
+from quire.reports.ranks import rank_name
 
 
 def assemble_ranks(

@@ -20,6 +20,7 @@ from quire.contracts.errors import ConfigError
 from quire.kernels.cases import KernelCase, Pair, Result
 from quire.kernels.cases.timing import Rates, seconds_per_call
 from quire.kernels.select import select_kernels
+from quire.kernels.supports import DENSE
 from quire.kernels.triton_runtime import INTERPRETED, missing
 from quire.plan.kv_geometry import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
 
@@ -27,7 +28,7 @@ MODELS = ("qwen3-0.6b", "qwen3-8b")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, of the whole result
 ROTATED = 256 << 20  # bytes of all inputs together: several times a cache of 50 to 60 MB
 MAX_SETS = 64
-ROW_BY_ROW = ("heads", "attention", "shared")  # the reference is a loop over rows, for checks only
+ROW_BY_ROW = ("heads", "attention", "shared", "delta")  # the reference is a loop over rows, for checks only
 TRITON_ONLY = ("shared", "sampler", "step")
 CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # operation -> operation of its kernel
 
@@ -39,7 +40,9 @@ def make_setup(model: str, device: str) -> Setup:
         args=args,
         device=torch.device(device),
         dtype=torch.bfloat16,
-        kernels=select_kernels(device, "bfloat16", head_dim=max(one.head_dim for one in args.mixers)),
+        kernels=select_kernels(
+            device, "bfloat16", ops=(*DENSE, "delta"), head_dim=max(one.head_dim for one in args.attending)
+        ),
         block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
     )
 

@@ -127,12 +127,17 @@ class StateGroup(msgspec.Struct, frozen=True, kw_only=True):
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that layers keep of requests: blocks of tokens, by group, and states of a fixed size.
 
-    Blocks of all groups come from the same pages, which have room for the largest. There are no layers with states yet.
+    Blocks of all groups come from the same pages, which have room for the largest.
     Groups may differ in tokens per block. With blocks of 32 and 64 tokens, `block_size` is 32 and `hit_size` is 64.
     """
 
     groups: tuple[KVGroup, ...]
     states: tuple[StateGroup, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a request."""
+        return sum(group.slot_bytes for group in self.states)
 
     @property
     def block_size(self) -> int:
@@ -151,8 +156,8 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the memory of a KV block: those of the largest group."""
-        return max(group.page_bytes for group in self.groups)
+        """Bytes of a page, the memory of a KV block: those of the largest group; of a stage without attention, few."""
+        return max(group.page_bytes for group in self.groups) or PAGE_ALIGN
 
     @property
     def windows(self) -> tuple[int | None, ...]:

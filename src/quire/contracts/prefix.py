@@ -15,6 +15,7 @@ class Miss(StrEnum):
     DROPPED = "dropped"  # the block left the cache; `detail`: evicted (its memory was needed), reset or distrusted
     PENDING = "pending"  # a remembered prompt has this block: not computed yet, or dropped too long ago to be known
     LIMIT = "limit"  # no block was missing: the last token, and prompt rows to be scored, are always computed
+    STATE = "state"  # the block is cached, but recurrent layers have no checkpoint of their state there
     OFF = "off"  # the request, or the engine, does not read the prefix cache
 
 
@@ -27,7 +28,9 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     differs_at   for `Miss.TOKENS`: position of the first token that differs from the nearest prompt
     detail       for `Miss.EXTRAS`: names, not values, of the properties that differ, such as "salt";
                  for `Miss.DROPPED`: "evicted", "reset" or "distrusted" (the block's KV may be wrong)
-    seconds      for `Miss.DROPPED`: time since the block was dropped
+                 for `Miss.STATE`: why the last checkpoint there was dropped, such as "evicted"; "": none is known
+    seconds      for `Miss.DROPPED`: time since the block was dropped; for `Miss.STATE`: since the checkpoint was
+    num_cached   for `Miss.STATE`: tokens whose blocks are cached
     """
 
     num_reused: int
@@ -39,3 +42,4 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     differs_at: int | None = None
     detail: str = ""
     seconds: float | None = None
+    num_cached: int = 0

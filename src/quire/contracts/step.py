@@ -186,6 +186,33 @@ class BlendedChunk(msgspec.Struct, frozen=True, kw_only=True):
     num_kept: int
 
 
+class StepStates(msgspec.Struct, frozen=True):
+    """Copies of the states that recurrent layers keep of requests.
+
+    restored   [R, 2] int32 rows (slot, checkpoint): before the step, an admitted request's state becomes that of the
+               checkpoint. The states of other admitted requests begin with their first token
+    kept       [K, 3] int32 rows (slot, length, checkpoint), at most two of a slot: the state of the slot is copied to
+               the checkpoint as it is after the slot's first `length` tokens. Of a prompt these are more than before
+               the step, and at most as many as after it. A decode with drafts may be behind them, or before them: then
+               the step copies nothing; or copies the state after drafts that are rejected: then a later step copies
+               again
+    """
+
+    restored: I32
+    kept: I32
+
+
+class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of features of some engines in a step.
+
+    blended      prompt chunks of the step that reuse KV of other positions
+    states       copies of the states of recurrent layers, or None
+    """
+
+    blended: tuple[BlendedChunk, ...] = ()
+    states: StepStates | None = None
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -204,7 +231,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  no drafts for these slots
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
-    blended      prompt chunks of the step that reuse KV of other positions
+    features     the part of features of some engines
     """
 
     step: int
@@ -221,7 +248,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[HostDrafts, ...] = ()
     sync: StepSync | None = None
     copies: StepCopies | None = None
-    blended: tuple[BlendedChunk, ...] = ()
+    features: PlanFeatures = PlanFeatures()
 
     @property
     def joins(self) -> bool:

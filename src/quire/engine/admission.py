@@ -51,7 +51,7 @@ class Admitter:
             new_tokens.append(count)
             room -= count
             if admission.num_computed + count == len(request.tokens):
-                self._roster.unblock_children(request)
+                self._roster.prompt_planned(request)
         if not admitted:
             return slots, num_tokens, admitted
         return (
@@ -78,7 +78,7 @@ class Admitter:
                 failed = True
                 continue
             if planned[i] + num_tokens[i] == len(request.tokens):
-                self._roster.unblock_children(request)
+                self._roster.prompt_planned(request)
         return failed
 
     def _match(self, request: Request) -> PrefixMatch:
@@ -139,6 +139,8 @@ class Admitter:
                 new.request_id, self._roster.chain(request), match, request.num_prompt, reads=new.read_prefix_cache
             )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
+        if (states := self._allocator.states) is not None:
+            states.enter(slot, match.checkpoint, match.num_tokens, match.reach)
         request.moved = moved
         if moved:
             self._allocator.loans.begin(slot, sources(moved), moved[0].first // size)

@@ -54,7 +54,8 @@ class EngineCore:
         self.executor = executor
         self.facts = executor.facts()
         per_hit = allocator.hit_size // allocator.block_size
-        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, clock=clock)
+        copies = None if allocator.states is None else allocator.states.pool
+        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, states=copies, clock=clock)
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
         self._roster, self._store = self.scheduler.roster, store
         if store is not None:
@@ -257,7 +258,10 @@ class EngineCore:
 
         Returns True when no request was running.
         """
-        self.scheduler.allocator.pool.reset()
+        allocator = self.scheduler.allocator
+        allocator.pool.reset()
+        if allocator.states is not None:
+            allocator.states.pool.reset()
         if self._store is not None:
             self._store.reset()
         if self.events is not None:
@@ -286,6 +290,8 @@ class EngineCore:
             held = len(set(self._store.held())) if self._store is not None else 0
             leaked = self.facts.num_blocks - pool.num_free - held
             assert not leaked, f"{leaked} blocks leaked"
+            if (states := self.scheduler.allocator.states) is not None:
+                assert states.pool.num_free == states.pool.num_blocks, "a checkpoint of states leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.

@@ -92,6 +92,9 @@ class Finisher:
         started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
+        if self._roster.allocator.states is not None:
+            slots = frozenset(result.failed) | {request.slot for request in failed}
+            self._roster.states_came(step.copies, slots, step.computed)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
         origins = {r.new.handle: r.origins for r in step.admitted if r.origins and r.state is not FINISHED}
         if self._scheduler.drafts.most:

@@ -12,12 +12,16 @@ from quire.contracts.step import (
     SAMPLE,
     Admission,
     BlendedChunk,
+    PlanFeatures,
     SharedPrefix,
     StepPlan,
+    StepStates,
 )
 from quire.engine.roster import Roster
 from quire.kv.blend import blended_chunk
+from quire.kv.states import StateCopy
 
+NO_FEATURES = PlanFeatures()
 SHARED_TOKENS = 1024  # saved reads; with fewer, a shared prefix saves no time
 
 
@@ -36,6 +40,8 @@ class InFlight:
     unsampled: dict[int, Request] = field(default_factory=dict)  # by slot: prompt done, nothing to sample
     num_prefills: int = 0  # slots that are catching up
     num_prefill_tokens: int = 0
+    copies: list[StateCopy] = field(default_factory=list)
+    computed: list[Request] = field(default_factory=list)  # requests whose prompt ends in this step
     schedule_s: float = 0.0  # seconds of planning
     execute_s: float = 0.0  # seconds in the executor, so far
 
@@ -54,14 +60,12 @@ class PlanWriter:
         table = self._table
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens
-        catching_up = before < table.goal[slots]
         bound = table.upper_bound[slots]
         samples = (after >= bound) & (bound < table.end[slots])  # drafts put `after` beyond the bound
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
-        num_rows = samples.astype(np.int32)
+        num_rows, unsampled = samples.astype(np.int32), dict[int, Request]()
         scored: list[tuple[int, Request, int]] = []
-        unsampled: dict[int, Request] = {}
-        prefills = np.flatnonzero(catching_up)
+        prefills = np.flatnonzero(before < table.goal[slots])
         for i in prefills.tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
@@ -77,6 +81,7 @@ class PlanWriter:
         most = self._most(num_tokens[:num_decodes], len(sampling))
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
+        copies = self._state_copies(slots, before, after)
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
         plan = StepPlan(
@@ -91,11 +96,10 @@ class PlanWriter:
             released=np.array(self._roster.released, np.int32),
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
-            blended=self._blended(slots[prefills], before[prefills], after[prefills]),
+            features=self._features(slots[prefills], before[prefills], after[prefills], copies),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
-        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
             plan=plan,
             sampling=sampling,
@@ -103,12 +107,60 @@ class PlanWriter:
             handles=handles,
             most=most,
             version=table.version,
-            admitted=newly,
+            admitted=self._newly(admitted),
             scored=scored,
             unsampled=unsampled,
+            copies=copies,
+            computed=self._computed(slots[prefills], after[prefills]),
             num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
+
+    def _newly(self, admitted: list[Admission]) -> list[Request]:
+        """Return the requests that are admitted for the first time."""
+        found = (self._table.requests[one.slot] for one in admitted)
+        return [request for request in found if request is not None and request.num_preemptions == 0]
+
+    def _features(self, prompts: I32, before: I32, after: I32, copies: list[StateCopy]) -> PlanFeatures:
+        """Return what features do in a step that computes tokens before [P] .. after [P] - 1 of `prompts` [P]."""
+        blended, states = self._blended(prompts, before, after), self._step_states(copies)
+        return PlanFeatures(blended=blended, states=states) if blended or states else NO_FEATURES
+
+    def _state_copies(self, slots: I32, before: I32, after: I32) -> list[StateCopy]:
+        """Return the copies of states in a step that computes tokens before [S] .. after [S] - 1 of `slots` [S]."""
+        states, table = self._allocator.states, self._table
+        if states is None:
+            return []
+        copies, catching_up = list[StateCopy](), before < table.goal[slots]
+        least = table.confirmed[slots] + table.in_flight[slots] - 1  # each step in flight brings a token
+        passes = after - after % states.every > least
+        for i in np.flatnonzero(catching_up | passes).tolist():
+            slot = int(slots[i])
+            request = table.requests[slot]
+            assert request is not None
+            own, chain = (slot, request.new.handle), self._roster.chain(request)
+            if catching_up[i]:
+                copies += states.of_prompt(*own, chain, int(before[i]), int(after[i]), int(table.goal[slot]))
+            else:
+                copies += states.of_decode(*own, chain, int(least[i]), int(before[i]), int(after[i]))
+        return copies
+
+    def _step_states(self, copies: list[StateCopy]) -> StepStates | None:
+        """Return the copies of states of a plan, to checkpoints and from them."""
+        states = self._allocator.states
+        if states is None or not (copies or states.restored):
+            return None
+        kept = np.array([(one.slot, one.length, one.checkpoint) for one in copies], np.int32).reshape(-1, 3)
+        restored = np.array(states.restored, np.int32).reshape(-1, 2)
+        states.restored.clear()
+        return StepStates(restored, kept)
+
+    def _computed(self, prompts: I32, after: I32) -> list[Request]:
+        """Return the requests with states, among `prompts` [P], whose prompt a step computes to its end."""
+        if self._allocator.states is None:
+            return []
+        done = prompts[after >= self._table.goal[prompts]].tolist()
+        return [request for slot in done if (request := self._table.requests[slot]) is not None]
 
     def _blended(self, slots: I32, first: I32, last: I32) -> tuple[BlendedChunk, ...]:
         """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them."""

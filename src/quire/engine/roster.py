@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
 from quire.engine.queue import WaitingQueue
@@ -9,6 +10,7 @@ from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.blend import ChunkIndex
 from quire.kv.hashing import KeyChain, Tags
+from quire.kv.states import StateCopy
 from quire.kv.store import KVStore
 
 LOG = logging.getLogger("quire")
@@ -95,6 +97,7 @@ class Roster:
                 num_blocks = int(self.allocator.published[request.slot])
                 self.store.sharing.keep(transfer.name, self._chains[request.new.handle], num_blocks)
         if before is RequestState.RUNNING:
+            self._keep_state(request, sound=not distrust)
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
             self.released.append(self.table.leave(request))
         request.to(RequestState.FINISHED)
@@ -120,6 +123,7 @@ class Roster:
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to the queue; its tokens are recomputed later."""
+        self._keep_state(request, sound=True)
         self.allocator.free(request.slot)
         self.released.append(self.table.leave(request))
         request.to(RequestState.WAITING)
@@ -127,6 +131,12 @@ class Roster:
         request.num_fetches = 0
         self.preempted.append(request.new.handle)
         self.queue.push(request)
+
+    def _keep_state(self, request: Request, *, sound: bool) -> None:
+        """Let others find the last copy of a running request's state. sound: False if its results are invalid."""
+        if self.allocator.states is not None:
+            known = int(self.table.confirmed[request.slot]) - 1  # the state after the newest token is not known yet
+            self.allocator.states.leave(request.slot, self._chains[request.new.handle], known * sound)
 
     def compiled(self, request: Request) -> None:
         """Record that the request's grammar is compiled. The request may run when nothing else blocks it."""
@@ -150,8 +160,24 @@ class Roster:
         request.to(RequestState.WAITING)
         self.queue.push(request)
 
+    def prompt_planned(self, request: Request) -> None:
+        """Queue the children of a request whose whole prompt is planned; with states, when it is computed."""
+        if self.allocator.states is None:
+            self.unblock_children(request)
+
+    def states_came(self, copies: Iterable[StateCopy], failed: frozenset[int], computed: Iterable[Request]) -> None:
+        """Make the copies of states of a step known, whose result has come.
+
+        failed     slots whose results are invalid
+        computed   requests whose prompt the step has computed to its end
+        """
+        if self.allocator.states is not None:
+            self.allocator.states.came(copies, failed)
+            for request in computed:
+                self.unblock_children(request)
+
     def unblock_children(self, parent: Request) -> None:
-        """Queue the children of `parent`. Call this when the parent's whole prompt is planned, or the parent ends."""
+        """Queue the children of `parent`. Call this when they can share its whole prompt, or the parent ends."""
         for child in self._children.pop(parent.new.handle, {}).values():
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
@@ -176,6 +202,7 @@ class Roster:
         """
         LOG.exception("request %s failed; the others go on", request.new.request_id)
         if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off; not in any plan
+            self._keep_state(request, sound=False)
             if self.allocator.num_blocks(request.slot):
                 self.allocator.forget(request.slot)
             self.allocator.loans.forget(request.slot)
@@ -191,6 +218,8 @@ class Roster:
     def check(self) -> None:
         """Assert every invariant of table and pool, and that only running requests hold slots and blocks."""
         self.table.check()
+        if self.allocator.states is not None:
+            self.allocator.states.check([request.slot for request in self.table.active()])
         self.allocator.check(tuple(self.store.held()) if self.store is not None else ())
         if self.store is not None:
             self.store.check()
@@ -219,7 +248,7 @@ class Roster:
         self.allocator.withdraw(chain, shared)
 
     def _prompt_planned(self, parent: Request) -> bool:
-        if parent.state is RequestState.RUNNING:
+        if parent.state is RequestState.RUNNING and self.allocator.states is None:
             return bool(self.table.planned[parent.slot] >= parent.num_prompt)
         return parent.state is RequestState.FINISHED or len(parent.tokens) > parent.num_prompt
 

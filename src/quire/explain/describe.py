@@ -26,11 +26,11 @@ from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
 from quire.plan.placement import held_of, parallel_sizes
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
+from quire.reports.engine import PlanReport
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
@@ -198,6 +198,7 @@ def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         return resolve_sizing(plan, (free - every) // len(holdings.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
     ours += plan.buffer_bytes + plan.scratch_bytes
+    ours += (plan.config.scheduler.sequences() + 1) * plan.geometry.state_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
         ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan)
     left = gpu.memory - weights - ours

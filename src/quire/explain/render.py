@@ -14,7 +14,7 @@ from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
-from quire.plan.model_facts import fact_lines, window_words
+from quire.reports.model import fact_lines, window_words
 
 
 def render(plan: Plan, full: bool = False) -> Group:

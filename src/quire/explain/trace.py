@@ -18,8 +18,8 @@ from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
 from quire.plan.placement import parallel_sizes, ranks
-from quire.plan.rank_report import rank_name
 from quire.procs.in_process import InProcessExecutor
+from quire.reports.ranks import rank_name
 from quire.text.sequence import SequenceText
 from quire.worker.call_trace import CallRecorder, Span, Stop, methods_of, without_recordings, worker_stops
 

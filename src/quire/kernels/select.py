@@ -85,6 +85,9 @@ class Kernels:
     linear: Any = None
     attention: Any = None
     latent: Any = None
+    delta: Any = None
+    mamba: Any = None
+    shortconv: Any = None
     routing: Any = None
     blend: Any = None
 

@@ -99,6 +99,9 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
     },
+    "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
+    "mamba": {"native": NATIVE, "ref": REFERENCE},
+    "shortconv": {"native": NATIVE, "ref": REFERENCE},
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES),
@@ -120,8 +123,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED | _FORMS),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN | _FORMS, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | _FORMS | {"stored"}),
-        "cpu": replace(PLAIN, features=_STACKED | _TRAVELLING | _FORMS),
-        "ref": replace(REFERENCE, features=_STACKED | _TRAVELLING | _FORMS),
+        "cpu": replace(PLAIN, features=_STACKED | _TRAVELLING | _FORMS | {"relu2"}),
+        "ref": replace(REFERENCE, features=_STACKED | _TRAVELLING | _FORMS | {"relu2"}),
     },
 }  # fmt: skip
 DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a dense model

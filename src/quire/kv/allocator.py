@@ -22,6 +22,7 @@ from quire.kv.blend_sources import Loans
 from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
+from quire.kv.states import StateCheckpoints
 
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -34,11 +35,14 @@ class KVAllocator:
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
     published   [num_slots] int32, leading blocks of a slot's chain that are in the prefix cache; read only
     groups      the KV groups
+    states      checkpoints of the states of recurrent layers; None: no layer keeps states
     loans       blocks that slots copy KV of, approximately
     has_windows True: a KV group has a window or chunks, so `trim` can give blocks back before a request ends
     """
 
-    def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
+    def __init__(
+        self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int, states: StateCheckpoints | None = None
+    ) -> None:
         self.pool = pool
         self.block_size, self.hit_size = geometry.block_size, geometry.hit_size
         self.capacity: I32 = np.zeros(num_slots, np.int32)
@@ -51,7 +55,8 @@ class KVAllocator:
         self._behind = np.zeros((len(geometry.groups), num_slots), np.int32)  # leading entries given back: NULL_BLOCK
         self._num_shared = [0] * num_slots  # leading blocks of the chain that came from a match
         self.loans = Loans(pool)
-        self._index = PrefixIndex(pool, geometry)
+        self.states = states
+        self._index = PrefixIndex(pool, geometry, states)
         self.on_withdraw: list[Callable[[list[bytes]], None]] = []  # called with the keys of every withdrawn chain
         self.on_publish: list[Callable[[KeyChain, int, int], None]] = []  # called with a range of blocks in the cache
 
@@ -215,6 +220,8 @@ class KVAllocator:
             keys += group_keys(chain, number, group.block_size, chain.num_hashed // step, start // step)
         found = [self.pool.lookup(key) for key in keys]
         self.pool.forget([block for block in found if block is not None])
+        if self.states is not None:
+            self.states.withdraw(keys)
         for tell in self.on_withdraw:
             tell(keys)
 

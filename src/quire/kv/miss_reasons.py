@@ -18,23 +18,33 @@ from quire.kv.prefix import PrefixMatch
 PROMPTS = 32  # prompts to remember at most; the last one is always remembered
 TOKENS = 1 << 20  # of these prompts together, at admission: 4 MB, as much again for keys; outputs come on top
 DROPPED = 1 << 14  # dropped keys to remember
+Drops = OrderedDict[bytes, tuple[str, float]]  # dropped key -> reason, and time
 
 
 class PrefixHistory:
     """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`.
 
     Reports count blocks of the chain. A match grows by `per_hit` of them: above 1 if KV groups differ in block size.
+    states   pool of the checkpoints of states; None: no layer keeps states
     """
 
     def __init__(
-        self, pool: BlockPool, *, enabled: bool, per_hit: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: BlockPool,
+        *,
+        enabled: bool,
+        per_hit: int = 1,
+        states: BlockPool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.enabled, self._per_hit, self._clock = enabled, per_hit, clock
         self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # name, keys, length at admission
         self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
-        self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._dropped, self._states = Drops(), Drops()
         if enabled:
-            pool.on_drop.append(self._note_drop)
+            pool.on_drop.append(partial(self._note_drop, self._dropped))
+        if enabled and states is not None:
+            states.on_drop.append(partial(self._note_drop, self._states))
 
     def admit(
         self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *, reads: bool
@@ -51,6 +61,8 @@ class PrefixHistory:
         report = None
         if at < num_blocks and (not self.enabled or not reads):
             report = say(why=Miss.OFF)
+        elif at < num_blocks and match.reach > match.num_tokens:
+            report = self._no_state(chain, at, match.reach, say)
         elif at < num_blocks:
             report = say(why=Miss.LIMIT) if match.broke_at is None else self._why(chain, at, say)
         if self.enabled:
@@ -61,6 +73,13 @@ class PrefixHistory:
         """Return the reason why a key was dropped, and the seconds since then; ("", None) when nothing is known."""
         found = self._dropped.get(key[:DIGEST_BYTES])
         return ("", None) if found is None else (found[0], self._clock() - found[1])
+
+    def _no_state(self, chain: KeyChain, at: int, reach: int, say: Callable[..., PrefixReport]) -> PrefixReport:
+        """Return the report about cached blocks from `at` to `reach` tokens, where there is no checkpoint."""
+        keys = chain.keys(reach // chain.block_size, at)
+        detail, since = next((self._states[key] for key in reversed(keys) if key in self._states), ("", None))
+        seconds = None if since is None else self._clock() - since
+        return say(why=Miss.STATE, num_cached=reach, detail=detail, seconds=seconds)
 
     def _remember(self, name: str, chain: KeyChain) -> None:
         prompts, count = self._prompts, len(chain.tokens)
@@ -107,9 +126,9 @@ class PrefixHistory:
                     most, found = same, say(why=Miss.TOKENS, nearest=name, differs_at=first + same)
         return found
 
-    def _note_drop(self, key: bytes, why: str) -> None:
+    def _note_drop(self, drops: Drops, key: bytes, why: str) -> None:
         key = key[:DIGEST_BYTES]  # without the group: a block missing in one group ends the match
-        self._dropped[key] = (why, self._clock())
-        self._dropped.move_to_end(key)
-        if len(self._dropped) > DROPPED:
-            self._dropped.popitem(last=False)
+        drops[key] = (why, self._clock())
+        drops.move_to_end(key)
+        if len(drops) > DROPPED:
+            drops.popitem(last=False)

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.kv.hashing import KeyChain, group_keys
+from quire.kv.states import StateCheckpoints
 
 _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
 
@@ -20,6 +21,8 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     blocks       for each KV group, block ids in table order; NULL_BLOCK where the window has passed at the prefix's end
     num_tokens   tokens in these blocks, a multiple of `KVGeometry.hit_size`
     broke_at     the same number, if a missing block ended the search; None when `max_tokens` did
+    checkpoint   number of the checkpoint of states at the prefix's end; 0: no layer keeps states, or there is no prefix
+    reach        tokens found in blocks, at least `num_tokens`: without a checkpoint there they cannot be used
     generation   `BlockPool.generation` at the match: `admit` refuses the match after any key was dropped
     """
 
@@ -27,6 +30,8 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     num_tokens: int
     broke_at: int | None
     generation: int
+    checkpoint: int = 0
+    reach: int = 0
 
 
 class Lookup(Protocol):
@@ -42,11 +47,13 @@ class PrefixIndex:
     """Longest-prefix lookup of full blocks over one pool, or over several tiers.
 
     A prefix is found when every group has the blocks that later rows attend to: all of them with full attention, the
-    last ones with a window. It ends where the blocks of all groups end, that is at a multiple of `hit_size` tokens.
+    last ones with a window; if layers keep states, it ends at a checkpoint of them. It ends where the blocks of all
+    groups end, that is at a multiple of `hit_size` tokens.
     """
 
-    def __init__(self, pool: Lookup, geometry: KVGeometry) -> None:
+    def __init__(self, pool: Lookup, geometry: KVGeometry, states: StateCheckpoints | None = None) -> None:
         self._pool, self._groups = pool, geometry.groups
+        self._states = states
         self._block_size, self._hit_size = geometry.block_size, geometry.hit_size
         self._per_hit = [geometry.hit_size // size for size in geometry.block_sizes]  # blocks of each group
         self._full = [g for g, group in enumerate(geometry.groups) if group.window is None]
@@ -63,16 +70,25 @@ class PrefixIndex:
         for index in self._full:
             found[index] = self._walk(chain, num * self._per_hit[index], index)
             num = len(found[index]) // self._per_hit[index]
+        reach, checkpoint = num, 0
         if self._windows:
-            num = self._shrink(chain, num)
+            num = reach = self._shrink(chain, num)
+        while self._states is not None and num:
+            length, checkpoint = self._states.find(chain, num * self._hit_size)
+            num = length // self._hit_size
+            if not self._windows or (seen := self._shrink(chain, num)) == num:
+                break
+            num = seen
+        if self._windows:
             for index, group in self._windows:
                 first, stop = group.num_behind(num * self._hit_size), num * self._per_hit[index]
                 keys = group_keys(chain, index, group.block_size, stop, first)
                 found[index] = [NULL_BLOCK] * first + [self._pool.lookup(key) or NULL_BLOCK for key in keys]
-        if len(found) > 1:
+        if len(found) > 1 or num < reach:
             found = [blocks[: num * each] for blocks, each in zip(found, self._per_hit, strict=True)]
         length = num * self._hit_size
-        return PrefixMatch(tuple(found), length, length if num < limit else None, self._pool.generation)
+        broke_at, reach = length if num < limit else None, reach * self._hit_size
+        return PrefixMatch(tuple(found), length, broke_at, self._pool.generation, checkpoint * bool(num), reach)
 
     def _walk(self, chain: KeyChain, limit: int, group: int) -> list[int]:
         """Return the blocks of a group from the first on, up to `limit` or to the first missing block."""

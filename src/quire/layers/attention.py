@@ -48,9 +48,9 @@ class Attention(nn.Module):
     """Grouped-query attention of one layer, with the heads of this rank.
 
     Its steps: q, k and v projection, optional RMS norm of queries, keys and values, rotation, write to the KV cache,
-    attention, output projection. A layer that reads the keys and values of another one projects queries alone, and
-    writes nothing. `group` is the number of the KV group that the layer reads, `turn` that of its rotation. The
-    projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
+    attention, its gate, output projection. A layer that reads the keys and values of another one projects queries
+    alone, and writes nothing. `group` is the number of the KV group that the layer reads, `turn` that of its rotation.
+    The projection's rows for q and k have the order that rotation kernels need (see `plan/layout.py`).
     """
 
     def __init__(self, args: GroupedArgs, at: str, norm: NormArgs, build: Build, group: int = 0, turn: int = 0) -> None:
@@ -58,11 +58,10 @@ class Attention(nn.Module):
         self.kernels, self.head_dim, self.rotary_dim = build.kernels, args.head_dim, args.rotary_dim
         self.interleaved = args.interleaved
         self.group, self.turn, self.window = group, turn, build.window(group)
-        self.projected = args.projected
-        heads = dict(
-            zip(args.projected, (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight")), strict=True)
-        )
-        self.num_heads, self.num_kv_heads = heads["q"], heads.get("k", 0)
+        self.projected, self.gated = args.projected, args.gated
+        rows = {part.name: part.rows for part in build.params[f"{at}.qkv.weight"].parts}
+        self.num_heads = build.shape(f"{at}.output.weight")[1] // args.head_dim
+        self.num_kv_heads = rows.get("k", 0) // args.head_dim
         self.values = args.values if self.num_kv_heads else "kept"
         self.eps, self.scale, self.soft_cap = norm.eps, args.factor, args.scores.soft_cap
         self.growth = QueryGrowth(args.scores, build.device) if args.scores.growth else None
@@ -97,7 +96,11 @@ class Attention(nn.Module):
         tokens, qkv = x.shape[0], branch.project(self.qkv, x, ctx)
         if self.wide_norm is not None:
             qkv = self.wide_norm(qkv)
-        qkv = qkv.view(tokens, -1, self.head_dim)
+        gates: Tensor | None = None
+        if self.gated:
+            width = self.num_heads * self.head_dim
+            qkv, gates = qkv[:, :-width], qkv[:, -width:]
+        qkv = qkv.unflatten(1, (-1, self.head_dim))
         head_norm = self.ones if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
         cos, sin = turns[self.turn]
@@ -107,4 +110,6 @@ class Attention(nn.Module):
         sinks = None if self.sinks is None else self.sinks.weight
         attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window, self.soft_cap, sinks)
         joined = attended.view(tokens, self.num_heads * self.head_dim)
+        if gates is not None:
+            joined = self.kernels.activation.opened(joined, gates)
         return branch.add(self.output, joined, x if residual is None else residual, ctx)

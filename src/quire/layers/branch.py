@@ -1,5 +1,7 @@
 """The way of a half of a layer from the residual stream and back."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from quire.args.layers import LayerArgs, NormArgs
@@ -34,6 +36,13 @@ class Branch(nn.Module):
     def project(self, linear: Linear, x: Tensor, ctx: StepContext) -> Tensor:
         """Return the half's first projection of its input."""
         return linear(x, ctx) if self.before is None else linear.normed(x, self.before, ctx)
+
+    def projections(self, linears: Sequence[Linear], x: Tensor, ctx: StepContext) -> list[Tensor]:
+        """Return the half's first projections of its input, which is normed once if kernels do not norm it."""
+        if self.before is not None and not all(one.fuses(self.before) for one in linears):
+            normed = self.before(x)
+            return [linear(normed, ctx) for linear in linears]
+        return [self.project(linear, x, ctx) for linear in linears]
 
     def add(self, linear: Linear, x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
         """Return the residual with the half's last projection, of x; it may reuse the memory of `residual`."""

@@ -1,6 +1,6 @@
 """Inputs of layers: `Build` once, at construction; `StepContext` at every step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
+from quire.kernels.states import BothViews, StateMeta, StateView
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,17 @@ class StepContext:
 
     positions   [T] int64, position of each token in its sequence
     attention   metadata of attention, one for each KV group
-    kv          view of the KV cache of each layer
     replicas    tokens of the replicas in lock-step; None: there are no other replicas
     inputs      [T, layers, numbers] further embeddings of the tokens, one for each layer; None: the model has none
+    kv          view of what each layer keeps: its KV cache, or its states
+    states      metadata of the states of recurrent layers; None: the model has none
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
-    kv: list[KVView]
+    kv: Sequence[KVView | StateView | BothViews]
     replicas: ReplicaTokens | None = None
     inputs: Tensor | None = None
     live: Tensor | None = None
+    states: StateMeta | None = None

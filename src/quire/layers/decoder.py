@@ -7,33 +7,46 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs
+from quire.args.layers import NONE, AttentionArgs, BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, RecurrentArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
+from quire.kernels.states import BothViews, StateView
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.delta import GatedDelta
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
 from quire.layers.layer_inputs import LayerInputs, OwnInput
 from quire.layers.linear import Linear
+from quire.layers.mamba import Mamba
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
+from quire.layers.shortconv import ShortConv
 
-MIXERS: Mapping[type[MixerArgs], Callable[..., Attention | LatentAttention]] = {
+FeedForward = GatedMLP | MoE | MLPBesideExperts
+Recurrent = GatedDelta | ShortConv | Mamba
+ATTENTION: Mapping[type[AttentionArgs], Callable[..., Attention | LatentAttention]] = {
     GroupedArgs: Attention,
     LatentArgs: LatentAttention,
 }
 
-
-FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., GatedMLP | MoE | MLPBesideExperts]] = {
-    DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act),
+RECURRENT: Mapping[type[RecurrentArgs], tuple[Callable[..., Recurrent], str]] = {  # with its name below the layer
+    DeltaArgs: (GatedDelta, "delta"),
+    ShortConvArgs: (ShortConv, "conv"),
+    MambaArgs: (Mamba, "mamba"),
+}
+FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[..., FeedForward]] = {
+    DenseArgs: lambda args, at, hidden_size, build, norm: GatedMLP(at, build, args.act, args.gate_scale),
     MoEArgs: lambda args, at, hidden_size, build, norm: MoE(args, at, hidden_size, build),
     BesideArgs: MLPBesideExperts,
 }
@@ -43,37 +56,40 @@ class DecoderBlock(nn.Module):
     """A decoder layer: h = hidden + attention(hidden), then h + mlp(h), each by way of its `Branch`.
 
     `args.layers` choose grouped-query or latent attention, a gated MLP or experts, and the norms. With one norm for
-    both halves: hidden + attention(norm(hidden)) + mlp(norm(hidden)).
+    both halves: hidden + attention(norm(hidden)) + mlp(norm(hidden)). A layer may lack a half (`NoneArgs`).
     """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
         at = f"layers.{layer}"
         own = args.layers[layer]
-        self.attention_branch = Branch(f"{at}.attention", own, args.norm, build)
-        self.attention = MIXERS[type(own.mixer)](
-            own.mixer,
-            f"{at}.attention",
-            args.norm,
-            build,
-            build.group_of(args.kept_by(layer)),
-            args.rotations.index(own.mixer.rotation),
-        )
+        mixes, feeds = own.mixer != NONE, own.feed_forward != NONE
+        self.attention_branch = Branch(f"{at}.attention", own, args.norm, build) if mixes else None
+        self.attention = _mixer(args, layer, build) if mixes else None
+        self.beside = _beside(args, layer, build)
         self.factor = LayerFactor(f"{at}.factor", build.device) if own.scaled else None
-        self.mlp_branch = Branch(f"{at}.mlp", own, args.norm, build, None if own.inputs else self.factor)
+        factor = None if own.inputs else self.factor
+        self.mlp_branch = Branch(f"{at}.mlp", own.part(2), args.norm, build, factor) if feeds else None
         self.own_input = OwnInput(args, layer, build, self.factor) if own.inputs else None
         self.norm = Norm(f"{at}.norm", args.norm, build) if own.norms == "shared" else None
-        part = FEED_FORWARDS[type(own.feed_forward)]
-        self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
+        self.mlp: FeedForward | None = None
+        if feeds:
+            part = FEED_FORWARDS[type(own.feed_forward)]
+            self.mlp = part(own.feed_forward, f"{at}.mlp", args.hidden_size, build, args.norm)
 
-    def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
+    def forward(self, hidden: Tensor, turns: Turns, ctx: StepContext, kv: KVView | StateView | BothViews) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         if self.norm is not None:
+            assert self.attention is not None and self.mlp is not None, "the halves share a norm"
             x = self.norm(hidden)
             hidden = self.attention(x, self.attention_branch, turns, ctx, kv, hidden)
             return self.mlp(x, self.mlp_branch, ctx, hidden)
-        hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
-        hidden = self.mlp(hidden, self.mlp_branch, ctx)
+        if self.beside is not None:
+            hidden = self.beside(hidden, self, turns, ctx, kv)
+        elif self.attention is not None:
+            hidden = self.attention(hidden, self.attention_branch, turns, ctx, kv)
+        if self.mlp is not None:
+            hidden = self.mlp(hidden, self.mlp_branch, ctx)
         return hidden if self.own_input is None else self.own_input(hidden, ctx)
 
     @property
@@ -86,6 +102,42 @@ class DecoderBlock(nn.Module):
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
         if self.experts is not None:
             self.experts.join(ctx)
+
+
+def _mixer(args: ModelArgs, layer: int, build: Build) -> Attention | LatentAttention | Recurrent:
+    """Return the mixer of a layer."""
+    own = args.layers[layer].mixer
+    if isinstance(own, RecurrentArgs):
+        return _recurrent(own, layer, args, build)
+    group, turn = build.group_of(args.kept_by(layer)), args.rotations.index(own.rotation)
+    return ATTENTION[type(own)](own, f"layers.{layer}.attention", args.norm, build, group, turn)
+
+
+class Beside(nn.Module):
+    """The recurrent mixer beside attention: both read the same norm of the states, and both results are added."""
+
+    def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
+        super().__init__()
+        own = args.layers[layer]
+        self.branches = [Branch("", own.part(place), args.norm, build) for place in (0, 1)]
+        self.mixer = _recurrent(own.beside, layer, args, build)
+
+    def forward(self, hidden: Tensor, block: DecoderBlock, turns: Turns, ctx: StepContext, kv: BothViews) -> Tensor:
+        """Return hidden + attention(x) + mixer(x) of x = norm(hidden), [T, hidden], with the factors of both."""
+        assert block.attention is not None and block.attention_branch is not None, "the layer has both"
+        x = block.attention_branch.read(hidden)
+        hidden = block.attention(x, self.branches[0], turns, ctx, kv.kv, hidden)
+        mixed: Tensor = self.mixer(x, self.branches[1], turns, ctx, kv.state, hidden)
+        return mixed
+
+
+def _beside(args: ModelArgs, layer: int, build: Build) -> Beside | None:
+    return None if args.layers[layer].beside is None else Beside(args, layer, build)
+
+
+def _recurrent(own: RecurrentArgs, layer: int, args: ModelArgs, build: Build) -> Recurrent:
+    module, name = RECURRENT[type(own)]
+    return module(own, f"layers.{layer}.{name}", args.norm, build)
 
 
 class DraftLayer(nn.Module):

@@ -55,9 +55,13 @@ class Linear(nn.Module):
         y: Tensor = self.kernel.run(x, *self.packed)
         return y
 
+    def fuses(self, norm: Norm) -> bool:
+        """Return True when the kernel computes the projection of norm(x) at once."""
+        return "norm" in self.features and not norm.args.centered
+
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if "norm" not in self.features or norm.args.centered:
+        if not self.fuses(norm):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -77,18 +81,36 @@ class Linear(nn.Module):
         return y if self.tp is None else self.tp.all_reduce(y)
 
 
+class SquaredLinear(Linear):
+    """max(up(x), 0)^2, [T, in_features] -> [T, out_features]."""
+
+    def __init__(self, at: str, build: Build) -> None:
+        super().__init__(at, build)
+        self.activation = build.kernels.activation
+
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        y: Tensor = self.activation.squared(super().forward(x, ctx))
+        return y
+
+    def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
+        """Return `forward` of norm(x). See `Linear`."""
+        return self(norm(x), ctx)
+
+
 class GatedLinear(Linear):
     """act(gate(x), up(x)), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 
-    act   word of `quire.kernels.activation.ACTS`
+    act     word of `quire.kernels.activation.ACTS`
+    scale   factor on the gate before its activation
     A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
     """
 
-    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
+    def __init__(self, at: str, build: Build, act: str = "silu", scale: float = 1.0) -> None:
         super().__init__(at, build)
-        self.act = checked(act)
+        self.act, self.scale = checked(act), scale
         self.activation = build.kernels.activation
-        self.fused = "gated" in self.features
+        self.fused = "gated" in self.features and scale == 1
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
         self.packed = pack_linear(self.kernel.pack_gated if self.fused else self.kernel.pack, tensors, self.device)
@@ -96,14 +118,17 @@ class GatedLinear(Linear):
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
         if not self.fused:
-            gated: Tensor = self.activation.gated(super().forward(x, ctx), self.act)
+            rows = super().forward(x, ctx)
+            if self.scale != 1:
+                rows[:, : rows.shape[1] // 2] *= self.scale
+            gated: Tensor = self.activation.gated(rows, self.act)
             return gated
         y: Tensor = self.kernel.run_gated(x, *self.packed, self.act)
         return y
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fused or "norm" not in self.features or norm.args.centered:
+        if not (self.fused and self.fuses(norm)):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

@@ -2,17 +2,22 @@
 
 from torch import Tensor, nn
 
+from quire.kernels.activation import UNGATED
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
-from quire.layers.linear import GatedLinear, Linear
+from quire.layers.linear import GatedLinear, Linear, SquaredLinear
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); gate and up are a single projection. act: see `quire.kernels.activation`."""
+    """down(act(gate(x)) * up(x)); gate and up are a single projection. act: see `quire.kernels.activation`.
 
-    def __init__(self, at: str, build: Build, act: str = "silu") -> None:
+    Without a gate, by an activation of `UNGATED`: down(max(up(x), 0)^2).
+    """
+
+    def __init__(self, at: str, build: Build, act: str = "silu", gate_scale: float = 1.0) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(f"{at}.gate_up", build, act)
+        name = f"{at}.gate_up"
+        self.gate_up = SquaredLinear(name, build) if act in UNGATED else GatedLinear(name, build, act, gate_scale)
         self.down = Linear(f"{at}.down", build)
 
     def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:

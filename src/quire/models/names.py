@@ -65,6 +65,45 @@ ATTENTION: NameMap = (
     ("model.layers.{i}.self_attn.v_proj.weight", "layers.{i}.attention.qkv.weight", "v"),
     ("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.output.weight", ""),
 )
+GATED_DELTA: NameMap = (
+    ("model.layers.{i}.linear_attn.conv1d.weight", "layers.{i}.delta.rule.conv", "q"),
+    ("model.layers.{i}.linear_attn.conv1d.weight", "layers.{i}.delta.rule.conv", "k"),
+    ("model.layers.{i}.linear_attn.conv1d.weight", "layers.{i}.delta.rule.conv", "v"),
+    ("model.layers.{i}.linear_attn.A_log", "layers.{i}.delta.rule.rate", ""),
+    ("model.layers.{i}.linear_attn.dt_bias", "layers.{i}.delta.rule.shift", ""),
+    ("model.layers.{i}.linear_attn.norm.weight", "layers.{i}.delta.rule.norm", ""),
+    ("model.layers.{i}.linear_attn.out_proj.weight", "layers.{i}.delta.output.weight", ""),
+)
+DELTA_APART: NameMap = (  # projections of a gated delta net: queries, keys and values together
+    ("model.layers.{i}.linear_attn.in_proj_qkv.weight", "layers.{i}.delta.input.weight", "q"),
+    ("model.layers.{i}.linear_attn.in_proj_qkv.weight", "layers.{i}.delta.input.weight", "k"),
+    ("model.layers.{i}.linear_attn.in_proj_qkv.weight", "layers.{i}.delta.input.weight", "v"),
+    ("model.layers.{i}.linear_attn.in_proj_z.weight", "layers.{i}.delta.input.weight", "z"),
+    ("model.layers.{i}.linear_attn.in_proj_b.weight", "layers.{i}.delta.rates.weight", "b"),
+    ("model.layers.{i}.linear_attn.in_proj_a.weight", "layers.{i}.delta.rates.weight", "a"),
+)
+DELTA_TOGETHER: NameMap = (  # gates and the two rates likewise together
+    *(("model.layers.{i}.linear_attn.in_proj_qkvz.weight", "layers.{i}.delta.input.weight", side) for side in "qkvz"),
+    *(("model.layers.{i}.linear_attn.in_proj_ba.weight", "layers.{i}.delta.rates.weight", side) for side in "ba"),
+)
+MAMBA: NameMap = (  # Mamba 2; the rest of a name is below "model.layers.{i}." and the name of the mixer
+    *(
+        (f"model.layers.{{i}}.in_proj.{part}", f"layers.{{i}}.mamba.input.{part}", side)
+        for part in ("weight", "bias")
+        for side in ("z", "x", "b", "c", "t")
+    ),
+    *(
+        (f"model.layers.{{i}}.conv1d.{part}", f"layers.{{i}}.mamba.rule.{name}", side)
+        for part, name in (("weight", "conv"), ("bias", "bias"))
+        for side in ("x", "b", "c")
+    ),
+    ("model.layers.{i}.A_log", "layers.{i}.mamba.rule.rate", ""),
+    ("model.layers.{i}.dt_bias", "layers.{i}.mamba.rule.shift", ""),
+    ("model.layers.{i}.D", "layers.{i}.mamba.rule.skip", ""),
+    ("model.layers.{i}.norm.weight", "layers.{i}.mamba.rule.norm", ""),
+    ("model.layers.{i}.out_proj.weight", "layers.{i}.mamba.output.weight", ""),
+    ("model.layers.{i}.out_proj.bias", "layers.{i}.mamba.output.bias", ""),
+)
 QKV_BIAS: NameMap = (
     ("model.layers.{i}.self_attn.q_proj.bias", "layers.{i}.attention.qkv.bias", "q"),
     ("model.layers.{i}.self_attn.k_proj.bias", "layers.{i}.attention.qkv.bias", "k"),
@@ -113,6 +152,12 @@ EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
     ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
     ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)
+SHARED_EXPERT: NameMap = (  # with a gate of its own
+    ("model.layers.{i}.mlp.shared_expert.gate_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "gate"),
+    ("model.layers.{i}.mlp.shared_expert.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),
+    ("model.layers.{i}.mlp.shared_expert.down_proj.weight", "layers.{i}.mlp.shared.down.weight", ""),
+    ("model.layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.weight", ""),
 )
 MIXTRAL_EXPERTS: NameMap = (
     ("model.layers.{i}.block_sparse_moe.gate.weight", "layers.{i}.mlp.router.weight", ""),

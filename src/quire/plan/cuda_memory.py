@@ -7,7 +7,7 @@ from quire.config.engine import EngineConfig, SchedulerConfig, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention_limits import MOST_SEQUENCES
-from quire.plan.memory import GIB, DeviceBudget, MemoryPlan
+from quire.plan.memory import GIB, DeviceBudget, MemoryPlan, num_checkpoints
 
 CUDA_TOKENS = 8192  # of a step
 WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
@@ -15,6 +15,7 @@ LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # memory of a large GPU, and the re
 SPARE = 256 << 20  # bytes left free for late allocations of libraries
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
 MOST_UTILIZATION = 0.98  # the largest that a message proposes
+STATES_SHARE = 8  # states of running requests take at most total / 8, unless max_num_seqs is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +54,17 @@ class DeviceMemory:
         return self.weights + self.working
 
 
-def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
+def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False, state_bytes: int = 0) -> SchedulerConfig:
     """Return `scheduler` with unset max_num_seqs and max_num_batched_tokens filled in for a GPU of `total` bytes.
 
     A GPU of 70 GiB or more runs more requests, because their KV caches fit.
-    wide   take more tokens per step on such a GPU, for a mixture-of-experts model whose tokens are not streamed
+    wide          take more tokens per step on such a GPU, for a mixture-of-experts model whose tokens are not streamed
+    state_bytes   of a running request, whatever its length; they limit the number of requests
     """
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
     if scheduler.max_num_seqs is None:
-        seqs = min(seqs, tokens or seqs)
+        seqs = min(seqs, tokens or seqs, max(1, total // STATES_SHARE // state_bytes) if state_bytes else seqs)
     most = WIDE_TOKENS if wide and total >= LARGE_GPU else CUDA_TOKENS
     return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(most, seqs))
 
@@ -104,10 +106,13 @@ def resolve_cuda_memory(
     """Return the size of the KV cache and the context length on a GPU.
 
     context, chunk   the model's longest sequence, and the most tokens of a request in unfinished steps
-    The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size. An unset
-    max_model_len shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
+    The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size, and checkpoints
+    of states take a third of it. The states of running requests are in the measured memory. An unset max_model_len
+    shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
     check_context(config.model, context)
+    checkpoints = _checkpoints(geometry, config, memory)
+    memory = replace(memory, later=memory.later + checkpoints * geometry.state_bytes)
     asked, page = config.model.max_model_len, geometry.page_bytes
     length = asked or context
     num_blocks, source = _num_blocks(config, memory, page)
@@ -146,14 +151,6 @@ def resolve_cuda_memory(
             f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
             f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",
         )
-    budget = DeviceBudget(
-        total=memory.total,
-        utilization=config.cache.gpu_memory_utilization,
-        weights=memory.weights,
-        working=memory.working,
-        outside=memory.outside,
-        kv=given,
-    )
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -161,8 +158,34 @@ def resolve_cuda_memory(
         kv_bytes=given,
         free_bytes=memory.free,
         notes=notes,
-        budget=budget,
+        budget=_budget(config, memory, given, checkpoints, geometry.state_bytes),
+        checkpoints=checkpoints,
     )
+
+
+def _budget(config: EngineConfig, memory: DeviceMemory, kv: int, checkpoints: int, state_bytes: int) -> DeviceBudget:
+    states = min(memory.working, (config.scheduler.sequences() + 1 + checkpoints) * state_bytes)
+    return DeviceBudget(
+        total=memory.total,
+        utilization=config.cache.gpu_memory_utilization,
+        weights=memory.weights,
+        working=memory.working - states,
+        outside=memory.outside,
+        kv=kv,
+        states=states,
+    )
+
+
+def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory) -> int:
+    """Return the number of checkpoints of states beside a KV cache of twice their bytes; 0: no layer keeps states."""
+    cache, seqs = config.cache, config.scheduler.sequences()
+    asked = cache.kv_cache_memory_bytes
+    if cache.num_gpu_blocks_override is not None:
+        asked = (cache.num_gpu_blocks_override + 1) * geometry.page_bytes
+    if asked is not None:
+        return num_checkpoints(geometry, asked, memory.free - memory.later - SPARE - asked, seqs)
+    left = _limit(memory, config) - memory.ours
+    return num_checkpoints(geometry, 2 * left // 3, left, seqs)
 
 
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:

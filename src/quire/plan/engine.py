@@ -281,9 +281,8 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    geometry = rank_geometry(
-        args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu", block_size=config.cache.block_size
-    )
+    kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
+    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, drafts=_drafts(speculation), **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
@@ -294,7 +293,7 @@ def resolve_engine(
         device,
         dtype.dtype,
         ops=operations(args, blends),
-        head_dim=max(one.head_dim for one in args.mixers),
+        head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
         attention_features=asked,
         cache_features=cache.features,
@@ -310,8 +309,8 @@ def resolve_engine(
     check(meetings, planned=True)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
-        wide = args.moe is not None and not served and roomy
-        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
+        wide, states = args.moe is not None and not served and roomy, _state_bytes(args, parallel, kinds)
+        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, states))
         check_sequences(config)
     pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
     bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
@@ -333,6 +332,11 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _state_bytes(args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:
+    """Return the bytes of a request's states on the rank that has most of them, so that all ranks decide alike."""
+    return max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
 
 
 def _experts(
@@ -373,8 +377,13 @@ def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
     """Return the most tokens of a step of a replica, drafts included."""
-    batch, drafts = config.scheduler, speculation.num_drafts if speculation else 0
-    return batch.token_budget() + most_drafts(batch.sequences(), drafts)
+    batch = config.scheduler
+    return batch.token_budget() + most_drafts(batch.sequences(), _drafts(speculation))
+
+
+def _drafts(speculation: Speculation | None) -> int:
+    """Return the most drafts that a decode verifies."""
+    return Drafting(speculation=speculation).num_drafts
 
 
 def keep_stored(

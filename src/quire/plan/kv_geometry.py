@@ -5,7 +5,7 @@ from math import prod
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import MixerArgs
-from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
 from quire.plan.kinds import mixer
@@ -28,15 +28,19 @@ def rank_geometry(
     rank: Rank,
     *,
     dtype: str,
+    activations: str = "",
     device: str,
     block_size: int | None,
     sizes: Sequence[int] | None = None,
+    drafts: int = 0,
 ) -> KVGeometry:
-    """Return the layout of a rank's KV cache.
+    """Return the layout of a rank's KV cache, and of what its layers keep of requests besides.
 
     dtype        of the cache
+    activations  dtype of hidden states; "": that of the cache
     block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
+    drafts       most drafts that a decode verifies
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
     """
@@ -44,8 +48,8 @@ def rank_geometry(
     if sizes is None:
         default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
         sizes = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
-    drafts = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
-    place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *drafts))}
+    behind = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
+    place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *behind))}
     found = list[KVGroup]()
     for layers, size in zip(grouped, sizes, strict=False):
         mixer_args = args.layers[layers[0]].mixer
@@ -58,7 +62,17 @@ def rank_geometry(
             )
         )
     assert len(found) == len(grouped), "each group has a block size"
-    return KVGeometry(groups=tuple(found))
+    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations or dtype, drafts))
+
+
+def _states(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[StateGroup, ...]:
+    """Return the states of a rank's layers. Layers with equal states are together. dtype: of activations."""
+    found: dict[tuple[StateComponent, ...], list[int]] = {}
+    for own, layer in enumerate(range(*rank.layers)):
+        for one in args.layers[layer].mixers:
+            if components := mixer(one).states(dtype, ITEM_BYTES[dtype], rank, drafts):
+                found.setdefault(components, []).append(own)
+    return tuple(StateGroup(layers=tuple(layers), components=parts) for parts, layers in found.items())
 
 
 def block_sizes(
@@ -97,11 +111,12 @@ def layer_groups(args: ModelArgs) -> list[list[int]]:
     A group has layers with the same window and components, whatever else they differ in. A page holds a block of the
     largest group, so a kind with many layers is divided: groups have as many layers as the rarest kind has, or as the
     most frequent one if that has less than half as many more. Neighbouring layers of a kind go to different groups, so
-    that the stages of a pipeline have equally many of each. A layer that reads the cache of another one is in no group.
+    that the stages of a pipeline have equally many of each. A layer that reads the cache of another one, or keeps
+    nothing of tokens, is in no group.
     """
     kinds: dict[object, list[int]] = {}
     for layer in range(args.num_layers):
-        if args.kept_by(layer) == layer:
+        if args.kept_by(layer) == layer and _kept(args, layer)[1]:
             kinds.setdefault(_kept(args, layer), []).append(layer)
     few, most = (bound(map(len, kinds.values())) for bound in (min, max))
     size = most if most < 1.5 * few else few
@@ -115,7 +130,7 @@ def layer_groups(args: ModelArgs) -> list[list[int]]:
     return groups
 
 
-def _kept(args: ModelArgs, layer: int) -> object:
+def _kept(args: ModelArgs, layer: int) -> tuple[int | None, tuple[KVComponent, ...]]:
     """Return what decides on the KV group of a layer: its window, and the components of its cache."""
     kind = mixer(args.layers[layer].mixer)
     return kind.window, kind.components("", 1, None)

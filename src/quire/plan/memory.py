@@ -9,12 +9,19 @@ from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
 SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+RUNNING = (
+    "{} requests run at once, not max_num_seqs={}: each has {} of states of recurrent layers, which take at most half "
+    "of the memory beside the KV cache."
+)
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+    """Shares of a GPU's memory in bytes.
+
+    working   activations and CUDA graphs;  outside  other processes;  states  of recurrent layers, with checkpoints
+    """
 
     total: int
     utilization: float
@@ -22,14 +29,16 @@ class DeviceBudget:
     working: int
     outside: int
     kv: int
+    states: int = 0
 
     def __str__(self) -> str:
-        free = self.total - self.weights - self.working - self.kv - self.outside
+        free = self.total - self.weights - self.working - self.kv - self.outside - self.states
         total, weights, working, kv, outside, free_gib = (
             f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
         )
+        states = f"states {self.states / GIB:.1f}, " if self.states else ""
         return (
-            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, {states}other processes "
             f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
         )
 
@@ -39,6 +48,8 @@ class MemoryPlan:
     """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
 
     host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    checkpoints   checkpoints of states; 0: no layer keeps states
+    num_slots     requests that run at once: max_num_seqs, or as many as have room for their states; 0: max_num_seqs
     """
 
     geometry: KVGeometry
@@ -49,6 +60,8 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     budget: DeviceBudget | None = None
     host_blocks: int = 0
+    checkpoints: int = 0
+    num_slots: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +103,8 @@ def resolve_memory(
     whole = geometry.request_blocks(length, chunk)
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes)
     if asked and source.startswith(QUARTER) and num_blocks < whole:  # the default share grows
-        room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
+        tables = max_num_seqs * slot_bytes(asked, geometry)
+        room = free_bytes - (min(tables, free_bytes // 2) if geometry.states else tables)
         if (most := min(whole, room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
@@ -109,7 +123,12 @@ def resolve_memory(
         length = longest
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
-    _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
+    each = slot_bytes(length, geometry)
+    slots = _running(geometry, max_num_seqs, (free_bytes - kv_bytes) // 2 // each)
+    if slots < max_num_seqs:
+        notes += (RUNNING.format(slots, max_num_seqs, as_gib(geometry.state_bytes)),)
+    _check_free(source, kv_bytes, slots, each, free_bytes)
+    left = free_bytes - kv_bytes - slots * each
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -117,13 +136,33 @@ def resolve_memory(
         kv_bytes=kv_bytes,
         free_bytes=free_bytes,
         notes=notes,
+        checkpoints=num_checkpoints(geometry, kv_bytes, left, slots),
+        num_slots=slots,
     )
 
 
+def _running(geometry: KVGeometry, max_num_seqs: int, room: int) -> int:
+    """Return how many requests run at once. room: as many as have room for their states; none are without states."""
+    return max(1, min(max_num_seqs, room)) if geometry.states else max_num_seqs
+
+
+def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_num_seqs: int) -> int:
+    """Return the number of checkpoints of states: as many as fit in half the bytes of the KV cache; 0: none are needed.
+
+    free_bytes   memory that is left
+    Each running request may hold one, and none leaves its prompt's behind if there is not one more.
+    """
+    if not geometry.states:
+        return 0
+    most = min(kv_bytes // 2, free_bytes) // geometry.state_bytes
+    return max(1, min(most, 8 * max_num_seqs))
+
+
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
+    """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     host = min(one.host_blocks for one in sizes)
+    copies = min((one.checkpoints for one in sizes if one.geometry.states), default=0)  # a stage may have no states
     return [
         replace(
             one,
@@ -131,18 +170,22 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             max_model_len=length,
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
+            checkpoints=copies,
+            num_slots=min(one.num_slots for one in sizes),
         )
         for one in sizes
     ]
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block.
+    """Return the bytes that a running request takes beside its blocks: its states, and its rows of tables.
+
+    A row has SLOT_BYTES, and 4 for each token and each block.
 
     The block tables of all groups have room for as many blocks as the group with the most has.
     """
     entries = max(group.num_blocks(max_model_len) for group in geometry.groups)
-    return SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
+    return geometry.state_bytes + SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
@@ -154,7 +197,7 @@ def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int,
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
         raise ConfigError(
-            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables and states beside {as_gib(kv_bytes)} of KV "
             f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
         )
 

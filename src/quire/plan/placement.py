@@ -12,7 +12,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import ParallelConfig
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
-from quire.plan.kinds import mixers
+from quire.plan.kinds import attending, mixers
 from quire.plan.kinds.stored_experts import expert_share
 
 
@@ -83,12 +83,12 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
 
 def query_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
     """Return the ranges of query heads that a rank holds, each range once."""
-    return tuple(dict.fromkeys(share(kind.num_heads, rank.tp, rank.place) for kind in mixers(args)))
+    return tuple(dict.fromkeys(share(kind.num_heads, rank.tp, rank.place) for kind in attending(args)))
 
 
 def kv_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:
     """Return the ranges of KV heads that a rank holds, each range once."""
-    return tuple(dict.fromkeys(kind.kv_heads(rank.tp, rank.place) for kind in mixers(args)))
+    return tuple(dict.fromkeys(kind.kv_heads(rank.tp, rank.place) for kind in attending(args)))
 
 
 def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
@@ -101,6 +101,8 @@ def rank_facts(args: ModelArgs, rank: Rank) -> dict[str, Any]:
 
 
 def held_of(args: ModelArgs, rank: Rank) -> tuple[object, ...]:
-    """Return a key that is equal for ranks with the same layers, and equal parts of KV heads and experts."""
+    """Return a key that is equal for ranks with the same layers, and equal parts of their heads and experts."""
+    own = dict.fromkeys(kind.kv_heads(rank.tp, rank.place) for kind in mixers(args))
+    heads = tuple(end - first for first, end in own)
     widths = expert_share(args.moe, rank)[1] if args.moe else 0
-    return rank.layers, tuple(end - first for first, end in kv_heads(args, rank)), len(rank.expert_ids), widths
+    return rank.layers, heads, len(rank.expert_ids), widths

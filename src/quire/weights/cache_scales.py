@@ -10,6 +10,7 @@ from math import isfinite, prod
 import numpy as np
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import AttentionArgs
 from quire.contracts.errors import WeightsError
 from quire.weights.files import Checkpoint, StoredTensor
 
@@ -32,6 +33,9 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
         if (source := args.kept_by(layer)) != layer:
             found.append(found[source])
             continue
+        if not isinstance(one.mixer, AttentionArgs):  # a recurrent layer keeps no tokens
+            found.append(("", ""))
+            continue
         at = f"model.layers.{layer}.self_attn."
         k, v = (next((at + name for name in side if at + name in names), "") for side in NAMES)
         found.append((k, k if one.mixer.one_scale else v))
@@ -39,7 +43,7 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
     if not stored:
         return []
     for layer, pair in enumerate(found):
-        if "" in pair:
+        if "" in pair and isinstance(args.layers[layer].mixer, AttentionArgs):
             side = "values" if pair[0] else "keys"
             raise WeightsError(
                 f"{stored[0]} is stored, and layer {layer} has no scale for its {side} of the KV cache: "
@@ -55,7 +59,7 @@ def read_scales(checkpoint: Checkpoint, args: ModelArgs) -> list[Scales]:
     Raises WeightsError for a tensor that is not a single positive number.
     """
     names, tensors = scale_names(checkpoint.tensors, args), checkpoint.tensors
-    return [(_number(tensors[k]), _number(tensors[v])) for k, v in names]
+    return [(_number(tensors[k]), _number(tensors[v])) if k else (1.0, 1.0) for k, v in names]
 
 
 def _number(stored: StoredTensor) -> float:

@@ -56,14 +56,14 @@ class Blending(StepFeature):
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         """Return the shape; a step with moved tokens runs eagerly."""
-        return replace(shape, eager=True) if plan.blended else shape
+        return replace(shape, eager=True) if plan.features.blended else shape
 
     def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor | None:
         """Run all layers of a step with moved tokens on hidden [T, hidden] and return it; None for other steps.
 
         Rows that the last layers leave out hold the output of the check layer.
         """
-        if not plan.blended:
+        if not plan.features.blended:
             return None
         model, rows = self._model, _rows(plan, hidden.device)
         hidden = run_layers(model, hidden, ctx, range(CHECK_LAYER + 1))
@@ -113,7 +113,7 @@ def _rows(plan: StepPlan, device: torch.device) -> StepRows:
     """Return the rows of a step with moved tokens."""
     counts, at = plan.num_tokens.copy(), {int(slot): index for index, slot in enumerate(plan.slots)}
     starts = np.cumsum(plan.num_tokens) - plan.num_tokens
-    chunks = sorted(plan.blended, key=lambda chunk: at[chunk.slot])
+    chunks = sorted(plan.features.blended, key=lambda chunk: at[chunk.slot])
     spans: list[Span] = []
     for chunk in chunks:
         first = spans[-1][1] if spans else 0

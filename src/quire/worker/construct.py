@@ -1,7 +1,7 @@
 """Choose the parts of a model runner for a device, and build the runner from them."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.kernels.states import BothViews, StateView
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
@@ -77,7 +78,7 @@ def choose_parts(
 
 def make_runner(
     model: Model,
-    kv: list[KVView],
+    kv: Sequence[KVView | StateView | BothViews],
     limits: Limits,
     device: torch.device,
     *,

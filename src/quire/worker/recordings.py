@@ -11,13 +11,14 @@ from quire.kernels.native.recording import Buffers, KernelRecording
 from quire.kernels.rope.rotary import Turns
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
+from quire.layers.decoder import Recurrent
 from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
 KERNELS = 32  # kernels of a layer, at most; one with an input of its own and quantized activations has about 27
 NATIVE = ("native", "panels")  # implementations whose calls are recorded
-Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix once
+Kind = tuple[int, bool, int]  # rows of a step; True: decodes read a common prefix once; sequences with states
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class LayerRecordings(Recorder):
         kernel, groups = model.kernels.attention, self._groups or _groups_of(model)
         self._groups = groups
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
-        kind = len(hidden), any(meta.shared is not None for meta in ctx.attention)
+        sequences = 0 if ctx.states is None else len(ctx.states.slots)
+        kind = len(hidden), any(meta.shared is not None for meta in ctx.attention), sequences
         small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
@@ -101,7 +103,8 @@ class LayerRecordings(Recorder):
         own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
         assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
-        # Rows that are not live are computed, too. A further tensor of the context would be that of this step for ever.
+        # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A
+        # further tensor of the context would be that of this step for ever.
         inputs = None if ctx.inputs is None else ctx.inputs.clone()
         step = replace(ctx, attention=own, live=None, inputs=inputs)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
@@ -122,7 +125,7 @@ class LayerRecordings(Recorder):
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",
         }
-        return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
+        return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, *_), why in sorted(self.obstacles.items())}
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -133,6 +136,8 @@ def _groups_of(model: Model) -> tuple[GroupCalls, ...]:
     found: dict[int, GroupCalls] = {}
     for index, layer in enumerate(model.layers):
         own = layer.attention
+        if own is None or isinstance(own, Recurrent):
+            continue
         before = found.setdefault(own.group, GroupCalls(own.group, index, own.window, own.num_heads, own.head_dim))
         most = {"num_heads": max(before.num_heads, own.num_heads), "head_dim": max(before.head_dim, own.head_dim)}
         found[own.group] = replace(before, **most)

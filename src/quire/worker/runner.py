@@ -15,6 +15,7 @@ import torch
 
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.kernels.select import Choice
+from quire.kernels.step import StepWords
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import Upload
 from quire.layers.stack import first_of_each_kind
@@ -51,6 +52,11 @@ class StepRunner:
         self.features, self._upload = programs.features, upload
         self._running: deque[RunningStep] = deque()
         self._launched: deque[_Launched] = deque()  # the last submitted step, until its grammar masks come
+
+    @property
+    def step(self) -> StepWords:
+        """Inputs of the step sent last, on the device."""
+        return self._upload.step
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:

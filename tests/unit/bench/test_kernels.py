@@ -6,6 +6,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from quire.kernels.activation import triton as activation
 from quire.kernels.attention import triton as attention
 from quire.kernels.cases import timing
 from quire.kernels.cases.timing import Rates, measure_rates
+from quire.kernels.delta import triton as delta
 from quire.kernels.heads import triton as heads
 from quire.kernels.linear import cuda as linear
 from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
+from quire.kernels.supports import DENSE
 from quire.layers.linear import GatedLinear, Linear
 
 from ...support.full import full_rows
@@ -51,10 +54,11 @@ def setup(dtype: str = "float32", **changes: object) -> Setup:
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
         block_size=8,
-        kernels=select_kernels("cpu", dtype, head_dim=16),
+        kernels=select_kernels("cpu", dtype, ops=(*DENSE, "delta"), head_dim=16),
         rows=(1, 5),
         steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)),
         shared=((3, 21, 16),),
+        recurrent=((2, 1), (1, 70)),
     )
 
 
@@ -64,7 +68,13 @@ def on_gpu(dtype: str) -> Setup:
     return replace(
         plain,
         kernels=replace(
-            plain.kernels, norm=norm, heads=heads, activation=activation, linear=linear, attention=attention
+            plain.kernels,
+            norm=norm,
+            heads=heads,
+            activation=activation,
+            linear=linear,
+            attention=attention,
+            delta=delta,
         ),
     )
 
@@ -79,7 +89,8 @@ def check(chosen: Setup, op: str) -> None:
     for row in rows:
         share = pytest.approx(100 * row["floor_us"] / row["us"], rel=0.5, abs=0.1)
         assert row["us"] > 0 and row["floor_percent"] == share
-        assert row["library_us"] is None if op == "step" else row["library_us"] > 0 and row["library"]
+        unlike = op == "step" or op == "delta" and find_spec("fla") is None
+        assert row["library_us"] is None if unlike else row["library_us"] > 0 and row["library"]
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op not in bench.TRITON_ONLY])

@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
+from quire.kv.states import StateCheckpoints
 from quire.kv.store import KVStore
 from quire.text.tokenizer import Tokenizer
 
@@ -102,6 +103,7 @@ class EngineRig:
     cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
     sizes      tokens of a block of each group, in turn, as multiples of `block_size`
+    states     checkpoints of states; None: no layer keeps states
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -133,6 +135,7 @@ class EngineRig:
         faults: Sequence[str] = ("",),
         reserve: int = 8,
         blends: bool = False,
+        states: int = 0,
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
@@ -160,11 +163,14 @@ class EngineRig:
             sizes=geometry.block_sizes,
             blends=blends,
             tiers=tiers if host_blocks else None,
+            states=states > 0,
         )
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, geometry.block_size, blocks, slots
         self.pool = BlockPool(blocks)
-        self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
+        unit = geometry.hit_size
+        self.states = StateCheckpoints(states, unit, 2 * unit) if states else None
+        self.allocator = KVAllocator(self.pool, geometry, num_slots=slots, states=self.states)
         config = SchedulerConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=slots,

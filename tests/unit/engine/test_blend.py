@@ -35,7 +35,7 @@ def ask(rig: Any, *notes: int, before: tuple[int, ...] = (), ratio: float = 0.25
 
 def moved(rig: Any) -> list[tuple[int, ...]]:
     """(tokens, kept tokens, first shift) of every blended chunk of the plans."""
-    return [(len(one.tokens), one.num_kept, int(one.shifts[0])) for plan in rig.plans for one in plan.blended]
+    return [(len(one.tokens), one.num_kept, int(one.shifts[0])) for plan in rig.plans for one in plan.features.blended]
 
 
 def test_chunks_are_reused_behind_the_exact_prefix(Rig: Any, depth: int) -> None:
@@ -44,7 +44,7 @@ def test_chunks_are_reused_behind_the_exact_prefix(Rig: Any, depth: int) -> None
     handle = ask(rig, 0, 2, 1)
     rig.drain().judge(handle)
     assert moved(rig) == [(16, 4, 10)]
-    (chunk,) = [one for plan in rig.plans for one in plan.blended]
+    (chunk,) = [one for plan in rig.plans for one in plan.features.blended]
     assert chunk.tokens.tolist() == [*range(2, 10), *range(12, 20)]  # of the chunk, which begins behind the prefix
     assert np.diff(chunk.shifts).max() == 10 and rig.cached[handle] == 8 + 16
     assert rig.origins[handle] == dict.fromkeys(range(2, 7), Tier.BLENDED)

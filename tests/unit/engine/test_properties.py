@@ -78,7 +78,9 @@ FEATURES: dict[str, list[Any]] = {
     "caching": [True, False],
     "policy": ["fcfs", "priority"],
     "watermark": [0.0, 0.3],
+    "states": [0, 0, 1, 12],  # checkpoints; 0: no layer keeps states
 }
+OPTIONS = ("windows", "sizes", "caching", "policy", "max_waiting", "watermark", "states")  # of a rig
 ROOMS = {"max_waiting": [2, 1000]}
 
 
@@ -114,6 +116,8 @@ class EngineMachine(RuleBasedStateMachine):
         setup = drawn | self.setup
         event(f"windows {setup['windows']}")
         event(f"tiers {setup['tiers']}")
+        if setup["tiers"] != "none":
+            setup["states"] = 0
         self.rig = self.rig_class(
             self.depth,
             blocks=blocks * len(setup["windows"]),
@@ -123,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
             vocab=VOCAB,
             drafts=self.drafts,
             accepts=accepts,
-            **{name: setup[name] for name in ("windows", "sizes", "caching", "policy", "max_waiting", "watermark")},
+            **{name: setup[name] for name in OPTIONS},
             **tiers_of(setup["tiers"], below),
         )
         self.bound, self.slots = setup["max_waiting"], slots

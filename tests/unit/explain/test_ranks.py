@@ -37,8 +37,8 @@ from quire.plan.collectives import algorithm, collectives, groups
 from quire.plan.meetings import idle_notes, inputs_of, met
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import ranks
-from quire.plan.rank_report import describe_one, rank_lines, rank_name
-from quire.plan.report import PlanReport
+from quire.reports.engine import PlanReport
+from quire.reports.ranks import describe_one, rank_lines, rank_name
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine

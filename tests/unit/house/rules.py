@@ -20,7 +20,7 @@ MAX_METHODS = 15
 MAX_POSITIONAL = 6
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "quantization", "kv", "text", "answers", "engine")
+TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "reports", "quantization", "kv", "text", "answers", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
@@ -39,7 +39,7 @@ _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _RANKS = _PROCS | {"ranks"}
 _KVNET = _PROCS | {"kvnet"}
-_ENTRY = _RANKS | _KVNET | {"assemble", "entry"}
+_ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry"}
 _ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("layers", "weights", "kvstore"), _LAYERS),
     "models": _FLOOR | {"models"},
     "plan": _PLAN,
+    "reports": _PLAN | {"reports"},
     "spec": _SPEC,
     "worker": _WORKER,
     **dict.fromkeys(("kv", "text", "answers"), _STATE),
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "procs": _PROCS,
     "ranks": _RANKS,
     "kvnet": _KVNET,
-    "assemble": _RANKS | _KVNET | {"assemble"},
+    "assemble": _RANKS | _KVNET | {"reports", "assemble"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
     "entry/cli": _ALL,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.args.experts import Routing, read_moe
-from quire.args.families import FAMILIES
 from quire.args.keys import Keys
 from quire.kernels.routing import drawing, ref, uniform
 
@@ -37,16 +36,19 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
         if hasattr(block, "e_score_correction_bias"):  # MiniMax-M2 gives it to the router
             made.register_buffer("e_score_correction_bias", block.e_score_correction_bias)
             made.forward = partial(made.forward, e_score_correction_bias=made.e_score_correction_bias)
+        if getattr(block, "use_expert_bias", False):
+            made.register_buffer("e_score_correction_bias", block.expert_bias)
+            made.forward = partial(made.forward, expert_bias=made.e_score_correction_bias)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
-    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), FAMILIES[family].experts, 2)
+    moe, _ = read_moe(Keys(config.to_dict(), "config.json"), configured(family).experts, 2)
     return made, moe.routing
 
 
 @torch.inference_mode()
 def compare(theirs: Any, routing: Routing) -> None:
     """Ids equal and weights within 1e-6, both in the order of the ids: theirs is not always sorted."""
-    x = torch.randn(500, theirs.hidden_dim)
+    x = torch.randn(500, theirs.weight.shape[1])
     logits, weights, ids = theirs(x)
     ours, chosen = ref.route(logits, getattr(theirs, "e_score_correction_bias", None), routing)
     assert ours.dtype == torch.float32 and chosen.dtype == torch.int32 and chosen.shape == (500, routing.top_k)

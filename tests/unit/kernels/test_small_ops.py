@@ -127,6 +127,16 @@ def test_gated(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype, act
     close(apart, activation_ref.gated(gate_up, act))
 
 
+@fast(activation_ref, activation_cpu, activation_native)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", activation_inputs.SHAPES, ids=str)
+def test_opened(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, gate = activation_inputs.make(shape, dtype).chunk(2, 1)
+    close(impl.opened(x, gate), (x.double() / (1 + (-gate.double()).exp())).to(dtype))
+    far = torch.tensor([[-3e38, -89.5, 0.0, 89.5, 3e38, torch.inf, -torch.inf]], dtype=dtype)
+    assert impl.opened(torch.ones_like(far), far)[0, [0, 2, 4, 5, 6]].tolist() == [0, 0.5, 1, 1, 0]
+
+
 @fast(activation_cpu, activation_native)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -361,6 +371,9 @@ def small_misuses() -> dict[str, Any]:
     return {
         "activation dtype": lambda: activation_native.gated(x.half()),
         "activation strides": lambda: activation_native.gated(x.t()),
+        "gate strides": lambda: activation_native.opened(x, x.t()),
+        "gate dtype": lambda: activation_native.opened(x, x.half()),
+        "gate shape": lambda: activation_native.opened(x, x[:, 1:]),
         "norm dtype": lambda: normalize(x.half(), torch.ones(8).half(), 1e-5),
         "norm weight": lambda: normalize(x, torch.ones(8).bfloat16(), 1e-5),
         "norm factor": lambda: normalize(x, torch.ones(8), 1e-5, None, torch.ones(1).double()),

@@ -11,6 +11,7 @@ from quire.kv.hashing import KeyChain
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
+from quire.kv.states import StateCheckpoints
 
 ROOT, OTHER_ROOT = bytes(32), bytes(range(32))
 SIZE = 4
@@ -19,11 +20,12 @@ SIZE = 4
 class Cache:
     """A pool whose prompts are remembered under the number of their admission."""
 
-    def __init__(self, num_blocks: int = 400, *, enabled: bool = True) -> None:
+    def __init__(self, num_blocks: int = 400, *, enabled: bool = True, states: StateCheckpoints | None = None) -> None:
         self.pool, self.now = BlockPool(num_blocks), 100.0
         group = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
-        self.index = PrefixIndex(self.pool, KVGeometry(groups=(group,)))
-        self.history = PrefixHistory(self.pool, enabled=enabled, clock=lambda: self.now)
+        self.index = PrefixIndex(self.pool, KVGeometry(groups=(group,)), states)
+        copies = states and states.pool
+        self.history = PrefixHistory(self.pool, enabled=enabled, states=copies, clock=lambda: self.now)
         self.count = 0
 
     def admit(self, tokens, tags=(), root=ROOT, *, published=None, reads=True, limit=None):
@@ -219,3 +221,21 @@ def test_a_tenant_hears_nothing_of_another_ones_prompts():
         assert (report.why, report.nearest, report.detail, report.num_reused) == (Miss.NEW, "", "", 0)
     report = cache.admit(PROMPT, (*one, ("salt", "x")))
     assert (report.why, report.nearest, report.detail) == (Miss.EXTRAS, "0", "salt")
+
+
+def test_a_prefix_without_a_state_there_says_so_and_what_became_of_the_last_one():
+    """Blocks of 4 of 5 blocks are cached, and the state at none of them; then one is, at 2 blocks, and is evicted."""
+    states = StateCheckpoints(1, SIZE, SIZE)
+    cache = Cache(states=states)
+    cache.admit(PROMPT)
+    found = cache.admit(PROMPT)
+    assert (found.why, found.position, found.num_cached, found.detail, found.seconds) == (Miss.STATE, 0, 16, "", None)
+    chain = KeyChain(ROOT, SIZE, array("I", PROMPT), ())
+    states.came(states.of_prompt(0, 0, chain, 0, 8, 9))
+    found = cache.admit(PROMPT)
+    assert (found.why, found.position, found.num_reused, found.num_cached) == (Miss.STATE, 8, 2, 16)
+    other = KeyChain(ROOT, SIZE, array("I", [7] * 9), ())
+    states.came(states.of_prompt(0, 0, other, 0, 8, 9))  # the only checkpoint is taken again
+    cache.now += 3
+    found = cache.admit(PROMPT)
+    assert (found.why, found.position, found.detail, found.seconds) == (Miss.STATE, 0, "evicted", 3.0)

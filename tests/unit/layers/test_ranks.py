@@ -8,12 +8,14 @@ from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.latent import LatentArgs
+from quire.args.layers import NONE, RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
+from quire.kernels.states import NOTHING, BothViews, StateView
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
 from quire.plan.kinds.blocks import operations, score_features
@@ -24,6 +26,7 @@ from quire.weights.units import load_units
 
 from ...support.filled_models import experts_plan, sliced, stored_tensors
 from ...support.simulated_groups import SimulatedRanks
+from ...support.states import state_arena, state_meta
 from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8
@@ -35,7 +38,7 @@ def arguments(family: str) -> ModelArgs:
 
 
 def last_layer(args: ModelArgs) -> int:
-    """The last layer with a KV cache, of those with experts if there are any."""
+    """The last layer with a KV cache or states of its own, of those with experts if there are any."""
     layers = args.expert_layers if args.moe else range(args.num_layers)
     return max(layer for layer in layers if args.kept_by(layer) == layer)
 
@@ -48,7 +51,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
         "cpu",
         "float32",
         ops=operations(args),
-        head_dim=args.mixers[0].head_dim,
+        head_dim=args.attending[0].head_dim,
         attention_features=score_features(args),
     )
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
@@ -76,13 +79,17 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
     return made
 
 
-def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
+def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> Tensor:
     """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
     mixer = args.layers[last_layer(args)].mixer
     rotary = Rotaries(args.rotations, CPU)
-    kv: KVView | LatentView
-    if isinstance(mixer, LatentArgs):
+    kv: KVView | LatentView | StateView | BothViews
+    if mixer == NONE:
+        kv = NOTHING
+    elif isinstance(mixer, RecurrentArgs):
+        kv = StateView(*state_arena(args, 1, rank=rank).views(last_layer(args)))
+    elif isinstance(mixer, LatentArgs):
         kv = LatentView(
             torch.zeros(blocks + 1, 1, BLOCK, mixer.kv_rank),
             torch.zeros(blocks + 1, 1, BLOCK, mixer.rope_dim),
@@ -90,6 +97,8 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     else:
         heads = made.attention.num_kv_heads
         kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, mixer.head_dim))
+        if made.beside is not None:
+            kv = BothViews(kv, StateView(*state_arena(args, 1, rank=rank).views(last_layer(args))))
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     meta = AttentionMeta(
         torch.tensor([0, TOKENS], dtype=torch.int32),
@@ -98,7 +107,8 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
         BLOCK + positions,
     )
     inputs = torch.randn(TOKENS, args.num_layers, args.inputs, generator=torch.Generator().manual_seed(2))
-    ctx = StepContext(positions, (meta,), [kv], inputs=inputs if args.inputs else None)
+    own = state_meta(meta.query_start, [TOKENS], [0])
+    ctx = StepContext(positions, (meta,), [kv], inputs=inputs if args.inputs else None, states=own)
     out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), ctx, kv)
     return out
 
@@ -114,11 +124,13 @@ def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
     stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
     hidden = torch.randn(TOKENS, args.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = answer(args, block(args, next(ranks(args, ALONE)), stored, None), hidden)
+        whole = next(ranks(args, ALONE))
+        expected = answer(args, whole, block(args, whole, stored, None), hidden)
     threads = SimulatedRanks(parallel.size)
     every = [
-        block(args, rank, stored, group) for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)
+        partial(answer, args, rank, block(args, rank, stored, group), hidden)
+        for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)
     ]
-    for found in threads.run_each([partial(answer, args, made, hidden) for made in every]):
+    for found in threads.run_each(every):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected - hidden).abs().max() > 0.1

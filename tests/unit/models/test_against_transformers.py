@@ -9,7 +9,7 @@ import transformers
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.args.families import FAMILIES as CONFIGURED
-from quire.assemble.kv_views import kv_views
+from quire.assemble.kv_views import model_views
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
@@ -20,6 +20,7 @@ from quire.weights.files import stored_in
 from quire.weights.load import load_weights
 
 from ...support.filled_models import built
+from ...support.states import state_arena, state_meta
 from ...support.tiny_models import FAMILIES, write_model
 
 BASE = {
@@ -125,18 +126,23 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
     """A random model of transformers in float32, saved in small shards. Norms and biases are random too."""
     torch.manual_seed(seed)
     case = FAMILIES[family]
-    options = BASE | ({"num_key_value_heads": 4} if CONFIGURED[family].latent else {}) | dict(case.options) | changes
+    options = (
+        BASE
+        | ({"num_key_value_heads": 4} if CONFIGURED[case.of or family].latent else {})
+        | dict(case.options)
+        | changes
+    )
     options = {"pad_token_id": None} | {
         key: value for key, value in options.items() if (key, value) != ("head_dim", None)
     }
     if part := options.pop("partial_rotary_factor", None) if "glm4" == family else None:
         options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
-    config = transformers.AutoConfig.for_model(case.peer or family, **options)
+    config = transformers.AutoConfig.for_model(case.peer or case.of or family, **options)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -162,10 +168,11 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    geometry = resolve_geometry(kv_components(args.mixers[0], "float32"), args.num_layers, block)
+    geometry = resolve_geometry(kv_components(args.attending[0], "float32"), args.num_layers, block)
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
     arena.data.view(torch.float32).fill_(torch.nan)
-    kv = kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers)))
+    states = state_arena(args, len(prompts))
+    kv = model_views(model, arena.views, states=states.views)
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -182,7 +189,9 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
             block_tables=tables[active],
             kv_slots=torch.cat(slots),
         )
-        hidden = run_layers(model, model.embed(torch.cat(tokens)), StepContext(torch.cat(positions), (meta,), kv))
+        own = state_meta(starts, meta.seq_lens, active)
+        ctx = StepContext(torch.cat(positions), (meta,), kv, states=own)
+        hidden = run_layers(model, model.embed(torch.cat(tokens)), ctx)
         rows = model.head(model.norm(hidden)).split(counts)
         for i, n, part in zip(active, counts, rows, strict=True):
             logits[i].append(part)

@@ -20,9 +20,9 @@ from quire.explain.describe import plan_engine
 from quire.explain.render import render
 from quire.plan.cache_dtype import E4M3, E5M2, choose_cache
 from quire.plan.memory import MemoryPlan
-from quire.plan.report import PlanReport
 from quire.quantization.read import find_quantization, read_quantization
 from quire.quantization.rules import rules_of
+from quire.reports.engine import PlanReport
 from quire.weights.cache_scales import read_scales
 from quire.weights.files import read_checkpoint
 

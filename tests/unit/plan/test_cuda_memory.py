@@ -4,9 +4,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from quire.config.engine import EngineConfig
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.plan.cuda_memory import (
     MAX_BLOCKS,
@@ -72,6 +73,30 @@ def test_a_tiny_page_does_not_make_millions_of_blocks() -> None:
     tiny = resolve_geometry((KVComponent("k", 1, 16, "bfloat16", 2),), 1, None, CUDA_BLOCK_SIZE)
     found = resolve_cuda_memory(tiny, EngineConfig(), H200, context=128, chunk=64, dtype="bfloat16")
     assert found.num_blocks == MAX_BLOCKS
+
+
+def test_states_take_their_part() -> None:
+    """States of running requests are measured; checkpoints have a third of what is left, or what there is beside a
+    given KV cache, and at least one."""
+    state = StateComponent("matrix", (32, 128, 128), "float32", 4)
+    recurrent = structs.replace(GEOMETRY, states=(StateGroup(layers=tuple(range(24)), components=(state,)),))
+    assert recurrent.state_bytes == 48 << 20
+
+    def found(memory: DeviceMemory = H200, **options: object) -> MemoryPlan:
+        config = EngineConfig.from_flat(max_num_seqs=50, **options)
+        return resolve_cuda_memory(recurrent, config, memory, context=40960, chunk=2048, dtype="bfloat16")
+
+    usual, room = found(), int(0.92 * 140 * GIB) - 20 * GIB
+    assert usual.checkpoints == 8 * 50 and usual.kv_bytes <= room - 400 * (48 << 20) < usual.kv_bytes + PAGE
+    assert "KV cache 90.0, states 21.1, other" in str(usual.budget) and "graphs 1.6" in str(usual.budget)
+    small = found(replace(H200, free=40 * GIB))
+    left = room - 81 * GIB
+    assert 0 <= left // 3 - small.checkpoints * (48 << 20) < 48 << 20 and small.kv_bytes + PAGE > 2 * left // 3
+    assert found(kv_cache_memory_bytes=60 << 20).checkpoints == 1
+    tight = replace(H200, free=GIB + SPARE + (50 << 20) + 9 * PAGE)
+    assert found(tight, kv_cache_memory_bytes=9 * PAGE).checkpoints == 1
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes asks for .* lower it to"):
+        found(tight, kv_cache_memory_bytes=10 * PAGE)
 
 
 def test_what_others_hold_is_left_to_them_and_said() -> None:
@@ -181,3 +206,5 @@ def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seq
     for wait, most in ((False, tokens), (True, wide)):
         batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait)
         assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, most)
+        batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait, state_bytes=1 << 30)
+        assert batch.max_num_seqs == asked.get("max_num_seqs", gib // 8)

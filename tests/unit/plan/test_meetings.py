@@ -32,6 +32,8 @@ from ...support.changed_args import with_layers, with_mixer
 MOVES = EXAMPLES["EPLB"]
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
+RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
+RECURRENT["full_attention_interval"] = 2
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -76,6 +78,16 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"length": 90},
         {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
     ),
+    (
+        EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
+        {"recurrent": True},
+        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
+    ),
+    ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states")}),
+    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
+    (EXAMPLES["draft model"], {"recurrent": True}, {("draft model", "states")}),
+    (EAGLE, {"recurrent": True}, {("EAGLE", "states")}),
+    (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
@@ -172,6 +184,13 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         kinds = ["sliding_attention", "full_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
         args = parse_checkpoint_config(raw)
+    if more.pop("recurrent", False):
+        args = parse_checkpoint_config(RECURRENT)
+    if more.pop("conv", False):
+        kinds = ["conv", "full_attention"] * (RECURRENT["num_hidden_layers"] // 2)
+        args = parse_checkpoint_config(RECURRENT | {"model_type": "lfm2", "layer_types": kinds})
+    if more.pop("recurrent drafts", False):
+        draft = parse_checkpoint_config(RECURRENT)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
     if length := more.pop("length", 0):

@@ -1,9 +1,10 @@
 """Plans are pure functions of facts: every branch, and the numbers in every refusal."""
 
 import pytest
+from msgspec.structs import replace
 
 from quire.config.engine import CacheConfig, ModelConfig
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import resolve_geometry
@@ -110,3 +111,21 @@ def test_the_tables_of_a_slot_are_all_counted() -> None:
     held = [column for part in parts for column in vars(part).values()]
     used = sum(t.nbytes if hasattr(t, "nbytes") else 8 * len(t) for t in held if hasattr(t, "__len__"))
     assert used <= num_slots * slot_bytes(length, GEOMETRY) <= 1.1 * used
+
+
+def test_as_many_requests_run_as_have_room_for_their_states() -> None:
+    """Of 1 GiB, half of what the KV cache leaves has room for 6 states of 64 MiB, and not for 8."""
+    matrix = StateComponent("matrix", (16, 1 << 20), "float32", 4)
+    geometry = replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(matrix,)),))
+
+    def sized(free: int, seqs: int) -> MemoryPlan:
+        return resolve_memory(
+            geometry, ModelConfig(), CacheConfig(), context=4096, chunk=64, max_num_seqs=seqs, free_bytes=free
+        )
+
+    found = sized(1 << 30, 8)
+    assert (found.num_slots, found.checkpoints) == (6, 1)
+    assert "6 requests run at once, not max_num_seqs=8: each has 64.00 MiB" in found.notes[-1]
+    assert sized(1 << 32, 8).num_slots == 8
+    with pytest.raises(ConfigError, match="max_num_seqs=1 needs .* of tables and states"):
+        sized(1 << 26, 8)

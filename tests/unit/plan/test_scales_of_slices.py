@@ -16,9 +16,9 @@ from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan
 from quire.plan.holdings import Holdings
 from quire.plan.parallel_notes import parallel_notes
-from quire.plan.report import PlanReport
 from quire.plan.sizing import resolve_sizing
 from quire.quantization.read import find_quantization
+from quire.reports.engine import PlanReport
 
 from ...support.filled_models import planned
 from ...support.quantized_checkpoints import FORMS

@@ -89,12 +89,13 @@ def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_reads_whole_tensors(family: str) -> None:
-    """Or, of a tensor that holds several parts of a parameter, all of its rows."""
-    for param in layout(arguments(family, False)):
-        for stored, parts in groupby(param.parts, lambda part: (part.stored, part.expert)):
-            own = list(parts)
-            assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
-            assert sum(part.count for part in own) == own[0].matrix[own[0].axis], stored
+    """Or, of a tensor that holds several parts of a parameter or parts of several, all of its rows."""
+    every = [part for param in layout(arguments(family, False)) for part in param.parts]
+    every.sort(key=lambda part: (part.stored, part.expert, part.start))
+    for stored, parts in groupby(every, lambda part: (part.stored, part.expert)):
+        own = list(parts)
+        assert [part.start for part in own] == list(accumulate([0, *(part.count for part in own[:-1])])), stored
+        assert sum(part.count for part in own) == own[0].matrix[own[0].axis], stored
 
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:

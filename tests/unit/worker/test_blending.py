@@ -189,7 +189,7 @@ def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
     expected = Engine(model, budget=budget).ask(prompt)
     engine = warmed(model, budget=budget)
     actual = engine.ask(prompt, chunks=chunks, blend_ratio=1.0)
-    moved = sum(len(one.tokens) for plan in engine.plans for one in plan.blended)
+    moved = sum(len(one.tokens) for plan in engine.plans for one in plan.features.blended)
     assert moved == 32 + 32 + 64 and torch.equal(actual, expected)
 
 
@@ -226,6 +226,6 @@ def test_other_requests_of_the_step_are_as_ever(depth: int) -> None:
                 tokens.setdefault(handle, []).append(token)
         engine.core.check()
         assert any(len(plan.slots) == 3 and plan.num_decodes == 1 for plan in engine.plans)
-        assert (ratio is not None) == any(plan.blended for plan in engine.plans)
+        assert (ratio is not None) == any(plan.features.blended for plan in engine.plans)
         texts.append([tokens[handle] for handle in (4, 6)])
     assert texts[0] == texts[1]

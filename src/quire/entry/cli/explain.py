@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.explain.describe import GPUS, one_layer, plan_engine
     from quire.plan.meeting_rows.records import REFUSED
     from quire.plan.meetings import Meeting
-    from quire.plan.rank_report import describe_one
+    from quire.reports.ranks import describe_one
 
     settings = flags.settings_of(args, server=True, planned=True)
     described = args.device if args.device in GPUS else ""

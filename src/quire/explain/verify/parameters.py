@@ -20,6 +20,7 @@ from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.contracts.params import Param, Part
 from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
+from quire.layers.delta import Recurrence
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts, Router
 from quire.layers.norm import HeadNorm, Norm, WideNorm
@@ -125,7 +126,7 @@ def _packed(owner: Any, name: str) -> Tensor:
             return _dense(getattr(packed, name)).flatten(0, 1)
         each = packed if isinstance(packed, list) else packed[0]  # some kernels keep the memory of all beside them
         return torch.cat([_dense(getattr(one, name)) for one in each])
-    if isinstance(owner, HeadNorm | WideNorm):
+    if isinstance(owner, HeadNorm | WideNorm | Recurrence):
         return owner.rows(name)
     if isinstance(owner, Norm) or (isinstance(owner, Router) and name == "scale"):
         assert owner.stored is not None, "run before its weights were taken"

@@ -25,7 +25,7 @@ from quire.explain.verify.dequantized import QuantizedInputs, Rules, describe, w
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.parameters import Changed, changed_parameters, reference_layout
 from quire.explain.verify.recording import FEED_FORWARD, Recording, stage_name
-from quire.explain.verify.steps import watch
+from quire.explain.verify.steps import check_layers, watch
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.text.tokenizer import TOKENIZER_FILE
 from quire.worker.taps import HiddenTap
@@ -71,6 +71,7 @@ def verify(
     )
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
+        check_layers(engine.worker.model)
         if engine.config.scheduler.speculative_config is not None:  # of a repository that names its model
             raise ConfigError(f"verify compares a model without drafts: give {engine.folder}.")
         return _compared(engine, model or "quire-tiny", prompt, reference)

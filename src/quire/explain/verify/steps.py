@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from quire.contracts.errors import ConfigError
 from quire.explain.verify.recording import (
     ATTENTION,
     FEED_FORWARD,
@@ -23,6 +24,16 @@ from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
 from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
 from quire.layers.layer_inputs import OwnInput
+
+
+def check_layers(model: Decoder) -> None:
+    """Raise ConfigError for a model with layers whose steps are not known here."""
+    for layer in model.layers:
+        if layer.beside is not None or type(layer.attention) not in MIXERS or type(layer.mlp) not in FEED_FORWARDS:
+            raise ConfigError(
+                f"verify does not know the steps of all layers of a {model.args.model_type} model: compare the tokens "
+                "of --dtype float32 with those of transformers."
+            )
 
 
 def watch(model: Decoder, recording: Recording) -> None:

@@ -14,3 +14,13 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
     if act == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     return ref.gated(gate, act, up)
+
+
+def squared(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2, [T, I]. See `quire.kernels.activation`."""
+    return x.relu().square()
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    return gate.sigmoid().mul_(x)

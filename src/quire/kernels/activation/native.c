@@ -35,3 +35,38 @@ void quire_gated(const void *gate, const void *up, void *y, long rows, long widt
                    .up_stride = up_stride, .act = act, .half = half};
     RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads);
 }
+
+typedef struct OpenJob {
+    Tasks tasks;
+    const void *x, *gate;
+    void *y;
+    long width, x_stride, gate_stride;
+    int half;
+} OpenJob;
+
+INLINE void open_row(const OpenJob *job, long row, int half) {
+    const void *x = element(job->x, row * job->x_stride, half);
+    const void *gate = element(job->gate, row * job->gate_stride, half);
+    void *y = (void *)element(job->y, row * job->width, half);
+    for (long i = 0; i < job->width; i += W) {
+        const Lanes lanes = lanes_of(job->width - i);
+        const Vec below = fill(1.0f) + exp_of(negative(load(gate, i, lanes, half)));
+        store(y, i, lanes, load(x, i, lanes, half) / below, half);
+    }
+}
+
+static void open_tasks(void *argument) {
+    OpenJob *job = argument;
+    long row;
+    while ((row = claim(&job->tasks)) >= 0)
+        if (job->half) open_row(job, row, 1);
+        else open_row(job, row, 0);
+}
+
+/* x, gate [rows, width] with strides between rows -> y [rows, width] = x * sigmoid(gate); half: as of quire_gated. */
+void quire_opened(const void *x, const void *gate, void *y, long rows, long width, long x_stride, long gate_stride,
+                  int half, int threads) {
+    OpenJob job = {.tasks.count = rows, .x = x, .gate = gate, .y = y, .width = width, .x_stride = x_stride,
+                   .gate_stride = gate_stride, .half = half};
+    RUN(open_tasks, &job, rows * width < SMALL ? 1 : threads);
+}

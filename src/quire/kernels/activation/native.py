@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import number_of
+from quire.kernels.activation.cpu import squared as squared
 from quire.kernels.native.library import loaded
 
 
@@ -32,6 +33,33 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
         up.stride(0),
         number_of(act),
         gate.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    for name, one in (("x", x), ("gate", gate)):
+        if one.dtype not in (torch.float32, torch.bfloat16) or not one.is_cpu or one.stride(1) != 1:
+            raise ValueError(
+                f"native activation: {name} must be float32 or bfloat16 on the CPU, with stride 1 inside a row; it is "
+                f"{one.dtype} on {one.device} with strides {one.stride()}"
+            )
+    if x.dtype != gate.dtype or x.shape != gate.shape:
+        raise ValueError(
+            f"native activation: x and gate must be alike; they are {x.dtype} {tuple(x.shape)} and {gate.dtype} "
+            f"{tuple(gate.shape)}"
+        )
+    y = x.new_empty(x.shape)
+    loaded().quire_opened(
+        x.data_ptr(),
+        gate.data_ptr(),
+        y.data_ptr(),
+        *x.shape,
+        x.stride(0),
+        gate.stride(0),
+        x.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return y

@@ -1,4 +1,4 @@
-"""Gated activations, as their formulas read, in float32."""
+"""Gated activations and gates, as their formulas read, in float32."""
 
 import math
 
@@ -19,3 +19,13 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
         gate = gate.clamp(max=7)
         y = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
     return y.to(gate_up.dtype)
+
+
+def squared(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2, [T, I]. See `quire.kernels.activation`."""
+    return x.relu().square()
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)

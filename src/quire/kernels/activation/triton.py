@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.activation import checked
+from quire.kernels.activation.cpu import squared as squared
 from quire.kernels.triton_runtime import gl, gluon_jit, jit, tl
 
 BLOCK = 1024
@@ -22,6 +23,19 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
         in_pdl = pdl.in_use()
         _gated_kernel[(rows, -(-width // BLOCK))](
             gate, up, y, gate.stride(0), up.stride(0), width, act, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
+        )
+    return y
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N]. See `quire.kernels.activation`."""
+    if x.stride(1) != 1 or gate.stride(1) != 1:
+        x, gate = x.contiguous(), gate.contiguous()
+    (rows, width), y = x.shape, x.new_empty(x.shape)
+    if rows:
+        in_pdl = pdl.in_use()
+        _opened_kernel[(rows, -(-width // BLOCK))](
+            x, gate, y, x.stride(0), gate.stride(0), width, BLOCK, in_pdl, num_warps=4, **pdl.options(in_pdl)
         )
     return y
 
@@ -97,3 +111,21 @@ def _gated_kernel(
     gates = tl.load(gate + row * gate_stride + col, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * WIDTH + col, gated_of(gates, ups, ACT).to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _opened_kernel(x, gate, y, x_stride, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The product of x and sigmoid(gate), BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)).
+
+    x, gate   [rows, WIDTH];  x_stride, gate_stride  elements from row to row
+    y         [rows, WIDTH] contiguous
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < WIDTH
+    below = 1 + tl.exp(-tl.load(gate + row * gate_stride + col, mask=inside, other=0.0).to(tl.float32))
+    value = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * WIDTH + col, (value / below).to(y.dtype.element_ty), mask=inside)

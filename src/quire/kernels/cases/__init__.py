@@ -1,6 +1,6 @@
 """Cases in which kernels are measured: an operation with the shapes of a model, beside a library's version.
 
-`operations.py` and `quantized.py` have the cases of each operation, `timing.py` takes the times.
+`operations.py`, `quantized.py` and `recurrent.py` have the cases of each operation, `timing.py` takes the times.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ ROWS = (1, 64, 256, 8192)
 FEW_ROWS, LOGIT_ROWS = 64, 512  # most rows of the cases of fused layer kernels, and of logits
 # (sequences, new tokens of each, context of each with them)
 STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
+RECURRENT = (*((seqs, 1) for seqs in (1, 8, 32, 64, 128, 256)), (1, 2048), (1, 8192), (1, 32768), (4, 2048))
 SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, its shared prefix)
 EPS = 1e-6  # of norms
 Result = Tensor | tuple[Tensor, ...]
@@ -60,6 +61,7 @@ class KernelSetup:
     rows     numbers of rows (tokens)
     steps    (sequences, new tokens of each, context of each including the new tokens)
     shared   (sequences, context of each, its shared prefix), in tokens
+    recurrent   (sequences, new tokens of each)
     """
 
     args: ModelArgs
@@ -70,6 +72,7 @@ class KernelSetup:
     rows: tuple[int, ...] = ROWS
     steps: tuple[tuple[int, int, int], ...] = STEPS
     shared: tuple[tuple[int, int, int], ...] = SHARED
+    recurrent: tuple[tuple[int, int], ...] = RECURRENT
 
     @property
     def item(self) -> int:
@@ -97,7 +100,7 @@ class KernelSetup:
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of a layer's projections and of the head, by name; "qkv" may make queries and latents."""
-        hidden, inner, mixer = self.args.hidden_size, self.inner, self.args.mixers[0]
+        hidden, inner, mixer = self.args.hidden_size, self.inner, self.args.attending[0]
         q = mixer.num_heads * mixer.head_dim
         if isinstance(mixer, GroupedArgs):
             own = {"qkv": (q + 2 * mixer.num_kv_heads * mixer.head_dim, hidden), "o": (hidden, q)}

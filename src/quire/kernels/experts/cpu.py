@@ -13,7 +13,7 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
-from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
+from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.native import memory
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
@@ -104,7 +104,7 @@ def run_each(
 
 
 def _expert(x: Tensor, own: ExpertWeights[Tensor]) -> Tensor:
-    inner = gated(F.linear(x, own.gate_up, own.gate_up_bias), own.act)
+    inner = activated(F.linear(x, own.gate_up, own.gate_up_bias), own.act, gated)
     return F.linear(inner, own.down, own.down_bias)
 
 

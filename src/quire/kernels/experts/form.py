@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from quire.kernels.activation import checked
+from quire.kernels.activation import UNGATED, checked
 
 
 @dataclass(frozen=True)
 class ExpertForm:
     """Activation and biases of the experts of a layer. Raises ValueError for an unknown activation.
 
-    act      activation between the two products, a word of `quire.kernels.activation.ACTS`
+    act      activation between the two products, a word of `quire.kernels.activation.ACTS`, or of `UNGATED`: the first
+             product has I rows then
     biased   True: both products add a bias
     """
 
@@ -17,7 +18,8 @@ class ExpertForm:
     biased: bool = False
 
     def __post_init__(self) -> None:
-        checked(self.act)
+        if self.act not in UNGATED:
+            checked(self.act)
 
     @property
     def features(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.activation.ref import gated
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
+from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, empty
 from quire.kernels.quantize.rows import QuantizedRows
@@ -49,5 +49,5 @@ def way(x: Tensor, pairs: object) -> str:
 
 def run_pair(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix]) -> Tensor:
     """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme."""
-    inner = gated(quantized_ref.run_float(x, own.gate_up, own.gate_up_bias), own.act)
+    inner = activated(quantized_ref.run_float(x, own.gate_up, own.gate_up_bias), own.act, gated)
     return quantized_ref.run_float(inner, own.down, own.down_bias)

@@ -11,7 +11,7 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
-from quire.kernels.experts.weights import Biases
+from quire.kernels.experts.weights import Biases, activated
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
@@ -74,7 +74,7 @@ def _results(x: Tensor | QuantizedRows, packed: Packed) -> Iterator[Tensor]:
     gate_up, down, act, first, second = packed
     for place in range(len(gate_up)):
         inner = x.float() @ gate_up[place].float().t()
-        inner = gated(inner if first is None else inner + first[place].float(), act)
+        inner = activated(inner if first is None else inner + first[place].float(), act, gated)
         y = inner @ down[place].float().t()
         yield y if second is None else y + second[place].float()
 

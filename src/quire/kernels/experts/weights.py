@@ -1,15 +1,23 @@
 """`ExpertWeights`, in which implementations keep the packed weights of an expert, or of all experts of a rank."""
 
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import UNGATED
+from quire.kernels.activation.cpu import squared
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.pack.matrix import Weight
 
 Matrix = TypeVar("Matrix")
 Biases = tuple[Tensor, Tensor]
+
+
+def activated(x: Tensor, act: str, gated: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Return the activation of the first product of experts. gated: computes those with a gate."""
+    return squared(x) if act in UNGATED else gated(x, act)
 
 
 class ExpertWeights(NamedTuple, Generic[Matrix]):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.eagle import EagleArgs
-from quire.args.layers import LayerArgs
+from quire.args.layers import NONE, LayerArgs
 from quire.contracts.params import Param
 from quire.plan.kinds import feed_forward, mixer, mixers
 from quire.plan.kinds.interfaces import (
@@ -28,6 +28,8 @@ def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Pa
         yield write.norm(AT + "norm.weight", layer)
     yield from _norms("attention", own, write, layer)
     yield from mixer(own.mixer).params(write, layer, args.hidden_size)
+    if own.beside is not None:
+        yield from mixer(own.beside).params(write, layer, args.hidden_size)
     yield from _norms("mlp", own, write, layer)
     yield from feed_forward(own.feed_forward).params(write, layer)
     if own.inputs:
@@ -50,7 +52,9 @@ def input_params(args: ModelArgs, write: ParamWriter, vocab: StoredRows) -> Iter
 
 
 def _norms(half: str, own: LayerArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
-    """Yield the norms of a half of a layer: before it, and of its result."""
+    """Yield the norms of a half of a layer, if it has the half: before it, and of its result."""
+    if (own.mixer if half == "attention" else own.feed_forward) == NONE:
+        return
     for place in ("norm",) * own.before + ("after",) * own.after:
         yield write.norm(f"{AT}{half}_{place}.weight", layer)
 
@@ -64,8 +68,11 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
         yield Call("linear.run", ("join.weight",))
     if own.norms == "shared":
         yield Call(step.norm, ("norm.weight",))
-    yield from mixer(own.mixer).calls(step)
-    yield from feed_forward(own.feed_forward).calls(step)
+    if own.beside is not None:
+        yield Call(step.norm, ("attention_norm.weight",))
+    for place, one in enumerate(own.mixers):
+        yield from mixer(one).calls(step._replace(layer=own.part(place)))
+    yield from feed_forward(own.feed_forward).calls(step._replace(layer=own.part(2)))
     if own.inputs:
         yield Call("linear.run", ("input.gate.weight",))
         yield Call("activation.gated")
@@ -77,7 +84,8 @@ def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
 
 def layer_exchanges(layer: LayerArgs, rows: ExchangedRows) -> Iterator[RankExchange]:
     """Yield the exchanges of a layer between ranks."""
-    yield from mixer(layer.mixer).exchanges(rows)
+    for one in layer.mixers:
+        yield from mixer(one).exchanges(rows)
     yield from feed_forward(layer.feed_forward).exchanges(rows)
 
 
@@ -117,8 +125,9 @@ def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: St
 
 def widest(args: ModelArgs) -> int:
     """Return the most numbers that a token has inside a layer, of all ranks, without those of routed experts."""
-    inside = ((mixer(one.mixer).width, feed_forward(one.feed_forward).width) for one in set(args.layers))
-    return max(args.num_layers * args.inputs, *(max(both) for both in inside))
+    inside = [mixer(one).width for one in args.mixers]
+    inside += [feed_forward(one.feed_forward).width for one in set(args.layers)]
+    return max(args.num_layers * args.inputs, *inside)
 
 
 def score_features(args: ModelArgs) -> frozenset[str]:

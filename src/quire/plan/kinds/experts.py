@@ -66,7 +66,7 @@ class ExpertsKind:
         if moe.biased and (write.rank.whole_experts or write.rank.place == 0):  # once in the sum of the ranks
             yield experts.down("down_bias", bias=True)
         if moe.shared_size:
-            yield from DenseKind(DenseArgs(width=moe.shared_size), "mlp.shared.").params(write, layer)
+            yield from DenseKind(DenseArgs(width=moe.shared_size, act=moe.act), "mlp.shared.").params(write, layer)
         if moe.shared_gate:
             yield write.param(AT + "shared_gate.weight", {"": StoredRows(1)}, hidden, layer=layer)
 
@@ -132,7 +132,7 @@ class ExpertsKind:
     def _shared(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""
         if self._moe.shared_size:
-            yield from gated("mlp.shared.", False, step)
+            yield from gated("mlp.shared.", False, step, act=self._moe.act)
             if self._moe.shared_gate:
                 yield Call("linear.run", ("mlp.shared_gate.weight",))
             yield product("mlp.shared.down", False, () if step.sliced else step.linear("mlp.shared.down"))

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import structs
+
 from quire.args.layers import GroupedArgs
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
@@ -31,7 +33,6 @@ class GroupedKind:
 
     operations = ("heads", "attention")
     prompts = past = 0
-    sizes = None
 
     def __init__(self, args: GroupedArgs) -> None:
         self._args = args
@@ -51,9 +52,12 @@ class GroupedKind:
         }
         assert args.values != "keys" or not order, "values have the order of keys"
         own = {side: parts[side] for side in args.projected}
-        yield write.param(AT + "qkv.weight", own, width, shard="rows", layer=layer)
+        if args.gated:
+            stored, start, taken, _ = own["q"]
+            own["q"] = StoredRows(2 * stored, 2 * start, 2 * taken)
+        yield self._by_head(write.param(AT + "qkv.weight", own, width, shard="rows", layer=layer), order)
         if args.input_bias:
-            yield write.param(AT + "qkv.bias", own, shard="rows", layer=layer)
+            yield self._by_head(write.param(AT + "qkv.bias", own, shard="rows", layer=layer), order)
         for side in self._normed:
             yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
         for side in ("q", "k") if args.qk_norm == "whole" else ():
@@ -63,6 +67,17 @@ class GroupedKind:
             rows_of_sinks = StoredRows(args.num_heads, first, end - first)
             yield write.param(AT + "sinks.weight", {"": rows_of_sinks}, dtype="float32", layer=layer)
         yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
+
+    def _by_head(self, param: Param, order: tuple[int, ...]) -> Param:
+        """Return a fused parameter whose gates, stored behind each query head, come behind all of its other parts."""
+        if not self._args.gated:
+            return param
+        (both, *others), dim = param.parts, self._args.head_dim
+        heads = range(both.count // (2 * dim))
+        at = [both.start + 2 * dim * head for head in heads]
+        queries = (structs.replace(both, start=at[i], count=dim, order=order, name=f"q{i}") for i in heads)
+        gates = (structs.replace(both, start=at[i] + dim, count=dim, name=f"gate{i}") for i in heads)
+        return structs.replace(param, parts=(*queries, *others, *gates))
 
     @property
     def _normed(self) -> tuple[str, ...]:
@@ -101,6 +116,10 @@ class GroupedKind:
         first, end = (0, self._args.num_kv_heads) if rank is None else self.kv_heads(rank.tp, rank.place)
         return tuple(KVComponent(name, end - first, self._args.head_dim, dtype, item_bytes) for name in ("k", "v"))
 
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+        """Return (): all that it keeps grows with the request."""
+        return ()
+
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the KV heads of a rank; several ranks hold the same heads when there are fewer heads than ranks."""
         kv = min(self._args.num_kv_heads, tp)
@@ -120,6 +139,8 @@ class GroupedKind:
             yield from [Call(SUM, when="squares of queries and keys")] if step.sliced else sides
         yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in self._normed))
         yield Call("attention.paged_attention", ("attention.sinks.weight",) if args.scores.sinks else ())
+        if args.gated:
+            yield Call("activation.opened")
         yield from added("attention.output", args.output_bias, step)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
@@ -142,4 +163,5 @@ class GroupedKind:
             "sinks": args.scores.sinks,
             "bias": args.input_bias,
             "values": args.values,
+            "gated": args.gated,
         }

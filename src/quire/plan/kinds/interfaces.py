@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import structs
+
 from quire.args.layers import LayerArgs
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
@@ -94,6 +96,12 @@ class ParamWriter:
         inner = columns[1] if columns else width
         shape = (total, inner) if width else (total,)
         return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def convolution(self, name: str, parts: Mapping[str, StoredRows], taps: int, layer: int) -> Param:
+        """Make the weights of a convolution of each channel, [channels, 1, taps], of which the rank has some rows."""
+        flat = self.param(name, parts, taps, shard="rows", layer=layer)
+        made = tuple(structs.replace(part, shape=(part.shape[0], 1, taps)) for part in flat.parts)
+        return structs.replace(flat, shape=(flat.shape[0], 1, taps), parts=made)
 
     def stored_name(self, name: str, part: str) -> str:
         """Return the name in the checkpoint of a part of a parameter. Raises UnsupportedModel if it has none."""
@@ -253,15 +261,18 @@ class Mixer(Protocol):
     def width(self) -> int:
         """Numbers of a token's queries, of all ranks."""
 
-    @property
-    def sizes(self) -> dict[str, Any] | None:
-        """Plain values about what it compresses, for `explain`; None: nothing."""
-
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield its parameters on a rank. width: of its input."""
 
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
+
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads.
+
+        dtype, item_bytes   of activations
+        drafts              most drafts that a decode verifies
+        """
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the range of KV heads of the rank `place` of `tp`."""
@@ -276,7 +287,7 @@ class Mixer(Protocol):
         """Yield its exchanges between ranks."""
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values about it, for `explain`."""
+        """Return plain values about it, for `explain`; as "compressed" those about what it compresses, if anything."""
 
 
 class FeedForward(Protocol):
@@ -317,12 +328,15 @@ def read(norm: str, names: tuple[str, ...], step: LayerStep, run: str = "") -> I
         yield Call(f"linear.run{run}", names)
 
 
-def added(name: str, bias: bool, step: LayerStep) -> Iterator[Call]:
-    """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before."""
+def added(name: str, bias: bool, step: LayerStep, half: str = "") -> Iterator[Call]:
+    """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before.
+
+    half   half of the layer, "attention" or "mlp"; "": the name begins with it
+    """
     yield product(name, bias, () if step.sliced or not step.plain else step.linear(name))
     if step.sliced:
         yield Call(SUM)
-    yield from joined(name.partition(".")[0], step)
+    yield from joined(half or name.partition(".")[0], step)
 
 
 def joined(half: str, step: LayerStep) -> Iterator[Call]:

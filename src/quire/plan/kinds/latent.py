@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.latent import LatentArgs
-from quire.contracts.blocks import KVComponent
+from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
 from quire.plan.kinds.interfaces import (
@@ -67,9 +67,8 @@ class LatentKind:
         """Numbers of all query heads."""
         return self._sizes.num_heads * self._sizes.head_dim
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The sizes of latents, and the number of query tokens from which they are expanded."""
+    def _compressed(self) -> dict[str, Any]:
+        """Return the sizes of latents, and the number of query tokens from which they are expanded."""
         break_even = min(self._sizes.break_even, NEVER)
         sizes = structs.asdict(self._sizes) | {"break_even": break_even}
         del sizes["num_heads"], sizes["rope"]  # among `facts`, and a line of its own
@@ -79,6 +78,10 @@ class LatentKind:
         """Return the latent and the rotated key, which all heads share."""
         widths = {"latent": self._sizes.kv_rank, "rope": self._sizes.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
+
+    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+        """Return (): all that it keeps grows with the request."""
+        return ()
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the one head of the cache, which every rank keeps."""
@@ -119,6 +122,7 @@ class LatentKind:
             "value_dim": sizes.v_dim,
             "qk_norm": "",
             "bias": False,
+            "compressed": self._compressed(),
         }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from quire.args.experts import MoEArgs
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param, Part
+from quire.kernels.activation import UNGATED
 from quire.models.names import EACH, STACKED_FORMS, StackedForm
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 
@@ -35,7 +36,9 @@ class StoredExperts:
         first, count = self._own
         size, form = self._moe.expert_size, self._form
         if form is None:
-            return self._of_each(name, dict.fromkeys(("gate", "up"), StoredRows(size, *self._own)), width)
+            sides = ("up",) if self._moe.act in UNGATED else ("gate", "up")
+            return self._of_each(name, dict.fromkeys(sides, StoredRows(size, *self._own)), width)
+        assert self._moe.act not in UNGATED, "no family stacks experts without gates"
         if form.paired:
             return self._of_stack(name, {"": StoredRows(2 * size, 2 * first, 2 * count)}, width)
         halves = {"gate": StoredRows(2 * size, first, count), "up": StoredRows(2 * size, size + first, count)}

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import RecurrentArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
@@ -121,6 +124,11 @@ def _many_slots(i: Inputs) -> bool:
     return i.num_experts > 0 and ranks > 1 and (i.parallel.redundant or 0) > i.num_experts * (ranks - 1)
 
 
+def _keeps_states(i: Inputs, args: ModelArgs) -> bool:
+    """Return True if some layers keep a state of each request."""
+    return any(isinstance(one, RecurrentArgs) for one in args.mixers)
+
+
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
     asked = i.parallel.experts or i.config.load.routing != "model"
     return asked and draft.moe is None and i.num_experts > 0
@@ -219,6 +227,10 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
+    "states of drafts": Feature(of_draft(_keeps_states), "a draft model with recurrent layers"),
+    "drafts over states": Feature(
+        of_drafts(lambda i, s: i.args is not None and _keeps_states(i, i.args)), "drafts for recurrent layers", SPEC
+    ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
@@ -228,6 +240,11 @@ CACHE: Mapping[str, Feature] = {
     "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a window or chunks"),
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
+    ),
+    "states": Feature(of_model(_keeps_states), "recurrent layers"),
+    "states on a CPU": Feature(
+        of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
+        "Mamba 2 or short convolutions",
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
@@ -257,6 +274,7 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

@@ -100,6 +100,19 @@ DRAFTS: tuple[Row, ...] = (
     Row("draft ranks", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
         "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
+STATES: tuple[Row, ...] = (
+    Row("drafts over states", "a GPU", MISSING, "the kernels of a GPU have no pending rows",
+        "leave out --speculative-config, or use --device cpu"),
+    Row("drafts of another model", "states of drafts", MISSING,
+        "its states would have to be set back to the drafts that were accepted", NGRAM),
+    Row("draft model", "states", MISSING, "no draft model has been tried with recurrent layers", NGRAM),
+    Row("EAGLE", "states", MISSING, "no EAGLE head has been tried with recurrent layers", NGRAM),
+    Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
+    Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
+    Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
+        "leave out --speculative-config"),
+    Row("a GPU", "states", MISSING, "not all tests of these layers pass on a GPU yet", "use --device cpu"),
+)  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
     Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
@@ -173,4 +186,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *BLEND, *TIERS, *DEVICES, *REQUESTS)

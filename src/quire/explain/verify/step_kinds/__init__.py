@@ -1,6 +1,6 @@
 """The steps of each kind of layer halves: how to record ours, and where the reference has them.
 
-    grouped.py   latent.py   mixers
+    grouped.py   latent.py   delta.py    mixers
     dense.py     experts.py  beside.py   feed-forward parts
 
 `MIXERS` and `FEED_FORWARDS` tell the kind of a module of `layers/`.
@@ -11,18 +11,24 @@ from collections.abc import Mapping
 from torch import nn
 
 from quire.explain.verify.step_kinds.beside import BesideSteps
+from quire.explain.verify.step_kinds.delta import DeltaSteps
 from quire.explain.verify.step_kinds.dense import DenseSteps
 from quire.explain.verify.step_kinds.experts import ExpertSteps
 from quire.explain.verify.step_kinds.grouped import GroupedSteps
-from quire.explain.verify.step_kinds.interfaces import FeedForwardSteps, MixerSteps
+from quire.explain.verify.step_kinds.interfaces import FeedForwardSteps, HalfSteps
 from quire.explain.verify.step_kinds.latent import LatentSteps
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
+from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 
-MIXERS: Mapping[type[nn.Module], MixerSteps] = {Attention: GroupedSteps(), LatentAttention: LatentSteps()}
+MIXERS: Mapping[type[nn.Module], HalfSteps] = {
+    Attention: GroupedSteps(),
+    LatentAttention: LatentSteps(),
+    GatedDelta: DeltaSteps(),
+}
 FEED_FORWARDS: Mapping[type[nn.Module], FeedForwardSteps] = {
     GatedMLP: DenseSteps(),
     MoE: ExpertSteps(),

@@ -15,13 +15,15 @@ from quire.kernels.attention import KVView
 from quire.layers.attention import Attention
 from quire.plan.kinds.interfaces import head_order
 
+GATED = "attention times its gate"
+
 
 class GroupedSteps:
     """The steps of grouped-query attention. A `MixerSteps`."""
 
     room = "self_attn"
     paths: Mapping[str, tuple[str, ...]] = {}
-    inputs: Mapping[str, tuple[str, ...]] = {}
+    inputs: Mapping[str, tuple[str, ...]] = {GATED: ("self_attn.o_proj",)}
 
     def watch(self, layer: Attention, keep: Keep) -> None:
         """Record projections, norms of heads, and queries, keys and values as attention reads them."""
@@ -32,9 +34,13 @@ class GroupedSteps:
         kernel, sizes = layer.kernels.heads, {"q": heads, "k": kv_heads, "v": kv_heads}
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
-            parts = result.view(len(result), -1, width).split([sizes[side] for side in layer.projected], 1)
+            by_head, gates = result.view(len(result), -1, width), list[Tensor]()
+            if layer.gated:
+                by_head, *gates = by_head.split([by_head.shape[1] - heads, heads], 1)
+            parts = by_head.split([sizes[side] for side in layer.projected], 1)
             for side, part in zip(layer.projected, parts, strict=True):
-                keep(f"{side}_proj", part if side == "v" else part[..., plain])
+                own = part if side == "v" else part[..., plain]
+                keep(f"{side}_proj", torch.cat((own, *gates), -1) if side == "q" else own)
 
         def prepare(qkv: Tensor, norm: Tensor | None, eps: float, *rest: Any) -> Tensor:
             cos, sin, kv, slots, values = rest
@@ -56,10 +62,18 @@ class GroupedSteps:
             return q
 
         layer.qkv.register_forward_hook(projected)
-        layer.kernels = replace(layer.kernels, heads=SimpleNamespace(prepare=prepare))
+
+        def opened(joined: Tensor, gates: Tensor) -> Tensor:
+            keep("attention", joined)
+            found: Tensor = activation.opened(joined, gates)
+            return found
+
+        activation = layer.kernels.activation
+        gate = SimpleNamespace(opened=opened)
+        layer.kernels = replace(layer.kernels, heads=SimpleNamespace(prepare=prepare), activation=gate)
         if layer.growth is not None:
             layer.growth.register_forward_hook(lambda module, given, result: keep("queries", result[..., plain]))
-        on_sum(layer.output, keep, "attention", "o_proj")
+        on_sum(layer.output, keep, GATED if layer.gated else "attention", "o_proj")
 
     def replace(self, differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
         """Compare queries, keys and values [1, H, T, D], and yield Quire's."""

@@ -27,7 +27,7 @@ class HalfSteps(Protocol):
 
 
 class MixerSteps(HalfSteps, Protocol):
-    """The steps of a mixer."""
+    """The steps of a mixer that attends."""
 
     def replace(self, differences: Differences, stage: str, q: Tensor, k: Tensor, v: Tensor) -> Iterable[Tensor]:
         """Compare the queries, keys and values [1, H, T, D] of the reference, and return Quire's."""

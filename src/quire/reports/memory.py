@@ -42,7 +42,7 @@ def describe_memory(
         "buffers": of_rank(whole, rank).buffer_bytes,
         "kv_bytes_per_token": sum(one.page_bytes / one.block_size for one in full),
         "block_size": size,
-        "block_bytes": page // len(group.layers),
+        "block_bytes": page // max(1, len(group.layers)),
         "page_bytes": page,
         "page_layers": len(group.layers),
         "full_layers": sum(len(one.layers) for one in full),

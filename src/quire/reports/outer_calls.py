@@ -6,6 +6,7 @@ A test compares the list with the calls of a real step.
 from collections.abc import Iterator
 
 from quire.args.checkpoint import ModelArgs
+from quire.kernels.activation import UNGATED
 from quire.plan.kinds.interfaces import LAYER_NORM, RMS_NORM, SUM, Call, Features
 
 
@@ -19,24 +20,13 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
         return "" if in_place else "experts.put"
     if name.endswith(".router.weight"):
         return "linear.pack"
-    if name.endswith(
-        (
-            "norm.weight",
-            "_after.weight",
-            "_norm.q",
-            "_norm.k",
-            "sinks.weight",
-            ".kv_up.weight",
-            ".correction",
-            "factor.weight",
-            "scale",
-            "bias",
-        )
-    ):
+    others = ("norm.weight", "_after.weight", "sinks.weight", ".kv_up.weight", "factor.weight")
+    if not name.endswith(".weight") or name.endswith(others):
         return ""
     if name == "inputs.embed.weight" or (name == "embed.weight" and not args.tie_word_embeddings):
         return ""
     gated = name.endswith("gate_up.weight") and "gated" in linear(name.rpartition(".")[0])
+    gated = gated and not any(one.act in UNGATED or one.gate_scale != 1 for one in args.layers)
     return "linear.pack_gated" if gated else "linear.pack"
 
 

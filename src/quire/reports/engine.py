@@ -29,15 +29,15 @@ from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
-from quire.plan.memory_report import describe_loading, describe_memory
-from quire.plan.model_facts import model_facts
-from quire.plan.outer_calls import embedding_calls, head_calls, pack_function
 from quire.plan.parallel_notes import order_notes, parallel_notes
 from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
+from quire.reports.memory import describe_loading, describe_memory
+from quire.reports.model import model_facts
+from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
 from quire.weights.cache_scales import scale_names
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
@@ -106,7 +106,7 @@ class PlanReport:
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
-            "latent": next((kind.sizes for kind in mixers(args) if kind.sizes), None),
+            "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),
@@ -391,7 +391,9 @@ def _layer(name: str) -> int:
 
 def _kind(calls: Sequence[Call]) -> str:
     called = {call.function.partition(".")[0] for call in calls}
-    if not called & {"attention", "latent"}:
+    kinds = {"attention": "grouped-query attention", "latent": "latent attention", "delta": "gated delta"}
+    kinds |= {"shortconv": "short convolution", "mamba": "Mamba 2"}
+    mixer = next((words for name, words in kinds.items() if name in called), "")
+    if not mixer:
         return "embedding" if calls[0].function.endswith((".rows", ".embedding")) else "norm and head"
-    attention = "latent" if "latent" in called else "grouped-query"
-    return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"
+    return f"{mixer}, {'experts' if 'experts' in called else 'feed-forward'}"

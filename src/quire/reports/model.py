@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.layers import AttentionArgs, RecurrentArgs
 from quire.plan.kinds import mixer
 
 
@@ -13,19 +14,25 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 
     The value of "router" is None for a model without experts. Layers of full attention come first, where there are any.
     """
-    moe, kinds = args.moe, sorted(args.mixers, key=lambda one: mixer(one).window is not None)
+    moe, kinds = args.moe, sorted(args.attending, key=lambda one: mixer(one).window is not None)
     facts = [mixer(one).facts() for one in kinds]
+    own = [one.mixer for one in args.layers[: args.num_layers]]
+    recurrent = [one for one in args.mixers if isinstance(one, RecurrentArgs)]
     more = {
         "others": [one for one in _each(facts)[1:] if _sizes(one) != _sizes(facts[0])],
         "sharing": sum(args.kept_by(layer) != layer for layer in range(args.num_layers)),
         "inputs": args.inputs,
+        "recurrent": [
+            mixer(one).facts() | {"layers": sum(one in layer.mixers for layer in args.layers[: args.num_layers])}
+            for one in recurrent
+        ],
     }
-    windows = Counter(mixer(one.mixer).window for one in args.layers[: args.num_layers])
+    windows = Counter(mixer(one).window for one in own if one in kinds)
     full = windows.pop(None, 0)
     rotations = list(dict.fromkeys(one.rotation for one in kinds))
     turning = [one for one in rotations if one.rope.kind != "none"]
     rotation = (turning or rotations)[0]
-    unrotated = sum(one.mixer.rope.kind == "none" for one in args.layers[: args.num_layers])
+    unrotated = sum(one.rope.kind == "none" for one in own if isinstance(one, AttentionArgs))
     return {
         "attention": facts[0]
         | {"windows": [[count, window] for window, count in windows.items()], "full": full}
@@ -54,6 +61,7 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
     normed = {"": "", "head": ", normalized queries and keys", "whole": ", queries and keys normalized over all heads"}
     normed["plain"] = normed["head"] + " where they are rotated"
     more: str = normed[attention["qk_norm"]] + ", biased q, k and v" * attention["bias"]
+    more += ", gated output" * attention.get("gated", False)
     more += f", scores capped at {attention['soft_cap']:g}" if attention.get("soft_cap") else ""
     more += ", a sink for each head" * attention.get("sinks", False)
     more += {"normed": ", normalized values", "keys": ", normalized keys as values"}.get(
@@ -62,6 +70,7 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
     others = [f"layers with a window: {_heads(one)}" for one in attention["others"]]
     others += [f"{attention['sharing']} layers read the KV of an earlier one"] * bool(attention["sharing"])
     others += [f"each layer has an embedding of {attention['inputs']} numbers"] * bool(attention["inputs"])
+    others += [_recurrent(one) for one in attention["recurrent"]]
     windows = [f"{count} layers with {window_words(window)}" for count, window in attention["windows"]]
     windows += [f"{attention['full']} layers without"] * (bool(windows) and attention["full"] > 0)
     lines = [
@@ -71,6 +80,18 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         f"rope: {_rope(rope, ' (partial)' * (not latent))}",
     ]
     return lines + ([f"router: {_router(router)}"] if router else [])
+
+
+def _recurrent(facts: dict[str, Any]) -> str:
+    begin = f"{facts['layers']} recurrent layers ({facts['kind']})"
+    end = f"convolution of {facts['taps']} tokens"
+    if "state_dim" in facts:
+        sizes = "{heads} heads of {head_dim} dimensions with states of {state_dim}, {groups} groups".format(**facts)
+        return f"{begin}: {sizes}, {end}"
+    if "key_dim" not in facts:
+        return f"{begin}: {end}"
+    heads = f"{facts['heads']} heads, {facts['key_heads']} of keys"
+    return f"{begin}: {heads}, of {facts['key_dim']} and {facts['value_dim']} dimensions, {end}"
 
 
 def window_words(window: int) -> str:

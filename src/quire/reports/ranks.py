@@ -10,8 +10,8 @@ from quire.plan.collectives import algorithm, groups
 from quire.plan.kinds import mixers
 from quire.plan.meetings import described
 from quire.plan.memory import as_gib
-from quire.plan.report import PlanReport
 from quire.quantization.formats import raw_tensors
+from quire.reports.engine import PlanReport
 
 
 def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         "ranks": len(every),
         "replicas": parallel.dp,
         **report.describe_rank(rank, held),
-        "latent": any(kind.sizes for kind in mixers(report.plan.args)),
+        "latent": any("compressed" in kind.facts() for kind in mixers(report.plan.args)),
         **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),

@@ -1,0 +1,69 @@
+"""Keys of config.json that a family spells in its own way, or from which it derives others. No torch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.args.families import Family
+from quire.args.keys import Keys
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def respelled(keys: Keys, model_type: str, family: Family) -> Keys:
+    """Return the keys of a family as those that all families have. Raises ModelError."""
+    more: dict[str, Any] = {}
+    if family.heads.by_kind and keys.get("rope_parameters") is None:
+        full = {"rope_type": "proportional", "rope_theta": family.theta, "partial_rotary_factor": family.heads.rotated}
+        more["rope_parameters"] = {FULL: full, SLIDING: {"rope_theta": family.window.theta}}
+    if model_type in SPELLINGS:
+        more |= SPELLINGS[model_type](keys)
+    return Keys({**keys, **more}, keys.source) if more else keys
+
+
+def _lfm2(keys: Keys) -> dict[str, Any]:
+    """Return tie_word_embeddings and intermediate_size. The width of an MLP is derived from the stated one."""
+    tied = {"tie_word_embeddings": keys["tie_embedding"]} if "tie_embedding" in keys else {}
+    width = keys.size("block_ff_dim" if "block_ff_dim" in keys else "intermediate_size", 12_288)
+    if keys.flag("block_auto_adjust_ff_dim", True):
+        unit, width = keys.size("block_multiple_of", 256), int(2 * width / 3)
+        if keys.get("block_ffn_dim_multiplier", 1.0) is not None:
+            width = int(keys.positive("block_ffn_dim_multiplier", 1.0) * width)
+            width = -(-width // unit) * unit
+    return tied | {"intermediate_size": width}
+
+
+def _lfm2_moe(keys: Keys) -> dict[str, Any]:
+    return {"tie_word_embeddings": keys["tie_embedding"]} if "tie_embedding" in keys else {}
+
+
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron(keys: Keys) -> dict[str, Any]:
+    """Return layer_types, their number, hidden_act and tie_word_embeddings, which transformers does not follow.
+
+    Without layers_block_type a text has a sign for each layer.
+    """
+    named = keys.names("layers_block_type") or keys.names("layer_types")
+    if not named:
+        fits = lambda value: isinstance(value, str) and bool(value) and set(value) <= PATTERN.keys()  # noqa: E731
+        text = keys.checked("hybrid_override_pattern", fits, f"a text of the signs {' '.join(PATTERN)}")
+        named = [PATTERN[sign] for sign in text]
+    act = keys.get("mlp_hidden_act") or "relu2"
+    sizes = {"layer_types": named, "num_hidden_layers": len(named)}
+    return sizes | {"hidden_act": act, "tie_word_embeddings": False}
+
+
+def _falcon(keys: Keys) -> dict[str, Any]:
+    """Return no layer_types, since all layers are alike."""
+    if set(keys.names("layer_types") + keys.names("layers_block_type")) - {"hybrid"}:
+        raise keys.unsupported('layer_types other than "hybrid" are not implemented: use another model.')
+    return {"layer_types": None}
+
+
+SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "nemotron_h": _nemotron,
+    "falcon_h1": _falcon,
+}

@@ -1,0 +1,28 @@
+"""Assembly of the states of recurrent layers: their memory, what a step does with them, and their checkpoints."""
+
+from typing import TYPE_CHECKING
+
+from quire.kv.states import StateCheckpoints
+from quire.plan.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from quire.kvstore.states import StateArena
+    from quire.worker.runner import StepRunner
+
+STATE_EVERY = 256  # tokens between two checkpoints of a decode
+
+
+def make_checkpoints(memory: MemoryPlan) -> StateCheckpoints | None:
+    """Return the checkpoints of an engine core; None: no layer keeps states."""
+    if not memory.checkpoints:
+        return None
+    unit = memory.geometry.hit_size
+    return StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit))
+
+
+def keep_states(worker: "StepRunner", states: "StateArena") -> None:
+    """Let a runner tell its layers where states are, if any layer keeps some."""
+    from quire.worker.states import RequestStates
+
+    if states.rows.shape[1]:
+        worker.features.attach(RequestStates(states.rows, worker.limits.num_slots, worker.step, worker.state.buffers))

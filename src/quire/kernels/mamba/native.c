@@ -1,0 +1,136 @@
+/* Mamba 2: see quire.kernels.mamba. First the convolution of all channels, then one task for each head of each
+   sequence, which goes through the sequence's rows in order, then one task for each row, which gates and normalizes it.
+   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. */
+
+enum { MAMBA_COLUMNS = 4, NO_NORM = 0, GATE_FIRST = 1, NORM_FIRST = 2 };
+
+typedef struct MambaJob {
+    Tasks tasks;
+    StateRows of;
+    const void *step;
+    const float *rate, *shift, *skip, *u;
+    float *matrix, *o;
+    long heads, per, dim, width, channels; /* per: heads of a group; dim: N; width: P */
+    long step_stride, matrix_stride;
+    float lowest, highest;
+    int half;
+} MambaJob;
+
+/* A row of MAMBA_COLUMNS vectors of a head's columns: decay, add and read the matrix. own [dim][stride], output o. */
+INLINE void mamba_columns(float *own, long stride, const float *b, const float *c, float fade, float step, float skip,
+                          const float *x, float *o, long dim, long count) {
+    Vec value[MAMBA_COLUMNS], read[MAMBA_COLUMNS];
+    Lanes lanes[MAMBA_COLUMNS];
+    const Vec faded = fill(fade);
+    for (int j = 0; j < MAMBA_COLUMNS; j++) {
+        lanes[j] = lanes_of(count - j * W);
+        const Vec one = get_some(x + j * W, lanes[j]);
+        value[j] = one * fill(step);
+        read[j] = one * fill(skip);
+    }
+    for (long d = 0; d < dim; d++) {
+        const Vec in = fill(b[d]), out = fill(c[d]);
+        for (int j = 0; j < MAMBA_COLUMNS; j++) {
+            const Vec now = madd(in, value[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
+            put_some(own + d * stride + j * W, lanes[j], now);
+            read[j] = madd(now, out, read[j]);
+        }
+    }
+    for (int j = 0; j < MAMBA_COLUMNS; j++) put_some(o + j * W, lanes[j], read[j]);
+}
+
+static void mamba_head(const MambaJob *job, long s, long head) {
+    const long dim = job->dim, width = job->width, heads = job->heads, first = job->of.starts[s];
+    const long rows = state_rows(&job->of, s), size = dim * width * (long)sizeof(float);
+    const long in = heads * width + head / job->per * dim, out = in + heads / job->per * dim;
+    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * dim * width;
+    const float rate = expf(job->rate[head]);
+    if (!rows) return;
+    if (!state_past(&job->of, s)) memset(matrix, 0, size);
+    for (long i = 0; i < rows; i++) {
+        const float *u = job->u + (first + i) * job->channels;
+        const float raw = number_at(job->step, (first + i) * job->step_stride + head, job->half) + job->shift[head];
+        const float soft = raw > 20.0f ? raw : log1pf(expf(raw));
+        const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
+        for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
+            mamba_columns(matrix + c, width, u + in, u + out, expf(-rate * step), step, job->skip[head],
+                          u + head * width + c, job->o + ((first + i) * heads + head) * width + c, dim, width - c);
+        keep_copies(&job->of, s, i + 1, (char *)job->matrix, job->matrix_stride * (long)sizeof(float), (char *)matrix,
+                    size);
+    }
+}
+
+static void mamba_heads(void *argument) {
+    MambaJob *job = argument;
+    long task;
+    while ((task = claim(&job->tasks)) >= 0) mamba_head(job, task / job->heads, task % job->heads);
+}
+
+typedef struct MambaEnd {
+    Tasks tasks;
+    const float *o, *norm;
+    const void *gate;
+    void *y;
+    long width, group, gate_stride; /* numbers of a row, and of a group */
+    float eps;
+    int order, half;
+} MambaEnd;
+
+INLINE void mamba_end(const MambaEnd *job, long row, int half) {
+    const void *gate = element(job->gate, row * job->gate_stride, half);
+    void *y = (void *)element(job->y, row * job->width, half);
+    const float *o = job->o + row * job->width;
+    for (long from = 0; from < job->width; from += job->group) {
+        const long to = from + job->group;
+        Vec squares = zeros();
+        for (long i = from; i < to && job->order != NO_NORM; i += W) {
+            Vec x = get_some(o + i, lanes_of(to - i));
+            if (job->order == GATE_FIRST) x = gated_of(load(gate, i, lanes_of(to - i), half), x, SILU);
+            squares = madd(x, x, squares);
+        }
+        const Vec scale = fill(1.0f / sqrtf(sum_of(squares) / (float)job->group + job->eps));
+        for (long i = from; i < to; i += W) {
+            const Lanes lanes = lanes_of(to - i);
+            Vec x = gated_of(load(gate, i, lanes, half), get_some(o + i, lanes), SILU);
+            if (job->order != NO_NORM) x = x * scale * get_some(job->norm + i, lanes);
+            store(y, i, lanes, x, half);
+        }
+    }
+}
+
+static void mamba_ends(void *argument) {
+    MambaEnd *job = argument;
+    long row;
+    while ((row = claim(&job->tasks)) >= 0)
+        if (job->half) mamba_end(job, row, 1);
+        else mamba_end(job, row, 0);
+}
+
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] is
+   scratch, as are the [rows, heads * width] numbers behind it. bias and norm may be NULL; order: 0 without a norm, 1
+   with the gate before the norm, 2 with the norm before the gate; half: as of quire_gated, and the type of columns. */
+void quire_mamba(const void *inner, const void *gate, const void *step, const float *conv, const float *bias,
+                 const float *rate, const float *shift, const float *skip, const float *norm, const int32_t *starts,
+                 const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,
+                 void *columns, float *matrix, float *u, void *y, long sequences, long rows, long heads, long groups,
+                 long width, long dim, long inner_stride, long gate_stride, long step_stride, long columns_stride,
+                 long matrix_stride, float eps, float lowest, float highest, int taps, int order, int half,
+                 int threads) {
+    const long channels = heads * width + 2 * groups * dim;
+    const StateRows of = {starts, lengths, slots, kept_at, kept};
+    float *o = u + rows * channels;
+    ConvJob before = {.of = of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
+                      .sequences = sequences, .channels = channels, .taps = taps, .stride = inner_stride,
+                      .columns_stride = columns_stride, .half = half};
+    convolve_all(&before, threads);
+    MambaJob job = {.of = of, .step = step, .rate = rate, .shift = shift, .skip = skip, .u = u, .matrix = matrix,
+                    .o = o, .heads = heads, .per = heads / groups, .dim = dim, .width = width, .channels = channels,
+                    .step_stride = step_stride, .matrix_stride = matrix_stride, .lowest = lowest, .highest = highest,
+                    .half = half};
+    job.tasks.count = sequences * heads;
+    RUN(mamba_heads, &job, threads);
+    MambaEnd end = {.tasks = {.count = rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
+                    .group = heads / groups * width, .gate_stride = gate_stride, .eps = eps, .order = order,
+                    .half = half};
+    RUN(mamba_ends, &end, threads);
+}

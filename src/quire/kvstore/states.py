@@ -1,0 +1,46 @@
+"""The states that layers keep of requests, whatever their length: an array of rows. A layer's states are a view of it.
+
+    arena | row of slot 0 | row of slot 1 | ... | row of the dummy slot |         rows x the bytes of a request
+    row   | layer a: columns | layer a: matrix | layer b: columns | ...            group by group, in their order
+
+A row is contiguous, so a copy of all states of a request is one copy. Every component starts at a multiple of 256
+bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.contracts.blocks import PAGE_ALIGN, KVGeometry, StateComponent
+from quire.kernels.native import memory
+
+
+class StateArena:
+    """Memory of the states of a device, `num_rows` rows. It is not cleared: see `quire.kernels.states`.
+
+    rows   [num_rows, state bytes] uint8
+    """
+
+    def __init__(self, geometry: KVGeometry, num_rows: int, device: torch.device) -> None:
+        size = geometry.state_bytes
+        raw = memory.empty((num_rows * size + PAGE_ALIGN,), torch.uint8, device)
+        self._data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, num_rows * size)
+        self.rows = self._data.view(num_rows, size)
+        self._places: dict[int, list[tuple[StateComponent, int]]] = {}
+        at = 0
+        for group in geometry.states:
+            for layer in group.layers:
+                for one in group.components:
+                    self._places.setdefault(layer, []).append((one, at))
+                    at += one.num_bytes
+
+    def views(self, layer: int) -> tuple[Tensor, ...]:
+        """Return a view of each component of a layer, [num_rows, *shape] in its own dtype; (): it has no states."""
+        return tuple(self._view(component, at) for component, at in self._places.get(layer, ()))
+
+    def _view(self, component: StateComponent, offset: int) -> Tensor:
+        typed, item = self._data.view(getattr(torch, component.dtype)), component.item_bytes
+        strides = [1]
+        for size in reversed(component.shape[1:]):
+            strides.insert(0, strides[0] * size)
+        size = (len(self.rows), *component.shape)
+        return typed.as_strided(size, (self.rows.shape[1] // item, *strides), typed.storage_offset() + offset // item)

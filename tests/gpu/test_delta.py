@@ -1,0 +1,132 @@
+"""The gated delta rule on a GPU against its reference in float32, at the sizes of real models; captured decodes."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.delta import DeltaForm, DeltaWeights, ref, triton
+from quire.kernels.delta.inputs import DeltaInputs, Sequence
+from quire.kernels.delta.inputs import make as step_of
+from quire.kernels.states import StateView
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+FORMS = {
+    "qwen3.5-0.8b": DeltaForm(key_heads=16, heads=16, key_dim=128, value_dim=128, eps=1e-6),
+    "qwen3.5-9b": DeltaForm(key_heads=16, heads=32, key_dim=128, value_dim=128, eps=1e-6),
+    "qwen3.5-27b": DeltaForm(key_heads=16, heads=48, key_dim=128, value_dim=128, eps=1e-6),
+    "olmo": DeltaForm(key_heads=6, heads=6, key_dim=96, value_dim=192, eps=1e-6, act="sigmoid", doubled=True),
+    "wide": DeltaForm(key_heads=2, heads=4, key_dim=128, value_dim=256, eps=1e-6, lowest=-5.0),
+}
+STEPS = {
+    "one": (Sequence(70, 1),),
+    "decodes": tuple(Sequence(past, 1, (past + 1, 0) if past % 9 == 0 else (0, 0)) for past in range(0, 120, 3)),
+    "edges": tuple(Sequence(past, rows) for past in (0, 63, 64) for rows in (1, 63, 64, 65, 127, 129)),
+    "mixed": (*(Sequence(past, 1) for past in range(9)), Sequence(0, 0), Sequence(0, 300, (17, 256)), Sequence(70, 40)),
+    "prompt": (Sequence(0, 1000, (512, 1000)),),
+}
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def on_gpu(given: DeltaInputs) -> DeltaInputs:
+    """The same step in the GPU's memory. Rows stay slices of longer rows."""
+    device = torch.device("cuda")
+    columns, matrix = given.state.columns.to(device), given.state.matrix.to(device)  # type: ignore[union-attr]
+    weights = DeltaWeights(*(getattr(given.weights, name).to(device) for name in ("conv", "rate", "shift", "norm")))
+    names = ("query_start", "seq_lens", "slots", "kept_at", "kept")
+    meta = replace(given.meta, **{name: getattr(given.meta, name).to(device) for name in names}, plans={})
+    rows = torch.cat(given[:4], 1).to(device).split([one.shape[1] for one in given[:4]], 1)
+    qkv, gate, decay, strength = rows
+    return DeltaInputs(qkv, gate, decay, strength, weights, StateView(columns, matrix), meta, given.form)
+
+
+def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """y and the states after a step, which leaves the states that were given."""
+    state, meta = deepcopy(given.state), replace(given.meta, decode_rows=decode_rows, plans={})
+    y = implementation.mix(*given[:5], state, meta, given.form)  # type: ignore[attr-defined]
+    assert state.matrix is not None
+    return y, state.columns, state.matrix
+
+
+def close(found: Tensor, expected: Tensor, bound: float) -> None:
+    """Alike as a whole, and NaN in the same places."""
+    assert found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan())
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
+    assert error <= bound, error
+
+
+def compare(given: DeltaInputs, decode_rows: int = 1) -> None:
+    """The kernels find what the reference finds: results, all columns to the bit, all matrices."""
+    wanted, found, bound = run(ref, given), run(triton, given, decode_rows), BOUNDS[given.qkv.dtype]
+    close(found[0], wanted[0], bound)
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    close(found[2], wanted[2], bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("form", FORMS)
+def test_steps(form: str, step: str, dtype: torch.dtype) -> None:
+    compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+def test_decays_of_channels(step: str, dtype: torch.dtype) -> None:
+    for form in ("qwen3.5-0.8b", "wide"):
+        compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype, by_channel=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
+    steps = (*(Sequence(past, 1 + past % 9, (past + 1, 0)) for past in range(33)), Sequence(5, 100))
+    for decode_rows in (0, 9):
+        compare(on_gpu(step_of(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
+
+
+def test_many_sequences() -> None:
+    """More programs than run at once: those that share columns wait for each other."""
+    compare(on_gpu(step_of(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
+
+
+def test_a_resumed_prompt_gives_the_same_bits() -> None:
+    form, past = FORMS["qwen3.5-9b"], 640
+    whole = on_gpu(step_of(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
+    slot = int(whole.meta.slots[0])
+    y, columns, matrix = run(triton, whole)
+    copy, state = int(whole.meta.kept[slot, 0]), deepcopy(whole.state)
+    assert state.matrix is not None
+    state.columns[slot], state.matrix[slot] = columns[copy], matrix[copy]
+    meta = replace(
+        whole.meta,
+        query_start=torch.tensor([0, 1000 - past], dtype=torch.int32, device="cuda"),
+        kept_at=torch.zeros_like(whole.meta.kept_at),
+        plans={},
+    )
+    qkv, gate, decay, strength = (one[past:] for one in (whole.qkv, whole.gate, whole.decay, whole.strength))
+    rest = triton.mix(qkv, gate, decay, strength, whole.weights, state, meta, form)
+    assert torch.equal(rest, y[past:]) and torch.equal(state.matrix[slot], matrix[slot])
+
+
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+def test_a_captured_step(step: str) -> None:
+    """A graph gives what launches give, each time that it runs: arrivals are counted from 0 again."""
+    given = on_gpu(step_of(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
+    y, columns, matrix = run(triton, given)
+    state = deepcopy(given.state)
+    assert state.matrix is not None and given.state.matrix is not None
+    graph, meta = torch.cuda.CUDAGraph(), replace(given.meta, plans={})
+    with torch.cuda.graph(graph):
+        captured = triton.mix(*given[:5], state, meta, given.form)
+    for _ in range(3):
+        state.columns.copy_(given.state.columns)
+        state.matrix.copy_(given.state.matrix)
+        graph.replay()
+        assert torch.equal(captured, y)
+        torch.testing.assert_close(state.columns, columns, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(state.matrix, matrix, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,58 @@
+"""Compiles the kernels of the gated delta rule for sm_90 at the sizes of real models; prints each kernel."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.delta import DeltaForm, DeltaWeights, triton
+from quire.kernels.states import StateMeta, StateView
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu, Made
+
+# Key heads and heads: Qwen3.5 0.8B; 9B and 35B-A3B; with --full Qwen3-Next on two ranks and on one, Qwen3.5 27B.
+HEADS = ((16, 16), (16, 32))
+
+
+def launch(
+    heads: tuple[int, int], seqs: int, rows: int, most: int, dtype: torch.dtype = torch.bfloat16, few: int = 1
+) -> None:
+    """A step of `seqs` sequences of at most `most` rows, decodes of at most `few`, on tensors without storage."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    form = DeltaForm(key_heads=heads[0], heads=heads[1], key_dim=128, value_dim=128, eps=1e-6)
+    wide, floats, ints = form.heads * form.value_dim, torch.float32, torch.int32
+    weights = DeltaWeights(*(empty(*size, dtype=floats) for size in ((4, form.channels), *[heads[1:]] * 2, (128,))))
+    state = StateView(empty(seqs + 9, 3, form.channels), empty(seqs + 9, form.heads, 128, 128, dtype=floats))
+    lists = (empty(seqs + 1, dtype=ints), *(empty(seqs, dtype=ints) for _ in range(2)))
+    meta = StateMeta(*lists, *(empty(seqs, 2, dtype=ints) for _ in range(2)), max_rows=most, decode_rows=few)
+    mixed, rates = empty(rows, form.channels + wide), empty(rows, 2 * form.heads)
+    given = mixed[:, : form.channels], mixed[:, form.channels :], rates[:, form.heads :], rates[:, : form.heads]
+    triton.mix(*given, weights, state, meta, form)
+
+
+def check(made: Made) -> None:
+    """Decodes spill no register, drafts hardly one; prompts of two-byte numbers spill next to none."""
+    if made.name == "_decode_kernel":
+        assert made.stack == 0, (made.stack, made)
+    elif made.name == "_rows_kernel":
+        assert made.stack <= (0 if made.constants["ONE"] else 64) and made.options["maxnreg"] == 128, (made.stack, made)
+    elif "*bf16" in made.signature.values():
+        assert made.stack <= 80, (made.stack, made)
+
+
+def main() -> None:
+    """Decodes with and without dependent launches, and prompts."""
+    AbsentGpu(check)
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for heads in (*HEADS, *full_rows(((8, 16), (16, 48), (16, 64)))):
+            launch(heads, 32, 32, 1)
+    for heads in (*HEADS[1:], *full_rows((HEADS[0], (16, 48)))):
+        launch(heads, 256, 512, 512)
+    launch(HEADS[1], 1, 512, 512, few=0)
+    launch(HEADS[1], 32, 128, 4, few=4)
+    for dtype in full_rows((torch.float16, torch.float32)):
+        launch(HEADS[1], 256, 512, 512, dtype)
