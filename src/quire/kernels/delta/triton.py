@@ -1,13 +1,14 @@
-"""The gated delta rule on a GPU. A step of decodes is one launch: each program has a head of a sequence.
+"""The gated delta rule on a GPU: decodes of one row by `triton_decode.py`, drafts here, prompts by `triton_prompts.py`.
 
-A program keeps the head's matrix in registers, from its one read to its one write. Programs of a key head read the same
-columns of queries and keys. The last one to arrive writes the new columns, when all have read the old ones.
+Drafts are one launch, in which a program has a head of a sequence and keeps its matrix in registers, from its one read
+to its one write. Programs of a key head read the same columns of queries and keys. The last one to arrive writes the
+new columns, when all have read the old ones.
 
-Floor: 8 Hv Dk Dv bytes a decode and layer, the matrices read and written once. 32 decodes with 32 heads of 128 x 128
-move 134 MB: 31 us at 4.3 TB/s.
+Floor: 8 Hv Dk Dv bytes a sequence and layer, the matrices read and written once. 32 sequences with 32 heads of
+128 x 128 move 134 MB: 31 us at 4.3 TB/s.
 
-Prompts: `triton_prompts.py`, three launches a layer. Prompts whose decays differ by channel are computed here, row by
-row: the products of a chunk would need a decay for each pair of rows and channel.
+Sequences whose decays differ by channel are computed here, row by row: the products of a chunk would need a decay for
+each pair of rows and channel.
 """
 
 from __future__ import annotations
