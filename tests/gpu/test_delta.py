@@ -20,6 +20,8 @@ FORMS = {
     "qwen3.5-9b": DeltaForm(key_heads=16, heads=32, key_dim=128, value_dim=128, eps=1e-6),
     "qwen3.5-27b": DeltaForm(key_heads=16, heads=48, key_dim=128, value_dim=128, eps=1e-6),
     "olmo": DeltaForm(key_heads=6, heads=6, key_dim=96, value_dim=192, eps=1e-6, act="sigmoid", doubled=True),
+    "tiny": DeltaForm(key_heads=2, heads=4, key_dim=16, value_dim=24, eps=1e-6),
+    "odd": DeltaForm(key_heads=1, heads=3, key_dim=12, value_dim=40, eps=1e-6),
     "wide": DeltaForm(key_heads=2, heads=4, key_dim=128, value_dim=256, eps=1e-6, lowest=-5.0),
 }
 STEPS = {

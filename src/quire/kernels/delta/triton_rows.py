@@ -17,9 +17,8 @@ def taken(given, columns, i, past, channel, inside, CHANNELS: tl.constexpr, TAPS
     i          rows from the first one; a negative i is a column. past: the sequence's tokens before the step
     channel    channels; inside: those to load. i, channel and inside broadcast
     """
-    new = tl.load(given + i * stride + channel, mask=inside & (i >= 0), other=0.0)
-    old = tl.load(columns + (i + TAPS - 1) * CHANNELS + channel, mask=inside & (i < 0) & (past > 0), other=0.0)
-    return tl.where(i >= 0, new, old)
+    place = tl.where(i >= 0, given + i * stride + channel, columns + (i + TAPS - 1) * CHANNELS + channel)
+    return tl.load(place, mask=inside & ((i >= 0) | (past > 0)), other=0.0)
 
 
 @jit
