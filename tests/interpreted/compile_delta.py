@@ -39,7 +39,9 @@ def check(made: Made) -> None:
         assert made.stack == 0, (made.stack, made)
     elif made.name == "_rows_kernel":
         assert made.stack <= (0 if made.constants["ONE"] else 64) and made.options["maxnreg"] == 128, (made.stack, made)
-    elif "*bf16" in made.signature.values():
+    elif made.name == "_scan_kernel":  # see its docstring
+        assert "wgmma" not in made.ptx, made
+    if made.name not in ("_decode_kernel", "_rows_kernel") and "*bf16" in made.signature.values():
         assert made.stack <= 80, (made.stack, made)
 
 

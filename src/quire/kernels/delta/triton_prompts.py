@@ -3,25 +3,25 @@
 Chunks are cut at multiples of 64 of the position, so the results of a token depend little on how its prompt was divided
 into steps. In a chunk with rows i and j, c the sum of g up to a row, S the matrix before the chunk:
 
-    A = strict-lower(b_i k_i.k_j exp(c_i - c_j));  T = (I + A)^-1;  U = T (b V);  W = T (b exp(c) K)
-    X = U - W S;   O = exp(c) Q S + lower(q_i.k_j exp(c_i - c_j)) X;   S = exp(c_m) S + K^T (exp(c_m - c) X)
+    A = strict-lower(b_i k_i.k_j exp(c_i - c_j));  T = (I + A)^-1;  X = T b (V - exp(c) K S)
+    O = exp(c) Q S + lower(q_i.k_j exp(c_i - c_j)) X;   S = exp(c_m) S + K^T (exp(c_m - c) X)
 
 The last formula with m < 64 gives the matrix after m rows of the chunk: copies may be at any length. No exponent is
 above 0.
 
-`_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
-`solve_kernel` (triton_solve.py) makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a
-sequence, for a part of the values of a head, with S in registers: it does what depends on S alone; `_states_kernel`
-finishes copies at lengths inside a chunk, and writes all columns; `_outputs_kernel` adds the part of O within the chunk
-and normalizes. Grids depend on the sizes of the step's buffers alone.
+`_plan_kernel` lists the chunks, once per step. In a layer `_convolve_kernel` makes q, k and v of chunks; `solve_kernel`
+(triton_solve.py) makes c and T of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part of
+the values of a head, with S in registers: it does what depends on S alone; `_states_kernel` finishes copies at lengths
+inside a chunk, and writes all columns; `_outputs_kernel` adds the part of O within the chunk and normalizes. Grids
+depend on the sizes of the step's buffers alone.
 
 Products and scratch have the dtype of qkv, sums and S are float32; T is made of float32 numbers, in TF32. For float32
 rows the products have three parts in TF32, which loses next to nothing.
 
 Formulas: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484), sections 3 and 4.
 
-Floor: 6 Dk Dv operations a token and head in `_scan_kernel`. The scratch of a token has 2 G Dk + H (Dk + Dv) numbers of
-the dtype of qkv, which are written once; those of q, k and W are read by each part of the values.
+Floor: 6 Dk Dv operations a token and head in `_scan_kernel`. The scratch of a token has 2 G Dk + H (Dv + 64) numbers of
+the dtype of qkv; those of q, k and T are read by each part of the values.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
-from quire.kernels.delta.triton_rows import keep_columns, opened, unit
+from quire.kernels.delta.triton_rows import convolved, keep_columns, opened, unit
 from quire.kernels.delta.triton_solve import solve_kernel
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import jit, tl
 
 CHUNK = 64  # tokens
-PART = 64  # numbers of a head that a program makes at once
-SPLITS = 64, 32  # most values of a head in a program that goes through a sequence: of many programs, and of few
-MULTIPROCESSORS = 132  # of a GPU: fewer programs are few
+PART = 32  # numbers of keys that are multiplied at a time
+SPLIT = 32  # most values of a head in a program that goes through a sequence
 WIDTHS = (64, 256, 1024, 8192)  # the plan's kernel is compiled for at most so many slots
 SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when there may be more than so many
 
@@ -123,49 +122,44 @@ class Chunks(NamedTuple):
 def mix_prompts(call: DeltaCall) -> None:
     """Compute the rows of sequences of more than `meta.decode_rows` rows, and update their states."""
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
-    plan, sizes, conv = _planned(meta, rows), call.sizes, call.weights.conv
-    units = qkv.new_empty((rows, 2, form.key_heads, form.key_dim))
-    u, w = (qkv.new_empty((rows, form.heads, dim)) for dim in (form.value_dim, form.key_dim))
+    plan, sizes = _planned(meta, rows), call.sizes
+    units, x = qkv.new_empty((rows, 2, form.key_heads, form.key_dim)), qkv.new_empty((rows, form.heads, form.value_dim))
+    solved = qkv.new_empty((rows, form.heads, CHUNK))
     faded = qkv.new_empty((rows, form.heads), dtype=torch.float32)
     programs, seqs = _programs(len(plan.chunks), SOME_CHUNKS), _programs(len(plan.sequences), SOME)
     exact = qkv.dtype == torch.float32
     products = "tf32x3" if exact else "tf32"
-    _units_kernel[(form.key_heads, programs)](
+    _convolve_kernel[(2 * form.key_heads + form.heads, programs)](
         qkv,
-        conv,
+        call.weights.conv,
         *plan[:2],
         *call.places[:3],
         call.state.columns,
         units,
+        x,
         call.strides[0],
         call.strides[4],
-        **_but(sizes, "DVP", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        **_but(sizes, "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         num_warps=8,
     )
     solve_kernel[(form.heads, programs)](
-        qkv,
         call.decay,
         call.strength,
-        *call.weights_of[:3],
+        *call.weights_of[1:3],
         *plan[:2],
-        *call.places[:3],
-        call.state.columns,
         units,
-        u,
-        w,
+        solved,
         faded,
-        call.strides[0],
-        *call.strides[2:5],
+        *call.strides[2:4],
         form.lowest,
-        **_but(sizes, "DVP", "TAPSP", "SIGMOID"),
-        PART=min(PART, padded(min(form.key_dim, form.value_dim))),
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"),
+        PART=min(PART, sizes["DKP"]),
         PRODUCTS=products,
         num_warps=1,  # products of warpgroups in its loop are compiled wrongly
         num_stages=1,
     )
-    few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
-    split = min(SPLITS[few], padded(form.value_dim))
+    split = min(SPLIT, padded(form.value_dim))
     scan = -(-form.value_dim // split), form.heads, seqs
     _scan_kernel[scan](
         plan.counts,
@@ -173,8 +167,8 @@ def mix_prompts(call: DeltaCall) -> None:
         *call.places,
         call.state.matrix,
         units,
-        u,
-        w,
+        x,
+        solved,
         faded,
         call.y,
         call.strides[5],
@@ -193,7 +187,7 @@ def mix_prompts(call: DeltaCall) -> None:
         call.state.columns,
         call.state.matrix,
         units,
-        u,
+        x,
         faded,
         call.strides[0],
         *call.strides[4:],
@@ -209,7 +203,7 @@ def mix_prompts(call: DeltaCall) -> None:
         call.weights.norm,
         *plan[:2],
         units,
-        u,
+        x,
         faded,
         call.y,
         call.strides[1],
@@ -217,7 +211,8 @@ def mix_prompts(call: DeltaCall) -> None:
         **_but(sizes, "TAPS", "TAPSP", "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         PRODUCTS=products,
-        num_warps=8,
+        num_warps=8 if exact else 4,
+        num_stages=1,
     )
 
 
@@ -276,7 +271,7 @@ def _plan_kernel(
 
 
 @jit
-def _units_kernel(
+def _convolve_kernel(
     qkv,
     conv,
     counts,
@@ -286,6 +281,7 @@ def _units_kernel(
     slots,
     columns,
     units,
+    values,
     qkv_stride,
     columns_stride,
     G: tl.constexpr,
@@ -293,44 +289,35 @@ def _units_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
+    DVP: tl.constexpr,
     TAPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Make q and k of the chunks of a key head. Grid (G, programs).
+    """Make q, k and v of chunks: a program those of a key head or a head. Grid (2 G + H, programs).
 
-    units   [T, 2, G, DK] q and k
+    units    [T, 2, G, DK] q and k;  values  [T, H, DV]
     """
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    key_head = tl.program_id(0)
-    i, key = tl.arange(0, CHUNK)[:, None], tl.arange(0, DKP)
-    in_key = key < DK
+    part, i, key, value = tl.program_id(0), tl.arange(0, CHUNK)[:, None], tl.arange(0, DKP), tl.arange(0, DVP)
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
         first = tl.load(query_start + s)
         past = tl.load(seq_lens + s) - (tl.load(query_start + s + 1) - first)
-        slot = tl.load(slots + s).to(tl.int64)
-        own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-        inside = (i < rows) & in_key[None, :]
-        for part in range(0, 2):
-            channel, factor = (part * G + key_head) * DK + key, tl.where(part == 0, DK**-0.5, 1.0)
-            x = unit(
-                given,
-                own,
-                conv,
-                before + i,
-                past,
-                channel[None, :],
-                inside,
-                factor,
-                CHANNELS,
-                TAPS,
-                qkv_stride,
-                False,
-                1,
+        own = columns + tl.load(slots + s).to(tl.int64) * columns_stride
+        given, j = qkv + first.to(tl.int64) * qkv_stride, before + i
+        if part < 2 * G:
+            own_key, keyed = part * DK + key[None, :], (i < rows) & (key < DK)[None, :]
+            factor = tl.where(part < G, DK**-0.5, 1.0)
+            k = unit(given, own, conv, j, past, own_key, keyed, factor, CHANNELS, TAPS, qkv_stride, False, 1)
+            tl.store(
+                units + row * (2 * G * DK) + (i * (2 * G * DK) + own_key), k.to(units.dtype.element_ty), mask=keyed
             )
-            place = units + row * (2 * G * DK) + (i * (2 * G) + part * G + key_head) * DK + key[None, :]
-            tl.store(place, x.to(units.dtype.element_ty), mask=inside)
+        else:
+            own_value, shown = (part - 2 * G) * DV + value[None, :], (i < rows) & (value < DV)[None, :]
+            channel = 2 * G * DK + own_value
+            v = convolved(given, own, conv, j, past, channel, shown, CHANNELS, TAPS, qkv_stride, False)
+            tl.store(values + row * (H * DV) + (i * (H * DV) + own_value), v.to(values.dtype.element_ty), mask=shown)
 
 
 @jit
@@ -344,8 +331,8 @@ def _scan_kernel(
     kept,
     matrix,
     units,
-    u,
-    w,
+    x,
+    solved,
     faded,
     y,
     matrix_stride,
@@ -360,48 +347,53 @@ def _scan_kernel(
 ):
     """Go through the chunks of sequences, for SPLIT values of a head. Grid (ceil(DV / SPLIT), H, programs).
 
-    u   becomes X
-    y   [T, H, DV]: becomes the part of O that comes from S. For the other parameters see `_solve_kernel`
+    x   [T, H, DV] values, become X
+    y   [T, H, DV]: becomes the part of O that comes from S. For the other parameters see `solve_kernel`
 
     A copy at a length gets the matrix after the last whole chunk before it, `_states_kernel` goes on from there. The
-    chunks come in three runs that end at the copies: a condition in the loop of products is compiled wrongly.
+    chunks come in three runs that end at the copies: Triton 3.6 compiles a condition in the loop of products wrongly.
+    It also loses a number that the loop of runs would carry besides the matrix. Values are the rows of all products, at
+    most 32 of them: products of warpgroups, which have 64, read beyond their operands here.
     """
     head = tl.program_id(1)
     value, key, flat = tl.program_id(0) * SPLIT + tl.arange(0, SPLIT), tl.arange(0, DKP), tl.arange(0, CHUNK)
-    in_value, in_key, i = value < DV, key < DK, flat[:, None]
-    inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    in_value, in_key, i, j = value < DV, key < DK, flat[:, None], flat[None, :]
+    inside, at = in_value[:, None] & in_key[None, :], head * DK * DV + key[None, :] * DV + value[:, None]
     for p in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
         s = tl.load(sequences + 4 * p)
         first, end = tl.load(query_start + s).to(tl.int64), tl.load(seq_lens + s)
         past = end - (tl.load(query_start + s + 1) - first).to(tl.int32)
         slot = tl.load(slots + s).to(tl.int64)
-        chunk, chunks = past // CHUNK, (end + CHUNK - 1) // CHUNK
+        begin, chunks = past // CHUNK, (end + CHUNK - 1) // CHUNK
         one, two = tl.load(kept_at + 2 * slot), tl.load(kept_at + 2 * slot + 1)
         one = tl.where((one > past) & (one <= end), tl.where(one == end, chunks, one // CHUNK), -1)
         two = tl.where((two > past) & (two <= end), tl.where(two == end, chunks, two // CHUNK), -1)
+        lower, upper = tl.minimum(one, two), tl.maximum(one, two)
         held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
         for run in range(0, 3):
-            upto = tl.where(run == 0, tl.minimum(one, two), tl.where(run == 1, tl.maximum(one, two), chunks))
-            for n in range(chunk, upto):
+            since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
+            upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
+            for n in range(since, upto):
                 start = tl.maximum(past, n * CHUNK)
                 rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
                 live = flat < rows
-                keyed, shown = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
+                keyed, shown = live[:, None] & in_key[None, :], in_value[:, None] & live[None, :]
                 q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
                 q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
-                known = tl.load(w + row * (H * DK) + (i * H + head) * DK + key[None, :], mask=keyed, other=0.0)
-                x_at = row * (H * DV) + (i * H + head) * DV + value[None, :]
-                wanted = tl.load(u + x_at, mask=shown, other=0.0).to(tl.float32)
+                t_at = solved + row * (H * CHUNK) + (i * H + head) * CHUNK + j
+                t = tl.load(t_at, mask=live[:, None] & (i >= j), other=0.0)
+                x_at = row * (H * DV) + (j * H + head) * DV + value[:, None]
+                v = tl.load(x + x_at, mask=shown, other=0.0).to(tl.float32)
                 c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
-                last = tl.load(faded + (row + rows - 1) * H + head)
+                last, fade = tl.load(faded + (row + rows - 1) * H + head), tl.exp(c)[None, :]
                 state = held.to(k.dtype)
-                x = wanted - tl.dot(known, state, input_precision=PRODUCTS)
-                out = tl.exp(c)[:, None] * tl.dot(q, state, input_precision=PRODUCTS)
-                tl.store(u + x_at, x.to(k.dtype), mask=shown)
+                new = v - fade * tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
+                new = tl.dot(new.to(k.dtype), tl.trans(t), input_precision=PRODUCTS)
+                out = fade * tl.dot(state, tl.trans(q), input_precision=PRODUCTS)
+                tl.store(x + x_at, new.to(k.dtype), mask=shown)
                 tl.store(y + x_at, out.to(k.dtype), mask=shown)
-                x *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[:, None]
-                held = tl.dot(tl.trans(k), x.to(k.dtype), tl.exp(last) * held, input_precision=PRODUCTS)
-            chunk = tl.maximum(chunk, upto)
+                new *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[None, :]
+                held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
             if (run < 2) & (upto >= 0) & (one == upto):
                 target = tl.load(kept + 2 * slot).to(tl.int64)
                 tl.store(matrix + target * matrix_stride + at, held, mask=inside)

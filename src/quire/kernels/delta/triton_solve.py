@@ -1,4 +1,4 @@
-"""The triangular systems of chunks of prompts: T, U and W of the gated delta rule, in blocks of 16 rows.
+"""The triangular systems of chunks of prompts of the gated delta rule, in blocks of 16 rows.
 
 See `quire.kernels.delta.triton_prompts` for the formulas. A is strictly lower, T = (I + A)^-1. Blocks of 16 rows come
 from the inverses of smaller ones: with D the inverse of the diagonal blocks of n rows, and L those parts of A that lie
@@ -11,7 +11,7 @@ another. With warpgroups Triton 3.6 made wrong addresses of their operands in th
 
 from __future__ import annotations
 
-from quire.kernels.delta.triton_rows import convolved, log_decay
+from quire.kernels.delta.triton_rows import log_decay
 from quire.kernels.triton_runtime import jit, tl
 
 
@@ -27,21 +27,41 @@ def _inverse(a, PRODUCTS: tl.constexpr):
 
 
 @jit
-def _block(
-    keys, key, c, b, rows, stride, ROW: tl.constexpr, COLUMN: tl.constexpr, DK: tl.constexpr, PRODUCTS: tl.constexpr
-):
-    """Return block [16, 16] of A: rows of block ROW and columns of block COLUMN of a chunk.
+def _rows_of(keys, key, rows, stride, ROW: tl.constexpr, DK: tl.constexpr):
+    """Return block ROW of keys, [16, numbers]. keys: the chunk's first row; stride: from row to row."""
+    row = ROW * 16 + tl.arange(0, 16)[:, None]
+    return tl.load(keys + row * stride + key[None, :], mask=(row < rows) & (key < DK)[None, :], other=0.0)
 
-    keys   the chunk's first row; stride  from row to row
-    c, b   tuples by block: sums of g, strengths
-    """
-    flat = tl.arange(0, 16)
-    row, column = ROW * 16 + flat[:, None], COLUMN * 16 + flat[None, :]
-    left = tl.load(keys + row * stride + key[None, :], mask=(row < rows) & (key < DK)[None, :], other=0.0)
-    right = tl.load(keys + column * stride + key[:, None], mask=(column < rows) & (key < DK)[:, None], other=0.0)
-    a = tl.dot(left, right, input_precision=PRODUCTS) * b[ROW][:, None]
-    a *= tl.exp(tl.minimum(c[ROW][:, None] - c[COLUMN][None, :], 0.0))
-    return tl.where(row > column, a, 0.0)
+
+@jit
+def _squares(keys, rows, stride, DK: tl.constexpr, DKP: tl.constexpr, PART: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Return the blocks [16, 16] of K K^T on the diagonal and below, row by row."""
+    x00 = tl.zeros([16, 16], tl.float32)
+    x10, x11, x20, x21, x22, x30, x31, x32, x33 = x00, x00, x00, x00, x00, x00, x00, x00, x00
+    for start in range(0, DKP, PART):
+        key = start + tl.arange(0, PART)
+        k0, k1 = _rows_of(keys, key, rows, stride, 0, DK), _rows_of(keys, key, rows, stride, 1, DK)
+        k2, k3 = _rows_of(keys, key, rows, stride, 2, DK), _rows_of(keys, key, rows, stride, 3, DK)
+        x00 = tl.dot(k0, tl.trans(k0), x00, input_precision=PRODUCTS)
+        x10 = tl.dot(k1, tl.trans(k0), x10, input_precision=PRODUCTS)
+        x11 = tl.dot(k1, tl.trans(k1), x11, input_precision=PRODUCTS)
+        x20 = tl.dot(k2, tl.trans(k0), x20, input_precision=PRODUCTS)
+        x21 = tl.dot(k2, tl.trans(k1), x21, input_precision=PRODUCTS)
+        x22 = tl.dot(k2, tl.trans(k2), x22, input_precision=PRODUCTS)
+        x30 = tl.dot(k3, tl.trans(k0), x30, input_precision=PRODUCTS)
+        x31 = tl.dot(k3, tl.trans(k1), x31, input_precision=PRODUCTS)
+        x32 = tl.dot(k3, tl.trans(k2), x32, input_precision=PRODUCTS)
+        x33 = tl.dot(k3, tl.trans(k3), x33, input_precision=PRODUCTS)
+    return x00, x10, x11, x20, x21, x22, x30, x31, x32, x33
+
+
+@jit
+def _faded(x, c, b, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """Return a block of A from one of K K^T. c, b: tuples by block of rows, sums of g and strengths."""
+    a = x * b[ROW][:, None] * tl.exp(tl.minimum(c[ROW][:, None] - c[COLUMN][None, :], 0.0))
+    if ROW == COLUMN:
+        a = tl.where(tl.arange(0, 16)[:, None] > tl.arange(0, 16)[None, :], a, 0.0)
+    return a
 
 
 @jit
@@ -51,86 +71,25 @@ def _solved(a, b, PRODUCTS: tl.constexpr):
 
 
 @jit
-def _inverses(keys, key, c, b, rows, stride, DK: tl.constexpr, PRODUCTS: tl.constexpr):
-    """Return the blocks [16, 16] of T of a chunk, row by row. See `_block`.
+def _inverses(x, c, b, PRODUCTS: tl.constexpr):
+    """Return the blocks [16, 16] of T of a chunk, row by row. x: those of K K^T. See `_faded`.
 
     A block below the diagonal is -T_ii (sum over k from j to i - 1 of A_ik T_kj).
     """
-    t00 = _inverse(_block(keys, key, c, b, rows, stride, 0, 0, DK, PRODUCTS), PRODUCTS)
-    t11 = _inverse(_block(keys, key, c, b, rows, stride, 1, 1, DK, PRODUCTS), PRODUCTS)
-    t22 = _inverse(_block(keys, key, c, b, rows, stride, 2, 2, DK, PRODUCTS), PRODUCTS)
-    t33 = _inverse(_block(keys, key, c, b, rows, stride, 3, 3, DK, PRODUCTS), PRODUCTS)
-    a10 = _block(keys, key, c, b, rows, stride, 1, 0, DK, PRODUCTS)
-    t10 = _solved(t11, tl.dot(a10, t00, input_precision=PRODUCTS), PRODUCTS)
-    a20 = _block(keys, key, c, b, rows, stride, 2, 0, DK, PRODUCTS)
-    a21 = _block(keys, key, c, b, rows, stride, 2, 1, DK, PRODUCTS)
-    x = tl.dot(a20, t00, input_precision=PRODUCTS)
-    t20 = _solved(t22, tl.dot(a21, t10, x, input_precision=PRODUCTS), PRODUCTS)
+    t00, t11 = _inverse(_faded(x[0], c, b, 0, 0), PRODUCTS), _inverse(_faded(x[2], c, b, 1, 1), PRODUCTS)
+    t22, t33 = _inverse(_faded(x[5], c, b, 2, 2), PRODUCTS), _inverse(_faded(x[9], c, b, 3, 3), PRODUCTS)
+    t10 = _solved(t11, tl.dot(_faded(x[1], c, b, 1, 0), t00, input_precision=PRODUCTS), PRODUCTS)
+    a20, a21 = _faded(x[3], c, b, 2, 0), _faded(x[4], c, b, 2, 1)
+    part = tl.dot(a20, t00, input_precision=PRODUCTS)
+    t20 = _solved(t22, tl.dot(a21, t10, part, input_precision=PRODUCTS), PRODUCTS)
     t21 = _solved(t22, tl.dot(a21, t11, input_precision=PRODUCTS), PRODUCTS)
-    a30 = _block(keys, key, c, b, rows, stride, 3, 0, DK, PRODUCTS)
-    a31 = _block(keys, key, c, b, rows, stride, 3, 1, DK, PRODUCTS)
-    a32 = _block(keys, key, c, b, rows, stride, 3, 2, DK, PRODUCTS)
-    x = tl.dot(a31, t10, tl.dot(a30, t00, input_precision=PRODUCTS), input_precision=PRODUCTS)
-    t30 = _solved(t33, tl.dot(a32, t20, x, input_precision=PRODUCTS), PRODUCTS)
-    x = tl.dot(a31, t11, input_precision=PRODUCTS)
-    t31 = _solved(t33, tl.dot(a32, t21, x, input_precision=PRODUCTS), PRODUCTS)
+    a30, a31, a32 = _faded(x[6], c, b, 3, 0), _faded(x[7], c, b, 3, 1), _faded(x[8], c, b, 3, 2)
+    part = tl.dot(a31, t10, tl.dot(a30, t00, input_precision=PRODUCTS), input_precision=PRODUCTS)
+    t30 = _solved(t33, tl.dot(a32, t20, part, input_precision=PRODUCTS), PRODUCTS)
+    part = tl.dot(a31, t11, input_precision=PRODUCTS)
+    t31 = _solved(t33, tl.dot(a32, t21, part, input_precision=PRODUCTS), PRODUCTS)
     t32 = _solved(t33, tl.dot(a32, t22, input_precision=PRODUCTS), PRODUCTS)
     return t00, t10, t11, t20, t21, t22, t30, t31, t32, t33
-
-
-@jit
-def _store_products(t, x, place, rows, stride, inside, PRODUCTS: tl.constexpr):
-    """Write T x, [64, n] in four blocks of rows. place: pointers [1, n] of the first row; inside: columns to write."""
-    flat = tl.arange(0, 16)[:, None]
-    y = tl.dot(t[0], x[0], input_precision=PRODUCTS)
-    tl.store(place + flat * stride, y.to(x[0].dtype), mask=inside & (flat < rows))
-    y = tl.dot(t[2], x[1], tl.dot(t[1], x[0], input_precision=PRODUCTS), input_precision=PRODUCTS)
-    tl.store(place + (16 + flat) * stride, y.to(x[0].dtype), mask=inside & (16 + flat < rows))
-    y = tl.dot(t[4], x[1], tl.dot(t[3], x[0], input_precision=PRODUCTS), input_precision=PRODUCTS)
-    y = tl.dot(t[5], x[2], y, input_precision=PRODUCTS)
-    tl.store(place + (32 + flat) * stride, y.to(x[0].dtype), mask=inside & (32 + flat < rows))
-    y = tl.dot(t[7], x[1], tl.dot(t[6], x[0], input_precision=PRODUCTS), input_precision=PRODUCTS)
-    y = tl.dot(t[9], x[3], tl.dot(t[8], x[2], y, input_precision=PRODUCTS), input_precision=PRODUCTS)
-    tl.store(place + (48 + flat) * stride, y.to(x[0].dtype), mask=inside & (48 + flat < rows))
-
-
-@jit
-def _narrow(t, dtype: tl.constexpr):
-    """Return blocks in another dtype."""
-    return (
-        t[0].to(dtype), t[1].to(dtype), t[2].to(dtype), t[3].to(dtype), t[4].to(dtype),
-        t[5].to(dtype), t[6].to(dtype), t[7].to(dtype), t[8].to(dtype), t[9].to(dtype),
-    )  # fmt: skip
-
-
-@jit
-def _weighted(place, weight, rows, stride, inside, ROW: tl.constexpr):
-    """Return block ROW of keys [16, n] times the weights of its rows."""
-    i = ROW * 16 + tl.arange(0, 16)[:, None]
-    x = tl.load(place + i * stride, mask=inside & (i < rows), other=0.0)
-    return (x.to(tl.float32) * weight[:, None]).to(x.dtype)
-
-
-@jit
-def _values(
-    source,
-    conv,
-    before,
-    past,
-    channel,
-    b,
-    rows,
-    inside,
-    ROW: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Return block ROW of values [16, n] times strengths b. source: given, own and stride of `convolved`."""
-    i = ROW * 16 + tl.arange(0, 16)[:, None]
-    inside = inside & (i < rows)
-    v = convolved(source[0], source[1], conv, before + i, past, channel, inside, CHANNELS, TAPS, source[2], False)
-    return tl.where(inside, v * b[:, None], 0.0).to(dtype)
 
 
 @jit
@@ -160,85 +119,65 @@ def _rates(
 
 
 @jit
+def _store(t, place, b, rows, stride, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """Write a block of T times the strengths of its columns. place: T of the chunk."""
+    row, column = ROW * 16 + tl.arange(0, 16)[:, None], COLUMN * 16 + tl.arange(0, 16)[None, :]
+    y = t * b[COLUMN][None, :]
+    tl.store(place + row * stride + column, y.to(place.dtype.element_ty), mask=row < rows)
+
+
+@jit
 def solve_kernel(
-    qkv,
     decay,
     strength,
-    conv,
     rate,
     shift,
     counts,
     chunks,
-    query_start,
-    seq_lens,
-    slots,
-    columns,
     units,
-    u,
-    w,
+    solved,
     faded,
-    qkv_stride,
     decay_stride,
     strength_stride,
-    columns_stride,
     lowest,
     G: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
-    DV: tl.constexpr,
     DKP: tl.constexpr,
-    TAPS: tl.constexpr,
     BOUNDED: tl.constexpr,
     DOUBLED: tl.constexpr,
     PART: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Make c, U and W of the chunks of a head. Grid (H, programs), of one warp.
+    """Make c, and T with the strengths of its columns, of the chunks of a head. Grid (H, programs), of one warp.
 
-    faded      [T, H] c;  u  [T, H, DV] and w  [T, H, DK]: a row for each row of a chunk
-    PART       numbers of U and W at a time;  PRODUCTS  precision of products of float32 numbers
+    faded      [T, H] c;  solved  [T, H, 64]: a row for each row of a chunk; numbers right of the diagonal's blocks of
+               16 are not written
+    PART       numbers of keys at a time;  PRODUCTS  precision of products of float32 numbers
     """
-    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    dtype: tl.constexpr = u.dtype.element_ty
     head = tl.program_id(0)
-    key, part = tl.arange(0, DKP), tl.arange(0, PART)
-    factors = tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest
+    factors, strides = (tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest), (decay_stride, strength_stride)
+    stride: tl.constexpr = 64 * H
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
-        s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
-        first = tl.load(query_start + s)
-        past = tl.load(seq_lens + s) - (tl.load(query_start + s + 1) - first)
-        own = columns + tl.load(slots + s).to(tl.int64) * columns_stride
-        source = qkv + first.to(tl.int64) * qkv_stride, own, qkv_stride
-        raw, strong, sums = (
-            decay + row * decay_stride + head,
-            strength + row * strength_stride + head,
-            faded + row * H + head,
-        )
-        strides = decay_stride, strength_stride
+        raw, strong, sums = decay + row * decay_stride + head, strength + row * strength_stride + head, faded + row * H
+        sums += head
         c0, b0, total = _rates(raw, strong, sums, strides, factors, 0.0, rows, 0, H, BOUNDED, DOUBLED)
         c1, b1, total = _rates(raw, strong, sums, strides, factors, total, rows, 1, H, BOUNDED, DOUBLED)
         c2, b2, total = _rates(raw, strong, sums, strides, factors, total, rows, 2, H, BOUNDED, DOUBLED)
         c3, b3, total = _rates(raw, strong, sums, strides, factors, total, rows, 3, H, BOUNDED, DOUBLED)
         c, b = (c0, c1, c2, c3), (b0, b1, b2, b3)
         keys = units + row * (2 * G * DK) + (G + head // (H // G)) * DK
-        t = _inverses(keys, key, c, b, rows, 2 * G * DK, DK, PRODUCTS)
-        t = _narrow(t, dtype)
-        for start in range(0, DK, PART):
-            inside = (start + part < DK)[None, :]
-            place = keys + start + part[None, :]
-            x0 = _weighted(place, b0 * tl.exp(c0), rows, 2 * G * DK, inside, 0)
-            x1 = _weighted(place, b1 * tl.exp(c1), rows, 2 * G * DK, inside, 1)
-            x2 = _weighted(place, b2 * tl.exp(c2), rows, 2 * G * DK, inside, 2)
-            x3 = _weighted(place, b3 * tl.exp(c3), rows, 2 * G * DK, inside, 3)
-            target = w + row * (H * DK) + head * DK + start + part[None, :]
-            _store_products(t, (x0, x1, x2, x3), target, rows, H * DK, inside, PRODUCTS)
-        for start in range(0, DV, PART):
-            inside = (start + part < DV)[None, :]
-            channel = 2 * G * DK + head * DV + start + part[None, :]
-            x0 = _values(source, conv, before, past, channel, b0, rows, inside, 0, CHANNELS, TAPS, dtype)
-            x1 = _values(source, conv, before, past, channel, b1, rows, inside, 1, CHANNELS, TAPS, dtype)
-            x2 = _values(source, conv, before, past, channel, b2, rows, inside, 2, CHANNELS, TAPS, dtype)
-            x3 = _values(source, conv, before, past, channel, b3, rows, inside, 3, CHANNELS, TAPS, dtype)
-            target = u + row * (H * DV) + head * DV + start + part[None, :]
-            _store_products(t, (x0, x1, x2, x3), target, rows, H * DV, inside, PRODUCTS)
+        x = _squares(keys, rows, 2 * G * DK, DK, DKP, PART, PRODUCTS)
+        t = _inverses(x, c, b, PRODUCTS)
+        place = solved + row * stride + head * 64
+        _store(t[0], place, b, rows, stride, 0, 0)
+        _store(t[1], place, b, rows, stride, 1, 0)
+        _store(t[2], place, b, rows, stride, 1, 1)
+        _store(t[3], place, b, rows, stride, 2, 0)
+        _store(t[4], place, b, rows, stride, 2, 1)
+        _store(t[5], place, b, rows, stride, 2, 2)
+        _store(t[6], place, b, rows, stride, 3, 0)
+        _store(t[7], place, b, rows, stride, 3, 1)
+        _store(t[8], place, b, rows, stride, 3, 2)
+        _store(t[9], place, b, rows, stride, 3, 3)
