@@ -80,14 +80,17 @@ KDA = {  # keys of layers with Kimi delta attention -> their names in linear_att
 
 
 def _kimi(keys: Keys) -> dict[str, Any]:
-    """Return the context length, the sizes of recurrent layers, and q_lora_rank, which may be missing."""
+    """Return the context length, the sizes of recurrent layers, and q_lora_rank, which may be missing.
+
+    Also tie_word_embeddings, which transformers does not follow.
+    """
     if not keys.flag("mla_use_nope", True):
         raise keys.unsupported("mla_use_nope=false is not implemented: use a model whose heads are not rotated.")
     inner = keys.object("linear_attn_config") or {}
     found = {own: inner[theirs] for own, theirs in KDA.items() if theirs in inner}
     if "model_max_length" in keys:
         found["max_position_embeddings"] = keys["model_max_length"]
-    return {"q_lora_rank": keys.get("q_lora_rank")} | found
+    return {"q_lora_rank": keys.get("q_lora_rank"), "tie_word_embeddings": False} | found
 
 
 SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
