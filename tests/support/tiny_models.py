@@ -94,12 +94,23 @@ _DELTA: dict[str, Any] = {
 }  # fmt: skip
 _OLMO: dict[str, Any] = _DELTA | {"head_dim": None, "rms_norm_eps": 1e-4}  # another epsilon than that of heads
 _KIMI: dict[str, Any] = _LATENT | {
-    "q_lora_rank": None, "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 24,
-    "num_shared_experts": 2, "num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
-    "first_k_dense_replace": 1, "linear_attn_config": {
-        "kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 8, "head_dim": 12, "short_conv_kernel_size": 3,
+    "q_lora_rank": None,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+        "num_heads": 8,
+        "head_dim": 12,
+        "short_conv_kernel_size": 3,
     },
-}  # fmt: skip
+}
 _CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
 _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0,
