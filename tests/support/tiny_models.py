@@ -94,6 +94,7 @@ _DELTA: dict[str, Any] = {
 }  # fmt: skip
 _OLMO: dict[str, Any] = _DELTA | {"head_dim": None, "rms_norm_eps": 1e-4}  # another epsilon than that of heads
 _KIMI: dict[str, Any] = _LATENT | {
+    "initializer_range": 0.1,  # as of _DELTA
     "q_lora_rank": None,
     "num_experts": 8,
     "num_experts_per_token": 3,

@@ -140,8 +140,8 @@ INLINE void to_unit(const float *from, float *to, long dim, float factor) {
     }
 }
 
-/* log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|. log(1 + t) = 2 atanh z with z = t / (2 + t), at most 1/3, where
-   the series to z^15 is exact to 1e-9 relative. NaN for NaN. */
+/* log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|, and NaN for NaN. log(1 + t) = 2 atanh z with z = t / (2 + t),
+   at most 1/3, where the series to z^15 is exact to 1e-9 relative. */
 static inline Vec softplus_of(Vec x) {
     const Vec t = exp_of(as_floats(as_words(x) | fill_words(INT32_MIN))), z = t / (fill(2.0f) + t), square = z * z;
     Vec p = fill(1.0f / 15);
@@ -224,7 +224,8 @@ INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long
     for (long d = 0; d < dim; d += W) {
         const Lanes lanes = lanes_of(dim - d);
         const long at = head * dim + d;
-        if (job->by_channel) faded = fading(job, load(decays, at, lanes, half) + get_some(job->shift + at, lanes), rate);
+        if (job->by_channel)
+            faded = fading(job, load(decays, at, lanes, half) + get_some(job->shift + at, lanes), rate);
         put_some(fade + d, lanes, faded);
     }
     const float strength = (job->doubled ? 2.0f : 1.0f) /
