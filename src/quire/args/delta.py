@@ -87,7 +87,7 @@ def read_olmo(keys: Keys) -> DeltaArgs:
     key_heads = size("linear_num_key_heads", attending)
     key_dim = size("linear_key_head_dim", 3 * keys.size("hidden_size") // (4 * key_heads), MOST_DIM)
     value_dim = size("linear_value_head_dim", 2 * key_dim, MOST_DIM)
-    if not 0 < max(key_dim, value_dim) <= MOST_DIM:
+    if not 0 < min(key_dim, value_dim) <= max(key_dim, value_dim) <= MOST_DIM:
         raise keys.wrong(
             f"heads of {key_dim} and {value_dim} numbers follow from hidden_size, and 1 to {MOST_DIM} are possible: "
             "add linear_key_head_dim and linear_value_head_dim."

@@ -192,6 +192,7 @@ def test_bounds_of_steps(limit: Any, steps: tuple[float, float]) -> None:
         ("olmo_hybrid", {"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "not a multiple of linear_num_key"),
         ("olmo_hybrid", {"linear_key_head_dim": 512}, "linear_key_head_dim=512 must be .* at most 256"),
         ("olmo_hybrid", {"linear_key_head_dim": 200}, "heads of 200 and 400 numbers"),
+        ("olmo_hybrid", {"linear_num_key_heads": 64, "linear_value_head_dim": 8}, "heads of 0 and 8 numbers"),
         (
             "olmo_hybrid",
             {"hidden_act": "gelu_pytorch_tanh"},
