@@ -7,14 +7,17 @@ from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import DenseArgs, LayerArgs
+from quire.args.layers import AttentionArgs, DenseArgs, LayerArgs
 
 
 def with_mixer(args: ModelArgs, **changes: Any) -> ModelArgs:
-    """Change the mixers of all layers."""
-    return replace(
-        args, layers=tuple(structs.replace(one, mixer=structs.replace(one.mixer, **changes)) for one in args.layers)
-    )
+    """Change the mixers of all layers that attend."""
+
+    def changed(one: LayerArgs) -> LayerArgs:
+        attends = isinstance(one.mixer, AttentionArgs)
+        return structs.replace(one, mixer=structs.replace(one.mixer, **changes)) if attends else one
+
+    return replace(args, layers=tuple(map(changed, args.layers)))
 
 
 def with_experts(args: ModelArgs, **changes: Any) -> ModelArgs:

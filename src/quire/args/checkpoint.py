@@ -284,10 +284,16 @@ def _layers(
     for layer, word in enumerate(keys.names("layer_types") if family.form.single else ()):
         (mixers if word in FEED_FORWARDS else parts)[layer] = NONE
     residual = keys.positive("residual_multiplier", 1.0) if "residual_multiplier" in family.keys else 1.0
-    form: dict[str, Any] = {"norms": family.form.norms, "scaled": family.form.scaled, "residual": residual}
+    form: dict[str, Any] = {"scaled": family.form.scaled, "residual": residual}
     form |= {"beside": READERS[family.recurrent](keys), "factors": read_factors(keys)} if both else {}
     form["inputs"] = _layer_inputs(keys, family)
-    return tuple(LayerArgs(mixer=one, feed_forward=part, **form) for one, part in zip(mixers, parts, strict=True))
+    norms = [family.form.norms] * len(mixers)
+    if family.form.norms == "by kind":
+        norms = ["before" if layer in recurrent else "after" for layer in range(len(mixers))]
+    return tuple(
+        LayerArgs(mixer=one, feed_forward=part, norms=places, **form)
+        for one, part, places in zip(mixers, parts, norms, strict=True)
+    )
 
 
 def _of_attention(keys: Keys, family: Family) -> Keys:
@@ -302,7 +308,7 @@ def _mixers(
     own = of_layers(keys, "full_attention")
     if family.latent:
         assert all(rule.window is None for rule in rules), "a family with latent attention has no windows"
-        return [read_latent(own, family.latent, ropes[0])] * (len(rules) + extra)
+        return [read_latent(own, family.latent, ropes[0] if rules[0].rotated else UNROTATED)] * (len(rules) + extra)
     full = windowed = read_grouped(own, family, ropes[0], full=True)
     if family.heads.by_kind:
         windowed = read_grouped(of_layers(keys, "sliding_attention"), family, ropes[1], full=False)

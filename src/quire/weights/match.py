@@ -111,7 +111,12 @@ def _check(stored: StoredTensor, part: Part, raw: RawTensor, param: Param) -> No
 
 
 def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
-    """Return a shape; of a quantized parameter without last sizes of 1, which checkpoints write or leave out."""
+    """Return a shape without sizes of 1 that checkpoints write or leave out.
+
+    Of a vector these are all; of a quantized parameter the last ones.
+    """
+    if len(param.shape) == 1:
+        return tuple(size for size in shape if size != 1)
     while param.stored is not None and shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
