@@ -58,7 +58,7 @@ def schedules(length: int, room: int) -> list[list[tuple[int, int]]]:
 
     Each begins with a chunk of a prompt; the random ones have further chunks, of any size, as after a preemption.
     """
-    found = []
+    found = list[list[tuple[int, int]]]()
     for draw in [random.Random(seed) for seed in range(12)]:
         fixed = len(found) + 1 if len(found) < room else 0
         past, steps = 7, [(7, 7)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
-from quire.kernels.delta.triton_rows import convolved, keep_columns, keep_rows, log_decay, opened, unit
+from quire.kernels.delta.triton_rows import columns_of_head, keep_rows, log_decay, opened, row_of_head
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
@@ -131,23 +131,30 @@ def _counters(meta: StateMeta, count: int, device: torch.device) -> Tensor:
 
 
 @jit
+def _stand(arrived, places, slot, past, rows, lazy, H: tl.constexpr):
+    """Write the lengths at which a sequence's state and its copies stand, when all its programs have read the old one.
+
+    arrived   the sequence's counter;  places  kept_at, kept, lengths and their stride
+    """
+    kept_at, kept, lengths, stride = places
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == H - 1:
+        tl.store(arrived, 0)
+        tl.store(lengths + slot * stride, tl.where(lazy, past, past + rows))
+        for n in range(0, 2):
+            length = tl.load(kept_at + 2 * slot + n)
+            if (length > past) & (length <= past + rows):
+                tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * stride, length)
+
+
+@jit
 def _advance(
     held,
-    decay,
-    strength,
-    shift,
-    gate,
-    norm,
-    y,
-    q,
-    k,
-    v,
-    head,
-    key,
-    value,
-    speed,
-    lowest,
-    eps,
+    rates,
+    factors,
+    outputs,
+    row,
+    place,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -158,9 +165,16 @@ def _advance(
 ):
     """Compute a row of a head: write its result if READ, return the matrix after it. held: the matrix before.
 
-    decay, strength, gate, y   the row
-    key, value   arange of the padded sizes;  speed  exp(rate)
+    rates     rows of decays and strengths;  row  q, k and v of the head
+    factors   shift, exp(rate) and lowest
+    outputs   rows of gate, norm and y, and eps
+    place     head, and arange of the padded sizes of a key and a value
     """
+    head, key, value = place
+    decay, strength = rates
+    shift, speed, lowest = factors
+    gate, norm, y, eps = outputs
+    q, k, v = row
     in_key, in_value = key < DK, value < DV
     if BY_CHANNEL:
         raw = tl.load(decay + head * DK + key, mask=in_key, other=0.0).to(tl.float32)
@@ -255,159 +269,76 @@ def _rows_kernel(
     rows = tl.load(query_start + s + 1) - first
     if (rows <= 0) | ((rows > limit) & (MOST == 0)):
         return
-    PER: tl.constexpr = H // G
+    DECAYS: tl.constexpr = H * DK if BY_CHANNEL else H
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    key_head = head // PER
+    WIDTH: tl.constexpr = CHANNELS + DECAYS + H
     past = tl.load(seq_lens + s) - rows
     slot = tl.load(slots + s).to(tl.int64)
     key, value = tl.arange(0, DKP), tl.arange(0, DVP)
-    in_key, in_value = key < DK, value < DV
-    inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    inside = (key < DK)[:, None] & (value < DV)[None, :]
+    at = head * DK * DV + key[:, None] * DV + value[None, :]
     held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
     own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-    q_at, k_at, v_at = key_head * DK + key, (G + key_head) * DK + key, 2 * G * DK + head * DV + value
-    # Queries and keys together: loads of a number for each thread stay in one layout, smaller ones are done by all.
-    is_key = tl.arange(0, 2)[:, None]
-    both_at, in_both, factor = (is_key * G + key_head) * DK + key[None, :], in_key[None, :] & (is_key < 2), DK**-0.5
-    speed = tl.exp(tl.load(rate + head))
-    DECAYS: tl.constexpr = H * DK if BY_CHANNEL else H
-    WIDTH: tl.constexpr = CHANNELS + DECAYS + H
+    place, factors = (head, key, value), (shift, tl.exp(tl.load(rate + head)), lowest)
     replayed, count, put_off = 0, rows, None
     if MOST:
         put_off = pending + slot * pending_stride
         stood = tl.load(lengths + slot * lengths_stride)
         replayed = tl.where(past > 0, tl.minimum(tl.maximum(past - stood, 0), MOST), 0)
         count = tl.where(rows > limit, 0, rows)
+    source = (given, own, past, qkv_stride, put_off, replayed)
+    if MOST:
         for i in range(0, replayed):
-            both = unit(
-                given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1, put_off,
-                replayed, WIDTH,
-            )  # fmt: skip
-            v = convolved(
-                given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE, put_off, replayed, WIDTH
-            )
-            rates = put_off + i * WIDTH + CHANNELS
-            q, k = tl.zeros_like(key).to(tl.float32), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
+            row = row_of_head(source, conv, i, head, key, value, G, H, DK, DV, TAPS, ONE, WIDTH)
+            rates = (put_off + i * WIDTH + CHANNELS, put_off + i * WIDTH + CHANNELS + DECAYS)
+            outputs = (gate, norm, y, eps)
             held = _advance(
-                held, rates, rates + DECAYS, shift, gate, norm, y, q, k, v, head, key, value, speed, lowest, eps,
-                DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, False,
-            )  # fmt: skip
-        if rows <= MOST or count == 0:
+                held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, False
+            )
+        if (rows <= MOST) | (count == 0):
             tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
     for i in range(0, 1 if ONE else count):
-        j = i + replayed
-        both = unit(
-            given,
-            own,
-            conv,
-            j,
-            past,
-            both_at,
-            in_both,
-            1.0,
-            CHANNELS,
-            TAPS,
-            qkv_stride,
-            ONE,
-            1,
-            put_off,
-            replayed,
-            WIDTH,
-        )
-        q, k = tl.sum(tl.where(is_key == 0, both * factor, 0.0), 0), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-        v = convolved(
-            given, own, conv, j, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE, put_off, replayed, WIDTH
-        )
-        row = (first + i).to(tl.int64)
-        held = _advance(
-            held,
-            decay + row * decay_stride,
-            strength + row * strength_stride,
-            shift,
-            gate + row * gate_stride,
-            norm,
-            y + row * (H * DV),
-            q,
-            k,
-            v,
-            head,
-            key,
-            value,
-            speed,
-            lowest,
-            eps,
-            DK,
-            DV,
-            BOUNDED,
-            SIGMOID,
-            DOUBLED,
-            BY_CHANNEL,
-            True,
-        )
+        j, at_row = i + replayed, (first + i).to(tl.int64)
+        row = row_of_head(source, conv, j, head, key, value, G, H, DK, DV, TAPS, ONE, WIDTH)
+        rates = (decay + at_row * decay_stride, strength + at_row * strength_stride)
+        outputs = (gate + at_row * gate_stride, norm, y + at_row * (H * DV), eps)
+        held = _advance(held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, True)
         for n in range(0, 2):
             length = tl.load(kept_at + 2 * slot + n)
             if length == past + i + 1:
                 target = tl.load(kept + 2 * slot + n).to(tl.int64)
                 copied = columns + target * columns_stride
                 tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-                keep_columns(
-                    given, own, copied, j + 1, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                    replayed, WIDTH,
-                )  # fmt: skip
-                if head % PER == 0:
-                    keep_columns(
-                        given, own, copied, j + 1, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                        replayed, WIDTH,
-                    )  # fmt: skip
-                    keep_columns(
-                        given, own, copied, j + 1, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off,
-                        replayed, WIDTH,
-                    )  # fmt: skip
+                columns_of_head(source, copied, j + 1, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
+                if head % (H // G) == 0:
+                    columns_of_head(source, copied, j + 1, head, key, False, G, H, DK, DV, TAPS, TAPSP, WIDTH)
     lazy = rows <= MOST
-    upto = replayed + count
-    if MOST:
-        if lazy:
-            upto = replayed
-        elif count > 0:
-            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    else:
+    upto = tl.where(lazy, replayed, replayed + count)
+    if (MOST == 0) | ((count > 0) & (rows > MOST)):
         tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    keep_columns(
-        given, own, own, upto, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-    )
+    columns_of_head(source, own, upto, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
     if MOST:
         if lazy:
-            decays, strengths = (
-                decay + first.to(tl.int64) * decay_stride,
-                strength + first.to(tl.int64) * strength_stride,
-            )
-            keep_rows(given, put_off, rows, v_at, in_value, qkv_stride, WIDTH)
+            keep_rows(given, put_off, rows, 2 * G * DK + head * DV + value, value < DV, qkv_stride, WIDTH)
+            decays, own_decay = decay + first.to(tl.int64) * decay_stride, head
+            in_decay = None
             if BY_CHANNEL:
-                keep_rows(decays, put_off + CHANNELS, rows, head * DK + key, in_key, decay_stride, WIDTH)
-            else:
-                keep_rows(decays, put_off + CHANNELS, rows, head, None, decay_stride, WIDTH)
+                own_decay, in_decay = head * DK + key, key < DK
+            keep_rows(decays, put_off + CHANNELS, rows, own_decay, in_decay, decay_stride, WIDTH)
+            strengths = strength + first.to(tl.int64) * strength_stride
             keep_rows(strengths, put_off + CHANNELS + DECAYS, rows, head, None, strength_stride, WIDTH)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tl.num_programs(1) * G + s, 1, sem="acq_rel") == H - 1:
-            tl.store(arrived + tl.num_programs(1) * G + s, 0)
-            tl.store(lengths + slot * lengths_stride, tl.where(lazy, past, past + rows))
-            for n in range(0, 2):
-                length = tl.load(kept_at + 2 * slot + n)
-                if (length > past) & (length <= past + rows):
-                    tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * lengths_stride, length)
+        _stand(
+            arrived + tl.num_programs(1) * G + s, (kept_at, kept, lengths, lengths_stride), slot, past, rows, lazy, H
+        )
     last = True
-    if PER > 1:
+    if H > G:
         tl.debug_barrier()  # all threads have read the columns of queries and keys
-        last = tl.atomic_add(arrived + s * G + key_head, 1, sem="acq_rel") == PER - 1
+        last = tl.atomic_add(arrived + s * G + head // (H // G), 1, sem="acq_rel") == H // G - 1
     if last:
-        tl.store(arrived + s * G + key_head, 0)
-        keep_columns(
-            given, own, own, upto, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-        )
-        keep_columns(
-            given, own, own, upto, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride, put_off, replayed, WIDTH
-        )
+        tl.store(arrived + s * G + head // (H // G), 0)
+        columns_of_head(source, own, upto, head, key, False, G, H, DK, DV, TAPS, TAPSP, WIDTH)
         if MOST:
             if lazy:
-                keep_rows(given, put_off, rows, q_at, in_key, qkv_stride, WIDTH)
-                keep_rows(given, put_off, rows, k_at, in_key, qkv_stride, WIDTH)
+                for side in tl.static_range(2):
+                    shared = (side * G + head // (H // G)) * DK + key
+                    keep_rows(given, put_off, rows, shared, key < DK, qkv_stride, WIDTH)
