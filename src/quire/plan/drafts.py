@@ -6,22 +6,23 @@ from typing import Any
 
 import msgspec
 
-from quire.args.checkpoint import SKIPPED, ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.speculation import read_speculative_config
+from quire.plan.as_stored import with_prediction
 from quire.plan.engine import EnginePlan
 
 
 def with_draft_layers(args: ModelArgs, given: Mapping[str, Any] | None) -> ModelArgs:
     """Return the arguments of a model with the layers that the option `speculative_config` makes it draft with.
 
-    A model with no such layer, or several, keeps its arguments: a row of `plan/meetings.py` refuses the method for it.
+    A model without a layer that can draft keeps its arguments: a row of `plan/meetings.py` refuses the method for it.
     """
     speculation = read_speculative_config(given)
-    if speculation is None or speculation.method != "mtp" or args.extra_layers != 1:
+    if speculation is None or speculation.method != "mtp" or args.prediction.lack:
         return args
-    return replace(args, draft_layers=1, notes=tuple(note for note in args.notes if not note.startswith(SKIPPED)))
+    return with_prediction(args, drafting=1)
 
 
 def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:

@@ -52,12 +52,8 @@ def idle_placement(i: Inputs) -> str:
 
 
 def mtp_layers(i: Inputs) -> str:
-    """Return the prediction layers of the model in words, unless it has one, which can draft; then ""."""
-    if i.args is None or i.args.extra_layers == 1:
-        return ""
-    if not i.args.extra_layers:
-        return f"has none (no num_nextn_predict_layers in the config.json of a {i.args.model_type} model)"
-    return f"has {i.args.extra_layers} of them (num_nextn_predict_layers), and only 1 is implemented"
+    """Return the reason why the prediction layers of the model cannot draft; "": they can."""
+    return "" if i.args is None else i.args.prediction.lack
 
 
 def wrong_local(i: Inputs) -> bool:
@@ -211,7 +207,7 @@ DRAFTS: Mapping[str, Feature] = {
     "other ranks": Feature(
         of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
     ),
-    "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer, or with several"),
+    "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
         of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
     ),

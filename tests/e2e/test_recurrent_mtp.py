@@ -1,0 +1,179 @@
+"""Drafts of MTP layers behind recurrent layers: logits are those of the formula, texts those of plain decoding."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import ConfigError
+
+from ..support import qwen_prediction as qwen
+from ..support.drafters import KnownAnswers
+from ..support.features import drafter_of, set_drafter
+from ..support.full import full_rows
+from ..support.tiny_models import VOCAB
+
+DRAFTS, EVERY, LONGEST = 3, 16, 120
+MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4}
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_next", {}),
+    ("qwen3_5_text", {"around": "qwen3_5", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}),
+    ("qwen3_5_moe_text", {"stacked": True}),
+    *full_rows(
+        [("qwen3_next", {"stacked": True}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {"around": "qwen3_5_moe"})]
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def checkpoints_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes take checkpoints often, and engines have room for some, however few blocks they have."""
+    monkeypatch.setattr("quire.assemble.states.STATE_EVERY", EVERY)
+    monkeypatch.setattr("quire.plan.memory.num_checkpoints", lambda *sizes: 30)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, qwen.Formula]]:
+    """Writes a checkpoint with an MTP layer. Returns its folder and the formula."""
+
+    def write(family: str, **form: Any) -> tuple[Path, qwen.Formula]:
+        model = qwen.with_layer(family)
+        own = qwen.own_tensors(model)
+        return qwen.write(model, own, tmp_path_factory.mktemp(family), **form), qwen.Formula(model, own)
+
+    return write
+
+
+def first_drafts(llm: LLM) -> list[tuple[int, torch.Tensor]]:
+    """Collect (position, logits) of the first draft of each run."""
+    drafter, found, passes = drafter_of(llm.engine.worker), list[tuple[int, torch.Tensor]](), [0]
+    draft = drafter.draft
+
+    def drafted(*given: Any) -> None:
+        passes[0] = 0
+        draft(*given)
+
+    def seen(slots: torch.Tensor, places: torch.Tensor, logits: torch.Tensor) -> None:
+        passes[0] += 1
+        found.extend(zip(places.tolist(), logits.clone(), strict=True) if passes[0] == 1 else ())
+
+    drafter.draft, drafter.on_logits = drafted, seen
+    return found
+
+
+def params(count: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, seed=seed)
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_logits_of_drafts_are_those_of_the_formula(
+    family: str, form: dict[str, Any], written: Callable[..., tuple[Path, qwen.Formula]], engine: Callable[..., LLM]
+) -> None:
+    """After chunks, after runs of which some or no drafts were accepted, and after steps without drafts."""
+    folder, formula = written(family, **form)
+    alone = {"num_speculative_tokens_per_batch_size": [[1, 1, DRAFTS], [2, 9, 0]]}
+    options = BATCH | {"max_num_batched_tokens": 12, "enable_prefix_caching": False}
+    llm = engine(folder, speculative_config=MTP | alone, **options)
+    runs, drafter = list[list[tuple[int, torch.Tensor]]](), drafter_of(llm.engine.worker)
+    draft = drafter.draft
+    drafter.draft = lambda *given: (runs.append([]), draft(*given))
+    drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
+    prompts = [[(7 * i * i + 3) % VOCAB for i in range(29)], [5, 9, 14]]
+    output = llm.generate(prompts, [params(40), params(12)], use_tqdm=False)[0]
+    text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    states, made = formula.states(text), [run for run in runs if run]
+    assert text[len(prompts[0]) :] == formula.greedy(text, len(prompts[0])), "drafts change no answer"
+    for run in made:
+        first = run[0][0]
+        expected = formula.drafts(text[:first], states[:first], len(run))
+        torch.testing.assert_close(torch.stack([logits for _, logits in run]), expected, atol=1e-4, rtol=1e-4)
+    assert len(made) > 5 and made[-1][-1][0] > 60 and len(runs) - len(made) > 8, "with and without drafts"
+
+
+@pytest.mark.parametrize(
+    ("right", "shares", "depth", "budget", "blocks"),
+    [
+        (0.0, (0, 0), 2, 16, None),
+        (0.53, (0.2, 0.45), 1, 16, 26),
+        (0.95, (0.8, 0.96), 2, 2048, 26),
+        (1.0, (0.97, 1), 2, 16, None),
+    ],
+)
+def test_texts_at_shares_of_accepted_drafts(
+    right: float,
+    shares: tuple[float, float],
+    depth: int,
+    budget: int,
+    blocks: int | None,
+    written: Callable[..., tuple[Path, qwen.Formula]],
+    engine: Callable[..., LLM],
+    prompts: list[list[int]],
+) -> None:
+    """A drafter is told what to propose, beside the MTP layer, which keeps its cache: turns go on at checkpoints that
+    decodes made, and with few blocks requests are preempted. Texts are those of plain decoding."""
+    folder, formula = written("qwen3_5_text")
+    plain, known = engine(folder, enable_prefix_caching=False, **BATCH), dict[int, list[int]]()
+    more: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": 104} if blocks else {}
+    more |= {"async_depth": depth, "max_num_batched_tokens": budget}
+    llm = engine(folder, speculative_config=MTP, **BATCH | more)
+    runner, first = llm.engine.worker, first_drafts(llm)
+    told = KnownAnswers(known, runner.sampler.table.rows, right, VOCAB, drafter_of(runner))
+    set_drafter(runner, told)
+    texts = [[*prompts[i % len(prompts)][:30], i + 1] for i in range(6)]
+    for turn in range(3):
+        asked = [params(21, i) for i in range(len(texts))]
+        wanted = [one.outputs[0].token_ids for one in plain.generate(texts, asked, use_tqdm=False)]
+        known.update({i: [*text, *new] for i, (text, new) in enumerate(zip(texts, wanted, strict=True))})
+        first.clear()
+        found = llm.generate(texts, asked, use_tqdm=False)
+        llm.engine.core.check()
+        assert [one.outputs[0].token_ids for one in found] == wanted, f"turn {turn}"
+        if not turn:
+            compare_first(formula, list(known.values()), first)
+        texts = [[*known[i], 5 + i, 6 + turn] for i in range(len(texts))]
+    scheduler = llm.engine.core.scheduler
+    _, drafts, *accepted = scheduler.drafts.totals
+    assert shares[0] <= sum(accepted) / drafts <= shares[1]
+    assert (scheduler.num_preempted > 0) == (blocks is not None)
+    assert scheduler.allocator.states.hits > 0, "a resumed request, or a turn, goes on at a checkpoint"
+
+
+def compare_first(formula: qwen.Formula, texts: list[list[int]], found: list[tuple[int, torch.Tensor]]) -> None:
+    """Each first draft is that of a text. Of requests that were resumed behind a cached prefix, an entry differs."""
+    expected = list[list[torch.Tensor]]()
+    for text in texts:
+        states = formula.states(text)
+        expected.append([formula.drafts(text[:end], states[:end], 1)[0] for end in range(1, len(text))])
+    close = [
+        any(end < len(own) and torch.allclose(logits, own[end - 1], atol=1e-4, rtol=1e-4) for own in expected)
+        for end, logits in found
+    ]
+    assert len(close) > 24 and sum(close) > 0.8 * len(close), f"{sum(close)} of {len(close)}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", *full_rows(["qwen3_5_text", "qwen3_5_moe_text"])])
+def test_a_layer_is_skipped_without_drafts(
+    family: str, written: Callable[..., tuple[Path, qwen.Formula]], engine: Callable[..., LLM]
+) -> None:
+    folder, formula = written(family)
+    llm = engine(folder, **BATCH)
+    assert any("MTP) layers are skipped (mtp.* of the checkpoint)" in note for note in llm.engine.notes)
+    text = [5, 9, 14, *llm.generate([[5, 9, 14]], params(20), use_tqdm=False)[0].outputs[0].token_ids]
+    assert formula.greedy(text, 3) == text[3:]
+
+
+def test_a_checkpoint_that_lost_the_layer_is_told(
+    written: Callable[..., tuple[Path, qwen.Formula]], tmp_path: Path
+) -> None:
+    """As tools write it that leave out what they do not know."""
+    model = qwen.with_layer("qwen3_5_text")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has none .*or no tensors mtp\.layers\.\* are stored"):
+        LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, speculative_config=MTP)
+    folder, _ = written("qwen3_5_text", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True)
+    with pytest.raises(ConfigError, match="has an embedding of its own"):
+        LLM(str(folder), dtype="float32", skip_tokenizer_init=True, speculative_config=MTP)
