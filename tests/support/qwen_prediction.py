@@ -91,6 +91,11 @@ class Formula:
         likeliest: list[int] = self.model.lm_head(self.states(tokens)[first:]).argmax(-1).tolist()
         return likeliest
 
+    def first(self, tokens: Sequence[int]) -> Tensor:
+        """The logits [len(tokens), V] of the first draft behind each prefix of some tokens."""
+        states, ends = self.states(tokens), range(1, len(tokens) + 1)
+        return torch.cat([self.drafts(tokens[:end], states[:end], 1) for end in ends])
+
     @torch.inference_mode()
     def drafts(self, tokens: Sequence[int], states: Tensor, count: int) -> Tensor:
         """The logits [count, V] of the likeliest drafts behind some tokens, with the `states` of these."""
