@@ -133,6 +133,9 @@ ROWS = [  # drafter, chance that a draft is right, steps in flight, tokens of a 
     ("mtp", 0.95, 2, 2048, 26),
     ("qwen3", 0.53, 2, 16, 26),
     ("qwen3", 1.0, 1, 16, None),
+    ("qwen3_next", 0.53, 2, 16, 26),
+    ("qwen3_next", 0.95, 1, 2048, None),
+    ("qwen3_next", 1.0, 2, 16, 26),
     *full_rows([("mtp", 1.0, 2, 16, None), ("qwen3", 0.0, 2, 16, 26), ("qwen3", 0.95, 2, 2048, 26)]),
 ]
 

@@ -118,6 +118,11 @@ class ModelArgs:
         """The mixers that attend to tokens; each model has one. The others are recurrent."""
         return tuple(one for one in self.mixers if isinstance(one, AttentionArgs))
 
+    @property
+    def keeps_states(self) -> bool:
+        """True if some layers are recurrent, and keep a state of each request."""
+        return len(self.attending) < len(self.mixers)
+
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """Each rotation of heads once, in the order of the layers."""

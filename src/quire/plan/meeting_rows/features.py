@@ -1,6 +1,7 @@
 """Named features and conditions of the table of what works with what: predicates of a plan's inputs."""
 
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import RecurrentArgs
@@ -18,6 +19,7 @@ from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
 SPEC = "--speculative-config"
+RECURRENT: tuple[type[RecurrentArgs], ...] = get_args(RecurrentArgs)
 Test = Callable[[Inputs], bool]
 
 
@@ -120,9 +122,9 @@ def _many_slots(i: Inputs) -> bool:
     return i.num_experts > 0 and ranks > 1 and (i.parallel.redundant or 0) > i.num_experts * (ranks - 1)
 
 
-def _keeps_states(i: Inputs, args: ModelArgs) -> bool:
-    """Return True if some layers keep a state of each request."""
-    return any(isinstance(one, RecurrentArgs) for one in args.mixers)
+def _keeping(*kinds: type[RecurrentArgs]) -> Test:
+    """Return the predicate that layers of these kinds keep a state of each request, in the model or its draft model."""
+    return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
 
 
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
@@ -223,9 +225,8 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "states of drafts": Feature(of_draft(_keeps_states), "a draft model with recurrent layers"),
     "drafts over states": Feature(
-        of_drafts(lambda i, s: i.args is not None and _keeps_states(i, i.args)), "drafts for recurrent layers", SPEC
+        of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
     ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
@@ -237,11 +238,8 @@ CACHE: Mapping[str, Feature] = {
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
-    "states": Feature(of_model(_keeps_states), "recurrent layers"),
-    "states on a CPU": Feature(
-        of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
-        "Mamba 2 or short convolutions",
-    ),
+    "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
+    "states on a CPU": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
