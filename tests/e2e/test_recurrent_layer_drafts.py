@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from quire.contracts.errors import ConfigError
 from ..support import qwen_prediction as qwen
 from ..support.drafters import KnownAnswers
 from ..support.features import drafter_of, set_drafter
-from ..support.full import full_rows
+from ..support.full import full_rows, only_full
 from ..support.tiny_models import VOCAB, Oracle, Tiny
 
 DRAFTS, EVERY, LONGEST = 3, 16, 120
@@ -66,8 +67,9 @@ def first_drafts(llm: LLM) -> list[tuple[int, torch.Tensor]]:
     return found
 
 
-def params(count: int, seed: int = 0) -> SamplingParams:
-    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, seed=seed)
+def params(count: int, seed: int = 0, **more: Any) -> SamplingParams:
+    given = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | more
+    return SamplingParams(max_tokens=count, seed=seed, **given)
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
@@ -113,13 +115,17 @@ class Drafted:
 def drafted(
     written: Callable[..., tuple[Path, qwen.Formula]], oracle: Callable[..., Oracle], tiny: type[Tiny]
 ) -> Callable[[str], Drafted]:
-    """Makes a model and its drafter: an MTP layer ("mtp"), or a draft model of a family."""
+    """Makes a model and its drafter: an MTP layer ("mtp"), n-grams ("ngram"), or a draft model of a family."""
 
     def make(drafter: str) -> Drafted:
         if drafter == "mtp":
             folder, formula = written("qwen3_5_text")
             return Drafted(folder, MTP, formula.first, lost=True)
-        target, draft = oracle(tiny(family="qwen3_5_text")), oracle(tiny(family=drafter))
+        target = oracle(tiny(family="qwen3_5_text"))
+        if drafter == "ngram":
+            config = {"method": "ngram", "num_speculative_tokens": DRAFTS}
+            return Drafted(target.folder, config, lambda text: torch.from_numpy(target.logits(text)))
+        draft = oracle(tiny(family=drafter))
         config = {"method": "draft_model", "model": str(draft.folder), "num_speculative_tokens": DRAFTS}
         return Drafted(target.folder, config, lambda text: torch.from_numpy(draft.logits(text)))
 
@@ -211,3 +217,71 @@ def test_a_checkpoint_that_lost_the_layer_is_told(
     folder, _ = written("qwen3_5_text", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True)
     with pytest.raises(ConfigError, match="has an embedding of its own"):
         LLM(str(folder), dtype="float32", skip_tokenizer_init=True, speculative_config=MTP)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", *full_rows(["qwen3_next", "qwen3_5_moe_text"])])
+def test_a_model_guesses_all_its_own_tokens(
+    family: str, oracle: Callable[..., Oracle], tiny: type[Tiny], engine: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    """A draft model that is the model, after chunks, behind checkpoints of prompts and decodes, after steps without
+    drafts and beside requests with fewer drafts; with noise, too."""
+    folder, ranges = oracle(tiny(family=family)).folder, [[1, 2, DRAFTS], [3, 3, 1], [4, 9, 0]]
+    given = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": DRAFTS}
+    given |= {"num_speculative_tokens_per_batch_size": ranges}
+    llm = engine(folder, speculative_config=given, max_num_batched_tokens=16, **BATCH)
+    texts = [*prompts[3:], prompts[6][:40]]
+    for turn in range(3):
+        asked = [params(12 + 7 * i, i, temperature=float(i == 1), speculative_tokens=3 - i % 2) for i in range(5)]
+        outputs = llm.generate(texts, asked, use_tqdm=False)
+        texts = [[*one, *output.outputs[0].token_ids, 5 + turn] for one, output in zip(texts, outputs, strict=True)]
+    runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert drafts == sum(accepted) > 100 and accepted[2] > 10 and runs > accepted[1]
+    assert llm.engine.core.scheduler.allocator.states.hits > 100
+
+
+NUMBER = 1000
+
+
+def many_texts(known: dict[int, list[int]]) -> dict[int, list[int]]:
+    """The prompts of the first half of NUMBER requests, which share beginnings, then those of the other half: turns of
+    conversations whose first turns are `known`, and prompts with the same beginnings."""
+    random = np.random.default_rng(len(known))
+    starts = [[int(one) for one in np.random.default_rng(i).integers(1, VOCAB, 8 + i % 41)] for i in range(60)]
+    found = dict[int, list[int]]()
+    for i in range(len(known), len(known) + NUMBER // 2):
+        tail = [int(one) for one in random.integers(1, VOCAB, 1 + i % 13)]
+        found[i] = [*(known[i // 2] if known and i % 2 else starts[i // 6 % 60]), *tail]
+    return found
+
+
+@only_full
+@pytest.mark.parametrize("right", [0.0, 0.53, 0.95])
+@pytest.mark.parametrize("drafter", ["ngram", "mtp", "qwen3", "qwen3_next"])
+def test_a_thousand_requests(
+    drafter: str, right: float, drafted: Callable[[str], Drafted], engine: Callable[..., LLM]
+) -> None:
+    """With the prefix cache, chunks and preemption: texts at 0, 30 and 90% of accepted drafts are plain decoding's."""
+    made, known = drafted(drafter), dict[int, list[int]]()
+    plain = engine(made.folder, enable_prefix_caching=False, **BATCH)
+    small = {"num_gpu_blocks_override": 36, "max_model_len": 128, "max_num_batched_tokens": 24, "async_depth": 2}
+    llm = engine(made.folder, speculative_config=made.config, **BATCH | small | {"max_num_seqs": 6})
+    runner = llm.engine.worker
+    inner = None if drafter == "ngram" else drafter_of(runner)
+    texts = dict[int, list[int]]()
+    set_drafter(runner, KnownAnswers(texts, runner.sampler.table.rows, right, VOCAB, inner))
+    for _ in range(2):
+        prompts = many_texts(known)
+        asked = [params(4 + i % 29, i) for i in prompts]
+        wanted = [one.outputs[0].token_ids for one in plain.generate([*prompts.values()], asked, use_tqdm=False)]
+        known |= {i: [*one, *new] for (i, one), new in zip(prompts.items(), wanted, strict=True)}
+        texts |= known
+        found = llm.generate([*prompts.values()], asked, use_tqdm=False)
+        llm.engine.core.check()
+        wrong = [i for i, one, new in zip(prompts, found, wanted, strict=True) if one.outputs[0].token_ids != new]
+        assert not wrong, f"{len(wrong)} texts differ, first {wrong[:5]}"
+    scheduler, (least, most) = llm.engine.core.scheduler, SHARES[right]
+    _, drafts, *accepted = scheduler.drafts.totals
+    hits = scheduler.allocator.states.hits
+    print(f"{drafter} {right}: {sum(accepted)} of {drafts} drafts, {scheduler.num_preempted} preempted, {hits} hit")
+    assert len(known) == NUMBER and least <= sum(accepted) / drafts <= most
+    assert scheduler.num_preempted > 20 and hits > 1000

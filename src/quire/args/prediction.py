@@ -20,17 +20,21 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
     root       begin of the names of their tensors, which have numbers of their own from 0 on; "": they have the names
                of further layers of the model
     embedded   True: they have an embedding of their own
+    read       False: those of the model's family are not implemented
     """
 
     layers: int = 0
     drafting: int = 0
     root: str = ""
     embedded: bool = False
+    read: bool = False
 
     @property
     def lack(self) -> str:
         """The reason why they cannot draft, behind "the layer of the checkpoint, which"; "": they can."""
         count = COUNTS[bool(self.root)]
+        if not self.read:
+            return "has none that is read: those of this family of models are not implemented, if it has any"
         if not self.layers:
             stored = f", or no tensors {self.root}layers.* are stored" if self.root else ""
             return f"has none (config.json has no {count}{stored})"
@@ -57,6 +61,9 @@ def read_prediction(keys: Keys, family: Family, most: int) -> PredictionArgs:
             layers=keys.count(COUNTS[1], 0, most=most) or 0,
             root=QWEN,
             embedded=keys.flag("mtp_use_dedicated_embeddings"),
+            read=True,
         )
+    if COUNTS[0] not in family.keys:
+        return PredictionArgs()
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else COUNTS[0]
-    return PredictionArgs(layers=keys.count(spelled, 1, most=most) or 0 if COUNTS[0] in family.keys else 0)
+    return PredictionArgs(layers=keys.count(spelled, 1, most=most) or 0, read=True)
