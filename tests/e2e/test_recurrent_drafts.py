@@ -16,15 +16,14 @@ from ..support.features import set_drafter
 from ..support.tiny_models import Oracle, Tiny
 
 TURNS, NEW, EVERY, DRAFTS = 3, 21, 16, 3
-BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4}
+STATES = {"state_checkpoint": f"prompt,branch,turn,every={EVERY}", "state_memory_fraction": 0.99}
+BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4} | STATES
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 @pytest.fixture
-def folder(oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch) -> Any:
+def folder(oracle: Callable[..., Oracle]) -> Any:
     """The checkpoint. Engines have room for the states of some requests, however few blocks they have."""
-    monkeypatch.setattr("quire.assemble.states.STATE_EVERY", EVERY)
-    monkeypatch.setattr("quire.plan.memory.num_checkpoints", lambda *sizes: 30)
     return oracle(Tiny(family="qwen3_5_text")).folder
 
 

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from quire.config.checkpoints import EVERY, read_places
+from quire.config.engine import EngineConfig
 from quire.kv.states import StateCheckpoints
 from quire.plan.memory import MemoryPlan
 
@@ -9,15 +11,13 @@ if TYPE_CHECKING:
     from quire.kvstore.states import StateArena
     from quire.worker.runner import StepRunner
 
-STATE_EVERY = 256  # tokens between two checkpoints of a decode
 
-
-def make_checkpoints(memory: MemoryPlan) -> StateCheckpoints | None:
+def make_checkpoints(memory: MemoryPlan, config: EngineConfig) -> StateCheckpoints | None:
     """Return the checkpoints of an engine core; None: no layer keeps states."""
     if not memory.checkpoints:
         return None
-    unit = memory.geometry.hit_size
-    return StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit))
+    places, unit = read_places(config.state.state_checkpoint), memory.geometry.hit_size
+    return StateCheckpoints(memory.checkpoints, unit, max(unit, (places.every or EVERY) // unit * unit), places)
 
 
 def keep_states(worker: "StepRunner", states: "StateArena") -> None:

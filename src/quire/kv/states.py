@@ -2,10 +2,10 @@
 
 A state stands for all tokens before a length, and for that length alone. So a prefix can be continued only where a
 checkpoint is. A checkpoint is copied in a step and can be found when the step's result has come. Its key is that of the
-block of the request's chain that ends at its length. One is taken
+block of the request's chain that ends at its length. One is taken, where `CheckpointPlaces` say so,
 
-    of a prompt   at the last place before its last token, and where blocks of another prompt ended that has the same
-                  beginning and no checkpoint there
+    of a prompt   at the last place before its last token, where blocks of another prompt ended that has the same
+                  beginning and no checkpoint there, and at multiples of a number of tokens
     of a decode   every `every` tokens, into one that the request holds; it is found when the request leaves its slot
 
 A decode with drafts passes a length in a step that nobody knows yet, and may pass it again when drafts before it are
@@ -16,9 +16,11 @@ it; a step that does not compute the token before the length writes nothing.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quire.config.checkpoints import CheckpointPlaces
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 
+ALL_PLACES = CheckpointPlaces()
 MOST_COPIES = 2  # of a slot in a step
 
 
@@ -42,15 +44,18 @@ class StateCheckpoints:
 
     unit    a checkpoint stands at a multiple of so many tokens, where blocks of all KV groups end
     every   tokens between two copies of a decode, a multiple of `unit`
+    places  places at which checkpoints are taken; `places.every` is rounded up to a multiple of `unit`
     pool    the checkpoints, by number from 1 on
     restored   (slot, checkpoint) of the requests, admitted by the plan that is being made, that go on at a checkpoint
     hits    tokens found by checkpoints since the start; cut   tokens found in blocks and without a checkpoint
+    taken   checkpoints that could be found since the start
     """
 
-    def __init__(self, num_checkpoints: int, unit: int, every: int) -> None:
+    def __init__(self, num_checkpoints: int, unit: int, every: int, places: CheckpointPlaces = ALL_PLACES) -> None:
         assert every % unit == 0, "copies of decodes stand at places of checkpoints"
-        self.pool, self.unit, self.every = BlockPool(num_checkpoints), unit, every
-        self.hits = self.cut = 0
+        self.pool, self.unit, self.every, self.places = BlockPool(num_checkpoints), unit, every, places
+        self._stride = -(-places.every // unit) * unit
+        self.hits = self.cut = self.taken = 0
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
         self._branch: dict[int, int] = {}  # slot -> length at which its prompt left one that was cached
@@ -81,13 +86,18 @@ class StateCheckpoints:
 
     def of_prompt(self, slot: int, handle: int, chain: KeyChain, before: int, after: int, goal: int) -> list[StateCopy]:
         """Return the copies of a prompt of `goal` tokens in a step that computes its tokens before .. after - 1."""
-        places = {(goal - 1) // self.unit * self.unit, self._branch.get(slot, 0)}
+        lengths = [(goal - 1) // self.unit * self.unit] * self.places.prompt
+        lengths += [self._branch.get(slot, 0)] * self.places.branch
+        if self._stride:
+            lengths += range(after - after % self._stride, before, -self._stride)
         taken = list[StateCopy]()
-        for length in sorted(places):
-            if before < length <= after and self.pool.num_free and self.pool.lookup(self._key(chain, length)) is None:
+        for length in dict.fromkeys(lengths):
+            if len(taken) == MOST_COPIES or not self.pool.num_free:
+                break
+            if before < length <= after and self.pool.lookup(self._key(chain, length)) is None:
                 (checkpoint,) = self.pool.take(1)
                 taken.append(StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain))
-        return taken
+        return sorted(taken, key=lambda one: one.length)
 
     def of_decode(
         self, slot: int, handle: int, chain: KeyChain, least: int, before: int, after: int
@@ -96,6 +106,8 @@ class StateCheckpoints:
 
         least, before   the least and the most tokens that are computed before the step
         """
+        if not self.places.turn:
+            return []
         checkpoint, length = self._held.get(slot, (0, 0))
         if length <= least:
             length = after - after % self.every
@@ -140,7 +152,7 @@ class StateCheckpoints:
 
     def _settle(self, checkpoint: int, chain: KeyChain, length: int) -> None:
         if length:
-            self.pool.publish(checkpoint, self._key(chain, length))
+            self.taken += self.pool.publish(checkpoint, self._key(chain, length))
         self.pool.release([checkpoint])
 
     @staticmethod

@@ -38,6 +38,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
             chunk=chunk,
             max_num_seqs=config.scheduler.sequences(),
             free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
+            states=config.state.state_memory_fraction,
         )
     return replace(sizes, host_blocks=host_blocks(plan))
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from quire.answers.grammar import Grammar, GrammarCompiler
+from quire.config.checkpoints import CheckpointPlaces
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import InvalidParameter
@@ -27,7 +28,7 @@ from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.kv.states import StateCheckpoints
+from quire.kv.states import ALL_PLACES, StateCheckpoints
 from quire.kv.store import KVStore
 from quire.text.tokenizer import Tokenizer
 
@@ -103,7 +104,7 @@ class EngineRig:
     cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
     sizes      tokens of a block of each group, in turn, as multiples of `block_size`
-    states     checkpoints of states; None: no layer keeps states
+    states     checkpoints of states; None: no layer keeps states;  places  at which they are taken
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -136,6 +137,7 @@ class EngineRig:
         reserve: int = 8,
         blends: bool = False,
         states: int = 0,
+        places: CheckpointPlaces = ALL_PLACES,
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
@@ -169,7 +171,7 @@ class EngineRig:
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, geometry.block_size, blocks, slots
         self.pool = BlockPool(blocks)
         unit = geometry.hit_size
-        self.states = StateCheckpoints(states, unit, 2 * unit) if states else None
+        self.states = StateCheckpoints(states, unit, 2 * unit, places) if states else None
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots, states=self.states)
         config = SchedulerConfig(
             max_num_batched_tokens=budget,

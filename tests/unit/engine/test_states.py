@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.checkpoints import CheckpointPlaces
 from quire.kv.hashing import KeyChain
 from quire.kv.states import StateCheckpoints
 
@@ -152,3 +153,30 @@ def test_an_emptied_cache_has_no_checkpoints(Rig: Any) -> None:
     run(rig, range(18), 1)
     rig.core.reset_prefix_cache()
     assert rig.cached[run(rig, range(18), 1)] == 0
+
+
+@pytest.mark.parametrize(
+    ("places", "taken", "cached"),
+    [
+        (CheckpointPlaces(), [16, 24, 32], 32),
+        (CheckpointPlaces(prompt=False), [24, 32], 32),
+        (CheckpointPlaces(turn=False), [16], 16),
+        (CheckpointPlaces(turn=False, every=6), [8, 16], 16),  # multiples of 6 are no places: 8 is the next one
+        (CheckpointPlaces(prompt=False, branch=False, turn=False), [], 0),
+    ],
+    ids=str,
+)
+def test_copies_are_taken_where_they_are_asked_for(
+    Rig: Any, depth: int, places: CheckpointPlaces, taken: list[int], cached: int
+) -> None:
+    rig = Rig(depth, states=8, budget=64, places=places)
+    first = run(rig, range(18), 15)
+    assert [length for _, length in copies(rig)] == taken
+    text = [*range(18), *rig.tokens[first]]
+    assert rig.cached[run(rig, [*text, 7, 8, 9], 3)] == cached
+
+
+def test_a_step_takes_the_last_of_many_places(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, budget=20, places=CheckpointPlaces(prompt=False, turn=False, every=4))
+    run(rig, range(35), 1)
+    assert copies(rig) == [(0, 16), (0, 20), (0, 28), (0, 32)]

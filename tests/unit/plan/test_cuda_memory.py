@@ -21,6 +21,7 @@ from quire.plan.cuda_memory import (
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import CUDA_BLOCK_SIZE, resolve_geometry
 from quire.plan.memory import MemoryPlan
+from quire.plan.state_memory import slots_limit
 
 GIB = 1024**3
 COMPONENTS = tuple(KVComponent(name, 8, 128, "bfloat16", 2) for name in ("k", "v"))
@@ -206,5 +207,7 @@ def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seq
     for wait, most in ((False, tokens), (True, wide)):
         batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait)
         assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, most)
-        batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait, state_bytes=1 << 30)
+        batch = resolve_batch(
+            EngineConfig.from_flat(**asked).scheduler, gib << 30, wait, slots_limit(gib << 30, None, 1 << 30)
+        )
         assert batch.max_num_seqs == asked.get("max_num_seqs", gib // 8)

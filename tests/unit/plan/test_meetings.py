@@ -84,6 +84,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states")}),
+    (
+        {"state_checkpoint": "none", "state_memory_fraction": 0.5},
+        {},
+        {("places of checkpoints", "no states"), ("state memory", "no states")},
+    ),
     (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
     (EXAMPLES["draft model"], {"recurrent": True}, {("draft model", "states")}),
     (EAGLE, {"recurrent": True}, {("EAGLE", "states")}),

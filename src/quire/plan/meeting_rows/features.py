@@ -242,6 +242,9 @@ CACHE: Mapping[str, Feature] = {
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
     "states": Feature(of_model(_keeps_states), "recurrent layers"),
+    "no states": Feature(of_model(lambda i, m: not _keeps_states(i, m)), "a model without recurrent layers"),
+    "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
+    "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "states on a CPU": Feature(
         of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
         "Mamba 2 or short convolutions",

@@ -111,6 +111,8 @@ STATES: tuple[Row, ...] = (
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
     Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
         "leave out --speculative-config"),
+    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
+    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("a GPU", "states", MISSING, "not all tests of these layers pass on a GPU yet", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
