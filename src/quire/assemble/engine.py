@@ -383,7 +383,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         }
         | parts.plans
         | rank_lines(report)
-        | turned_on(plan, store),
+        | turned_on(plan, store, memory),
     )
     core = EngineCore(
         parts.executor(facts),
@@ -427,7 +427,7 @@ def join_replicas(
 def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
     """Return the lines about ranks and about features that are on, for an engine without a banner."""
     ranks = ["{ranks} ({each rank}).".format(**plans)] if plans.get("ranks") else []
-    on = [title for title in FEATURES if plans[title] and not str(plans[title]).startswith(OFF)]
+    on = [title for title in ("states", *FEATURES) if plans[title] and not str(plans[title]).startswith(OFF)]
     return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from quire.contracts.output import PrefixStats
 from quire.contracts.request import MovedTokens, Request, RequestState
 from quire.contracts.step import I32, Admission, Fetched, Tier
 from quire.engine.roster import MOST_FETCHES, Roster
@@ -23,6 +24,12 @@ class Admitter:
         self._table, self._queue, self._allocator = roster.table, roster.queue, roster.allocator
         self._by_priority, self._headroom = by_priority, headroom
         self.prefix_queries = self.prefix_hits = 0
+
+    def stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        states = self._allocator.states
+        known = {} if states is None else {"states": states.stats()}
+        return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits, **known)
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
         """Admit waiting requests in order, up to `room` tokens in all; stop at the first request that does not fit.

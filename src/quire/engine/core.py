@@ -54,8 +54,9 @@ class EngineCore:
         self.executor = executor
         self.facts = executor.facts()
         per_hit = allocator.hit_size // allocator.block_size
-        copies = None if allocator.states is None else allocator.states.pool
-        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, states=copies, clock=clock)
+        history = PrefixHistory(
+            allocator.pool, enabled=prefix_caching, per_hit=per_hit, states=allocator.states, clock=clock
+        )
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
         self._roster, self._store = self.scheduler.roster, store
         if store is not None:

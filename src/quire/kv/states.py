@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.config.checkpoints import CheckpointPlaces
+from quire.contracts.output import StateStats
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 
@@ -58,6 +59,7 @@ class StateCheckpoints:
         self.hits = self.cut = self.taken = 0
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
+        self._coming: dict[int, tuple[KeyChain, int]] = {}  # checkpoint that is taken, and not found yet -> its place
         self._branch: dict[int, int] = {}  # slot -> length at which its prompt left one that was cached
 
     def find(self, chain: KeyChain, most: int) -> tuple[int, int]:
@@ -97,6 +99,7 @@ class StateCheckpoints:
             if before < length <= after and self.pool.lookup(self._key(chain, length)) is None:
                 (checkpoint,) = self.pool.take(1)
                 taken.append(StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain))
+                self._coming[checkpoint] = chain, length
         return sorted(taken, key=lambda one: one.length)
 
     def of_decode(
@@ -118,6 +121,7 @@ class StateCheckpoints:
                     return []
                 (checkpoint,) = self.pool.take(1)
             self._held[slot] = checkpoint, length
+            self._coming[checkpoint] = chain, length
         if length > after:
             return []
         return [StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain, held=True)]
@@ -145,12 +149,30 @@ class StateCheckpoints:
         """Assert every invariant. running: slots that are taken."""
         self.pool.check()
         assert self._held.keys() <= set(running), "a slot that is free holds a checkpoint"
+        held = {checkpoint for checkpoint, _ in self._held.values()}
+        assert held <= self._coming.keys(), "a checkpoint that a request holds is not coming"
+
+    def coming(self) -> set[bytes]:
+        """Return the keys of checkpoints that are being taken, or that requests hold: none of them can be found yet."""
+        return {self._key(chain, at) for chain, at in self._coming.values() if at <= len(chain.tokens)}
+
+    def stats(self) -> StateStats:
+        """Return the counters."""
+        pool = self.pool
+        return StateStats(
+            hits=self.hits,
+            cut=self.cut,
+            taken=self.taken,
+            num_checkpoints=pool.num_blocks,
+            num_used=pool.num_cached,
+        )
 
     def num_held(self) -> int:
         """Return the number of checkpoints that running requests hold."""
         return len(self._held)
 
     def _settle(self, checkpoint: int, chain: KeyChain, length: int) -> None:
+        del self._coming[checkpoint]
         if length:
             self.taken += self.pool.publish(checkpoint, self._key(chain, length))
         self.pool.release([checkpoint])

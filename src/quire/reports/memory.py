@@ -12,6 +12,7 @@ from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS
+from quire.reports.states import describe_states
 from quire.weights.units import LoadUnit
 
 
@@ -67,6 +68,7 @@ def describe_memory(
             "max_model_len": plan.max_model_len,
             "notes": plan.notes,
             "sequences": whole.config.scheduler.sequences(),
+            "states": describe_states(whole, plan),
             "tiers": _tiers(whole, plan),
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
             "budget": str(plan.budget or ""),

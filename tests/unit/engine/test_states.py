@@ -33,7 +33,9 @@ def test_a_turn_goes_on_where_the_one_before_it_ended(Rig: Any, depth: int) -> N
     assert rig.cached[run(rig, [*text, 7, 8, 9], 3)] == 32
     assert rig.cached[run(rig, range(18), 1)] == 16  # the last token is computed
     assert rig.cached[run(rig, range(15), 1)] == 0  # its blocks are there, and no state
-    assert (rig.states.hits, rig.states.cut) == (48, 12)
+    prefix = rig.outputs.stats.prefix
+    assert (prefix.hits, prefix.states.hits, prefix.states.cut) == (48, 48, 12)
+    assert (prefix.states.taken, prefix.states.num_checkpoints, prefix.states.num_used) == (3, 8, 3)
 
 
 def test_the_next_request_goes_on_where_two_prompts_part(Rig: Any, depth: int) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.contracts.output import StepStats, TierStats
+from quire.contracts.output import PrefixStats, StateStats, StepStats, TierStats
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.observe import metrics as module
@@ -33,8 +33,7 @@ STEP = StepStats(
     num_preempted=6,
     num_free_blocks=60,
     num_cached_blocks=20,
-    prefix_queries=100,
-    prefix_hits=25,
+    prefix=PrefixStats(queries=100, hits=25, states=StateStats(hits=25, cut=9, taken=7, num_checkpoints=6, num_used=4)),
     schedule_s=0.0002,
     execute_s=0.02,
     finish_s=0.0001,
@@ -99,6 +98,11 @@ def test_a_step_is_counted() -> None:
         ("generation_tokens_total", ""): 4,
         ("prefix_cache_queries_total", ""): 100,
         ("prefix_cache_hits_total", ""): 25,
+        ("prefix_cache_state_hits_total", ""): 25,
+        ("prefix_cache_state_cut_total", ""): 9,
+        ("state_checkpoints_taken_total", ""): 7,
+        ("state_checkpoints", "state=all"): 6,
+        ("state_checkpoints", "state=used"): 4,
         ("num_preemptions_total", ""): 6,
         ("steps_total", ""): 1,
         ("iteration_tokens_total_sum", ""): 42,
@@ -114,7 +118,7 @@ def test_a_step_is_counted() -> None:
 def test_outputs_without_a_step_change_the_state_only() -> None:
     metrics = ready()
     metrics.step(STEP, 4)
-    metrics.step(StepStats(num_free_blocks=100, num_preempted=6, prefix_queries=100, prefix_hits=25), 0)
+    metrics.step(StepStats(num_free_blocks=100, num_preempted=6, prefix=PrefixStats(queries=100, hits=25)), 0)
     assert value(metrics, "num_requests_running") == 0 and value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "steps_total") == 1 and value(metrics, "iteration_tokens_total_count") == 1
 
