@@ -187,7 +187,7 @@ def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatc
             store = store_of(llm)
             flush(llm.engine.core)
             store.check()
-            assert not store.held() and not store._jobs.running, "nothing is left"
+            assert not store.held() and not store.blocks.jobs.running, "nothing is left"
 
 
 def test_memory_of_expandable_segments_is_read_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

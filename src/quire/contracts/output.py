@@ -57,7 +57,8 @@ class StateStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cut      prompt tokens, since the start, that were computed although their KV blocks were found: no checkpoint stood
              there
     taken    checkpoints that requests have left since the start
-    num_checkpoints, num_used   checkpoints that there can be, and those that can be found now
+    num_checkpoints, num_used   checkpoints that there can be on the device, and those that can be found there now
+    tiers    tier of checkpoints below the device -> its counters; {}: there is none
     """
 
     hits: int = 0
@@ -65,6 +66,7 @@ class StateStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     taken: int = 0
     num_checkpoints: int = 0
     num_used: int = 0
+    tiers: dict[Tier, TierStats] = msgspec.field(default_factory=dict)
 
 
 class PrefixStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

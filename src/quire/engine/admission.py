@@ -1,5 +1,6 @@
 """Admission of waiting requests to the next step, with the blocks that they reuse."""
 
+import msgspec
 import numpy as np
 
 from quire.contracts.output import PrefixStats
@@ -27,9 +28,13 @@ class Admitter:
 
     def stats(self) -> PrefixStats:
         """Return the counters of the prefix cache."""
-        states = self._allocator.states
-        known = {} if states is None else {"states": states.stats()}
-        return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits, **known)
+        states, store = self._allocator.states, self._roster.store
+        if states is None:
+            return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits)
+        found = states.stats()
+        if store is not None and store.states is not None:
+            found = msgspec.structs.replace(found, tiers=store.states.counters())
+        return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits, states=found)
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
         """Admit waiting requests in order, up to `room` tokens in all; stop at the first request that does not fit.

@@ -310,11 +310,11 @@ class Replicas:
         self._died = True
         self._turns.remove(core)
         last = self._states[core]
-        tiers = {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in last.tiers.items()}
-        states = msgspec.structs.replace(last.prefix.states, num_checkpoints=0, num_used=0)
+        states = last.prefix.states
+        states = msgspec.structs.replace(states, num_checkpoints=0, num_used=0, tiers=_without_sizes(states.tiers))
         prefix = msgspec.structs.replace(last.prefix, states=states)
         kept = {name: getattr(last, name) for name in (*TOTALS, "drafts")}
-        self._states[core] = StepStats(**kept, tiers=tiers, prefix=prefix)
+        self._states[core] = StepStats(**kept, tiers=_without_sizes(last.tiers), prefix=prefix)
         self._ended += core.state().finished
         self._ended += [
             Finish(
@@ -381,10 +381,18 @@ def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
 
 def _prefixes(parts: Sequence[PrefixStats]) -> PrefixStats:
     """Return the sums of the counters of the prefix caches of several replicas."""
-    states = {name: sum(getattr(one.states, name) for one in parts) for name in StateStats.__struct_fields__}
+    names = (name for name in StateStats.__struct_fields__ if name != "tiers")
+    counts = {name: sum(getattr(one.states, name) for one in parts) for name in names}
     return PrefixStats(
-        queries=sum(one.queries for one in parts), hits=sum(one.hits for one in parts), states=StateStats(**states)
+        queries=sum(one.queries for one in parts),
+        hits=sum(one.hits for one in parts),
+        states=StateStats(**counts, tiers=_summed(one.states.tiers for one in parts)),
     )
+
+
+def _without_sizes(tiers: dict[Tier, TierStats]) -> dict[Tier, TierStats]:
+    """Return the counters of tiers that are gone."""
+    return {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in tiers.items()}
 
 
 def _excess(core: EngineCore) -> int:

@@ -13,7 +13,8 @@ rejected. So every plan asks for the copy, from the first one that may pass the 
 it; a step that does not compute the token before the length writes nothing.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.config.checkpoints import CheckpointPlaces
@@ -60,6 +61,7 @@ class StateCheckpoints:
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
         self._coming: dict[int, tuple[KeyChain, int]] = {}  # checkpoint that is taken, and not found yet -> its place
+        self._entered: dict[int, int] = {}  # slot -> length at which its request was admitted
         self._branch: dict[int, int] = {}  # slot -> length at which its prompt left one that was cached
 
     def find(self, chain: KeyChain, most: int) -> tuple[int, int]:
@@ -67,10 +69,7 @@ class StateCheckpoints:
 
         most   most tokens of the beginning
         """
-        for length in range(most - most % self.unit, 0, -self.unit):
-            if (found := self.pool.lookup(self._key(chain, length))) is not None:
-                return length, found
-        return 0, 0
+        return last_state(chain, most, self.unit, self.pool.lookup)
 
     def enter(self, slot: int, checkpoint: int, length: int, reach: int) -> None:
         """Note the admission of a request that goes on at `length`, where it has `checkpoint` (0: at its beginning).
@@ -78,13 +77,22 @@ class StateCheckpoints:
         reach   tokens whose KV blocks were found
         """
         if checkpoint:
-            self.restored.append((slot, checkpoint))  # the last to be evicted from here on
-            self.pool.share([checkpoint])
-            self.pool.release([checkpoint])
+            self.restored.append((slot, checkpoint))
+            self.pool.share([checkpoint])  # a load must not overwrite it before the step
+        self._entered[slot] = length
         self.hits += length
         self.cut += reach - length
         if reach > length:
             self._branch[slot] = reach - reach % self.unit
+
+    def take_restored(self) -> list[tuple[int, int]]:
+        """Return (slot, checkpoint) of the requests that the plan admits, and hold the checkpoints no more.
+
+        Copies of the same step may overwrite them: states are restored first.
+        """
+        restored, self.restored = self.restored, []
+        self.pool.release([checkpoint for _, checkpoint in restored])
+        return restored
 
     def of_prompt(self, slot: int, handle: int, chain: KeyChain, before: int, after: int, goal: int) -> list[StateCopy]:
         """Return the copies of a prompt of `goal` tokens in a step that computes its tokens before .. after - 1."""
@@ -96,7 +104,7 @@ class StateCheckpoints:
         for length in dict.fromkeys(lengths):
             if len(taken) == MOST_COPIES or not self.pool.num_free:
                 break
-            if before < length <= after and self.pool.lookup(self._key(chain, length)) is None:
+            if before < length <= after and self.pool.lookup(state_key(chain, length)) is None:
                 (checkpoint,) = self.pool.take(1)
                 taken.append(StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain))
                 self._coming[checkpoint] = chain, length
@@ -132,29 +140,44 @@ class StateCheckpoints:
             if not one.held:
                 self._settle(one.checkpoint, one.chain, one.length * (one.slot not in failed))
 
-    def leave(self, slot: int, chain: KeyChain, computed: int) -> None:
-        """Note that a request leaves its slot. computed: tokens of it that are computed and known; 0: none is sound."""
+    def leave(self, slot: int, chain: KeyChain, computed: int, *, sound: bool = True) -> None:
+        """Note that a request leaves its slot.
+
+        computed   tokens of it that are computed and known
+        sound      False: no state that it computed can be trusted
+        """
         self._branch.pop(slot, None)
+        self.pool.release([checkpoint for one, checkpoint in self.restored if one == slot])
         self.restored = [one for one in self.restored if one[0] != slot]
         if (held := self._held.pop(slot, None)) is not None:
             checkpoint, length = held
-            self._settle(checkpoint, chain, length * (length <= computed))
+            self._settle(checkpoint, chain, length * (sound and length <= computed))
+        entered = self._entered.pop(slot, 0)
+        if not sound:
+            self.withdraw(chain.keys(chain.num_hashed, entered // chain.block_size))
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Forget the checkpoints with these keys."""
         found = [self.pool.lookup(key) for key in keys]
         self.pool.forget([one for one in found if one is not None])
 
-    def check(self, running: Iterable[int]) -> None:
-        """Assert every invariant. running: slots that are taken."""
+    def check(self, running: Iterable[int], held: Iterable[int] = ()) -> None:
+        """Assert every invariant.
+
+        running   slots that are taken
+        held      checkpoints referenced from elsewhere, once per reference
+        """
         self.pool.check()
         assert self._held.keys() <= set(running), "a slot that is free holds a checkpoint"
-        held = {checkpoint for checkpoint, _ in self._held.values()}
-        assert held <= self._coming.keys(), "a checkpoint that a request holds is not coming"
+        own = {checkpoint for checkpoint, _ in self._held.values()}
+        assert own <= self._coming.keys(), "a checkpoint that a request holds is not coming"
+        refs = Counter([*self._coming, *(checkpoint for _, checkpoint in self.restored), *held])
+        wrong = [one for one in range(self.pool.num_blocks + 1) if refs[one] != self.pool.refs(one)]
+        assert not wrong, f"references of checkpoints {wrong[:8]} are not the number of their holders"
 
     def coming(self) -> set[bytes]:
         """Return the keys of checkpoints that are being taken, or that requests hold: none of them can be found yet."""
-        return {self._key(chain, at) for chain, at in self._coming.values() if at <= len(chain.tokens)}
+        return {state_key(chain, at) for chain, at in self._coming.values() if at <= len(chain.tokens)}
 
     def stats(self) -> StateStats:
         """Return the counters."""
@@ -174,10 +197,22 @@ class StateCheckpoints:
     def _settle(self, checkpoint: int, chain: KeyChain, length: int) -> None:
         del self._coming[checkpoint]
         if length:
-            self.taken += self.pool.publish(checkpoint, self._key(chain, length))
+            self.taken += self.pool.publish(checkpoint, state_key(chain, length))
         self.pool.release([checkpoint])
 
-    @staticmethod
-    def _key(chain: KeyChain, length: int) -> bytes:
-        place = length // chain.block_size
-        return chain.keys(place, place - 1)[0]
+
+def state_key(chain: KeyChain, length: int) -> bytes:
+    """Return the key of the checkpoint at a length of a chain, which is that of the block that ends there."""
+    place = length // chain.block_size
+    return chain.keys(place, place - 1)[0]
+
+
+def last_state(chain: KeyChain, most: int, unit: int, lookup: Callable[[bytes], int | None]) -> tuple[int, int]:
+    """Return (length, what `lookup` says) of the longest beginning of a chain with a checkpoint; (0, 0): none has one.
+
+    most   most tokens of the beginning;  unit   tokens between two places of checkpoints
+    """
+    for length in range(most - most % unit, 0, -unit):
+        if (found := lookup(state_key(chain, length))) is not None:
+            return length, found
+    return 0, 0

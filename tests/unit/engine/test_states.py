@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from quire.config.checkpoints import CheckpointPlaces
+from quire.contracts.step import Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.states import StateCheckpoints
+
+from ...support.mock_copies import MockDisk
 
 
 def run(rig: Any, prompt: Any, max_tokens: int, **more: Any) -> int:
@@ -182,3 +185,81 @@ def test_a_step_takes_the_last_of_many_places(Rig: Any, depth: int) -> None:
     rig = Rig(depth, states=8, budget=20, places=CheckpointPlaces(prompt=False, turn=False, every=4))
     run(rig, range(35), 1)
     assert copies(rig) == [(0, 16), (0, 20), (0, 28), (0, 32)]
+
+
+TIERED: dict[str, Any] = {"states": 2, "blocks": 12, "slots": 1, "budget": 64, "host_blocks": 60, "host_states": 20}
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_a_checkpoint_comes_back_with_its_blocks(Rig: Any, depth: int, write_through: bool) -> None:
+    rig = Rig(depth, **TIERED, write_through=write_through)
+    for first in (0, 100, 200, 300):
+        run(rig, range(first, first + 30), 5)
+    before = rig.outputs.stats.prefix.states.tiers[Tier.HOST]
+    assert before.num_stored >= 4 and before.num_loaded == 0 and rig.states.pool.num_cached <= 2
+    assert rig.cached[run(rig, range(30), 5)] == 28
+    after = rig.outputs.stats.prefix.states.tiers[Tier.HOST]
+    assert after.num_loaded == 1 and rig.outputs.stats.tiers[Tier.HOST].num_loaded == 7
+
+
+def test_blocks_on_the_device_wait_for_a_checkpoint_in_host_memory(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, **TIERED | {"blocks": 60, "states": 1}, write_through=True)
+    run(rig, range(30), 1)
+    run(rig, range(100, 130), 1)
+    assert rig.cached[run(rig, range(30), 1)] == 28
+    assert rig.outputs.stats.tiers[Tier.HOST].num_loaded == 0, "all blocks were on the device"
+
+
+def test_blocks_without_a_checkpoint_in_any_tier_are_left_there(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, **TIERED | {"host_states": 1}, write_through=True)
+    for first in (0, 100, 200, 300):
+        run(rig, range(first, first + 30), 5)
+    loaded = rig.outputs.stats.tiers[Tier.HOST].num_loaded
+    assert rig.cached[run(rig, range(30), 5)] == 0
+    assert rig.outputs.stats.tiers[Tier.HOST].num_loaded == loaded
+
+
+def test_checkpoints_of_a_disk_outlive_the_engine(Rig: Any, depth: int) -> None:
+    disks = {"disk": MockDisk(), "state_disk": MockDisk()}
+    run(Rig(depth, **TIERED, write_through=True, **disks), range(30), 5)
+    rig = Rig(depth, **TIERED, **disks)
+    assert rig.cached[run(rig, range(30), 5)] == 28
+    assert rig.outputs.stats.prefix.states.tiers[Tier.DISK].num_loaded == 1
+
+
+@pytest.mark.parametrize("faults", [["lost"], ["half"], ["corrupt"]])
+def test_a_checkpoint_that_fails_to_come_is_computed(Rig: Any, depth: int, faults: list[str]) -> None:
+    rig = Rig(depth, **TIERED, write_through=True)
+    for first in (0, 100, 200, 300):
+        run(rig, range(first, first + 30), 5)
+    rig.mock._state_copies._faults = iter(faults + [""] * 99)
+    assert rig.cached[run(rig, range(30), 5)] == (28 if faults == ["corrupt"] else 0)
+
+
+def test_no_load_overwrites_a_checkpoint_that_a_request_of_the_same_step_goes_on_at(Rig: Any, depth: int) -> None:
+    """The only checkpoint is that of the first request; the second one's would have to take its place."""
+    rig = Rig(depth, **TIERED | {"states": 1, "slots": 2, "blocks": 60}, write_through=True)
+    run(rig, range(30), 1)
+    run(rig, range(100, 130), 1)
+    pair = [rig.add(range(first, first + 30), 1) for first in (100, 0)]
+    rig.drain()
+    for handle in pair:
+        rig.judge(handle)
+    assert rig.cached[pair[0]] == 28
+
+
+def test_a_failed_request_leaves_no_checkpoint_of_an_earlier_step(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, budget=64)
+    rig.add(range(18), 20, fail_after=9)
+    rig.drain()
+    assert rig.states.pool.num_cached == 0
+
+
+def test_a_reset_empties_tiers_of_checkpoints(Rig: Any) -> None:
+    disks = {"disk": MockDisk(), "state_disk": MockDisk()}
+    rig = Rig(1, **TIERED, write_through=True, **disks)
+    run(rig, range(30), 5)
+    assert disks["state_disk"] and rig.store.states.host.num_cached
+    rig.core.reset_prefix_cache()
+    assert not disks["state_disk"] and not rig.store.states.host.num_cached
+    assert rig.cached[run(rig, range(30), 5)] == 0
