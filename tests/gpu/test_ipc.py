@@ -145,7 +145,7 @@ def test_memory_of_this_process_cannot_be_mapped_by_itself(device: torch.device)
 
 def tiers_below(llm: LLM) -> tuple[BlockPeers, BlockPeers]:
     """Return the tiers of other engines' GPUs and of their host memory, the nearest first."""
-    devices, peers = store_of(llm)._below
+    devices, peers = store_of(llm).blocks.below
     assert isinstance(devices, BlockPeers) and isinstance(peers, BlockPeers)
     return devices, peers
 

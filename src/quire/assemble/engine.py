@@ -354,8 +354,8 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
-    pool = BlockPool(memory.num_blocks)
-    store = make_store(plan, memory, pool, parts.shards, parts.namespace)
+    pool, states = BlockPool(memory.num_blocks), make_checkpoints(memory, config)
+    store = make_store(plan, memory, pool, states, parts.shards, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
@@ -388,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory, config)),
+        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=states),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,

@@ -24,7 +24,8 @@ def turned_on(plan: EnginePlan, store: KVStore | None, memory: MemoryPlan) -> di
 
 def _tiers(plan: EnginePlan, store: KVStore) -> str:
     offload, host = plan.offload, store.stats[Tier.HOST]
-    words = [f"host memory {offload.host_bytes / GIB:g} GiB = {host.num_blocks:,} blocks ({offload.policy})"]
+    states = f" and {store.states.host.num_blocks:,} checkpoints" if store.states is not None else ""
+    words = [f"host memory {offload.host_bytes / GIB:g} GiB = {host.num_blocks:,} blocks{states} ({offload.policy})"]
     if offload.folder:
         found = f"{store.num_found:,} block{'s' * (store.num_found != 1)} found there"
         words.append(f"disk {offload.folder}, at most {offload.folder_bytes / GIB:g} GiB, {found}")

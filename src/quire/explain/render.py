@@ -284,7 +284,7 @@ def _tier_words(tier: Plan) -> str:
     where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
     return (
         f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
-        f"{tier['tokens']:,} tokens"
+        f"{tier['tokens']:,} tokens" + f", and {tier['checkpoints']:,} checkpoints" * bool(tier["checkpoints"])
     )
 
 

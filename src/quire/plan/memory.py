@@ -44,7 +44,7 @@ class DeviceBudget:
 class MemoryPlan:
     """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
 
-    host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    host_blocks, host_checkpoints   blocks and checkpoints of the tier in host memory; 0: there is no such tier
     checkpoints   checkpoints of states; 0: no layer keeps states
     num_slots     requests that run at once: max_num_seqs, or as many as have room for their states; 0: max_num_seqs
     """
@@ -57,6 +57,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     budget: DeviceBudget | None = None
     host_blocks: int = 0
+    host_checkpoints: int = 0
     checkpoints: int = 0
     num_slots: int = 0
 
@@ -142,7 +143,8 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     host = min(one.host_blocks for one in sizes)
-    copies = min((one.checkpoints for one in sizes if one.geometry.states), default=0)  # a stage may have no states
+    kept = [(one.checkpoints, one.host_checkpoints) for one in sizes if one.geometry.states]  # a stage may have none
+    copies, host_copies = (min(counts, default=0) for counts in zip(*(kept or [(0, 0)]), strict=True))
     return [
         replace(
             one,
@@ -150,6 +152,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             max_model_len=length,
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
+            host_checkpoints=host_copies,
             checkpoints=copies,
             num_slots=min(one.num_slots for one in sizes),
         )

@@ -58,6 +58,18 @@ def checkpoints_in(geometry: KVGeometry, kv_bytes: int, room: int) -> int:
     return max(1, min(room // geometry.state_bytes, places))
 
 
+def divide_tier(geometry: KVGeometry, num_bytes: int, kv_bytes: int, checkpoints: int) -> tuple[int, int]:
+    """Return (bytes of KV blocks, bytes of checkpoints) of a tier below the device, divided as the device's memory is.
+
+    num_bytes   of the tier; it holds at least one checkpoint, if any
+    """
+    if not geometry.states:
+        return num_bytes, 0
+    size = checkpoints * geometry.state_bytes
+    states = min(num_bytes, max(geometry.state_bytes, num_bytes * size // (size + kv_bytes)))
+    return num_bytes - states, states
+
+
 def slots_limit(total: int, fraction: float | None, state_bytes: int) -> int:
     """Return the most requests whose states a GPU of `total` bytes holds, unless max_num_seqs is given.
 

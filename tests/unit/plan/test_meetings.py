@@ -79,9 +79,10 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
     ),
     (
-        EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
+        EXAMPLES["n-grams"] | EXAMPLES["sharing"] | EXAMPLES["peers"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states"), ("a GPU", "states")},
+        {("drafts over states", "a GPU"), ("CacheBlend", "states"), ("a GPU", "states")}
+        | {("sharing", "states"), ("peers", "states")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states")}),
     (

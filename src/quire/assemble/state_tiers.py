@@ -1,0 +1,81 @@
+"""Assembly of the tiers of checkpoints below the device: those of an engine core, and the mover of each rank.
+
+Files of checkpoints lie beside those of KV blocks, in a folder of their own for each rank. Its name has two parts more:
+the rank's place in tensor parallelism, because each rank has other heads of a state, and a digest of the layout of a
+state, because the layout depends on the number of drafts.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from quire.kv.states import StateCheckpoints
+from quire.kv.store import StateTiers
+from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
+from quire.kvstore.mover import BlockMover
+from quire.kvstore.states import StateArena
+from quire.plan.engine import EnginePlan
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone
+from quire.plan.memory import MemoryPlan
+from quire.plan.placement import ranks
+from quire.plan.state_memory import divide_tier
+
+
+def state_tiers(
+    plan: EnginePlan, memory: MemoryPlan, checkpoints: StateCheckpoints | None, space: bytes, names: list[str]
+) -> StateTiers | None:
+    """Return the tiers of checkpoints of an engine core; None: no layer keeps states.
+
+    space   see `quire.assemble.offload.namespace`
+    names   of the folders of blocks, in the order of the ranks
+    """
+    if checkpoints is None:
+        return None
+    folder = plan.offload.folder
+    below = (DiskTier(Path(folder), space, _names(plan, names)),) if folder else ()
+    return StateTiers(checkpoints=checkpoints, num_host_blocks=memory.host_checkpoints, below=below)
+
+
+def make_state_mover(
+    plan: EnginePlan, memory: MemoryPlan, states: StateArena, space: bytes, names: list[str]
+) -> BlockMover | None:
+    """Return the mover of a rank's checkpoints; None: no layer keeps states. Parameters as of `state_tiers`."""
+    if not memory.host_checkpoints:
+        return None
+    pages, files = states.checkpoints(memory.checkpoints), None
+    if plan.offload.folder:
+        files = BlockFiles(
+            Path(plan.offload.folder),
+            space,
+            _names(plan, names)[plan.mesh.rank.number],
+            page_bytes=pages.page_bytes,
+            most_bytes=folder_bytes(plan, memory)[1],
+            system=FileSystem(),
+            shared=plan.offload.folder_shared,
+        )
+    return BlockMover(pages, memory.host_checkpoints, files)
+
+
+def folder_bytes(plan: EnginePlan, memory: MemoryPlan) -> tuple[int, int]:
+    """Return the most bytes of a rank's files: of KV blocks, and of checkpoints."""
+    most = plan.offload.folder_bytes // plan.mesh.parallel.replica
+    return divide_tier(memory.geometry, most, memory.kv_bytes, memory.checkpoints)
+
+
+def _names(plan: EnginePlan, names: list[str]) -> list[str]:
+    """Return the name of the folder of each rank's checkpoints."""
+    whole = rank_geometry(
+        plan.args,
+        alone(plan.args),
+        dtype=plan.cache.dtype,
+        activations=plan.dtype.dtype,
+        device=plan.machine.device,
+        block_size=None,
+        sizes=plan.geometry.block_sizes,
+        drafts=plan.drafting.num_drafts,
+    )
+    layout = sha256(msgspec.msgpack.encode(whole.states)).hexdigest()[:8]
+    every = ranks(plan.args, plan.mesh.parallel)
+    return [f"{name}.states{one.place}of{one.tp}-{layout}" for name, one in zip(names, every, strict=True)]

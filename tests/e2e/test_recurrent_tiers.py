@@ -1,0 +1,102 @@
+"""Recurrent layers: texts whose checkpoints leave the device and come back are those of plain decoding."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
+from quire.kernels.page_copies import InlineCopies
+
+from ..support.tiny_models import Oracle, Tiny
+
+# A cache that holds one conversation: each turn drives the blocks and checkpoints of the others out.
+SMALL: dict[str, Any] = {
+    "block_size": 8, "max_num_seqs": 2, "max_model_len": 160, "num_gpu_blocks_override": 40,
+    "state_checkpoint": "prompt,branch,turn,every=16", "state_memory_fraction": 0.9,
+}  # fmt: skip
+TIERS: dict[str, Any] = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+FAMILIES = ("qwen3_5_text", "granite_mamba", "lfm2")
+TALKS, TURNS, NEW = 4, 3, 19
+
+
+def talk(llm: LLM, few: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens of the turns of some conversations in turn, and how many tokens of each were cached.
+
+    few   checkpoints that the device holds; 0: as many as memory allows
+    """
+    states, held = llm.engine.core.scheduler.allocator.states, list[int]()
+    if few:
+        held = states.pool.take(states.pool.num_blocks - few)
+    params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, detokenize=False)
+    texts, tokens, cached = [[7 * i + 3 + j * j % 41 for j in range(30)] for i in range(TALKS)], [], []
+    for turn in range(TURNS):
+        for number in range(TALKS):
+            (output,) = llm.generate([texts[number]], params, use_tqdm=False)
+            tokens.append(list(output.outputs[0].token_ids))
+            cached.append(output.num_cached_tokens or 0)
+            texts[number] = [*texts[number], *tokens[-1], 5 + number, 6 + turn]
+    states.pool.release(held)
+    flush(llm.engine.core)
+    llm.engine.core.check()
+    return tokens, cached
+
+
+def tier(llm: LLM, name: Tier) -> Any:
+    """Return the counters of a tier of checkpoints."""
+    return llm.engine.core.state().stats.prefix.states.tiers[name]
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, oracle: Callable[..., Oracle]) -> Any:
+    return oracle(Tiny(family=request.param)).folder
+
+
+def test_texts_through_tiers_are_plain_texts(folder: Any, engine: Callable[..., LLM], tmp_path: Path) -> None:
+    plain, cached = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    assert not any(cached)
+    options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path), "async_depth": 2}
+    llm = engine(folder, **options)
+    found, cached = talk(llm, few=3)
+    assert found == plain and all(cached[TALKS:]), cached
+    assert tier(llm, Tier.HOST).num_loaded >= TALKS and tier(llm, Tier.DISK).num_stored >= TALKS
+    assert llm.engine.core.state().stats.prefix.states.cut <= 30 * TALKS
+    again = engine(folder, **options)  # another engine finds the files
+    found, cached = talk(again)
+    assert found == plain and all(cached), cached
+    assert tier(again, Tier.DISK).num_loaded >= TALKS and tier(again, Tier.DISK).num_failed == 0
+
+
+def test_texts_with_drafts_through_tiers_are_plain_texts(
+    oracle: Callable[..., Oracle], engine: Callable[..., LLM]
+) -> None:
+    folder = oracle(Tiny(family="qwen3_5_text")).folder
+    plain, _ = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    llm = engine(folder, **SMALL | TIERS | {"kv_offload_policy": "lazy"}, speculative_config=NGRAM)
+    found, cached = talk(llm, few=3)
+    assert found == plain and all(cached[TALKS:]), cached
+    assert tier(llm, Tier.HOST).num_loaded >= TALKS
+
+
+def test_checkpoints_of_zeros_are_noticed(
+    oracle: Callable[..., Oracle], engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above turn red when copies of checkpoints bring nothing."""
+    copy, folder = InlineCopies.copy, oracle(Tiny(family="qwen3_5_text")).folder
+    plain, _ = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    llm = engine(folder, **SMALL | TIERS)
+    checkpoints = llm.engine.core.scheduler.allocator.states.pool.num_blocks + 1
+
+    def zeros(self: Any, sources: Any, targets: Any, *, to_host: bool) -> Any:
+        ended = copy(self, sources, targets, to_host=to_host)
+        if not to_host and len(self._device) == checkpoints:
+            self._device[torch.as_tensor(targets)] = 0
+        return ended
+
+    monkeypatch.setattr(InlineCopies, "copy", zeros)
+    assert talk(llm, few=3)[0] != plain
