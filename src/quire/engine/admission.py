@@ -152,7 +152,7 @@ class Admitter:
             )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
         if (states := self._allocator.states) is not None:
-            states.enter(slot, match.checkpoint, match.num_tokens, match.reach)
+            states.enter(slot, self._roster.chain(request), match.checkpoint, match.num_tokens, match.reach)
         request.moved = moved
         if moved:
             self._allocator.loans.begin(slot, sources(moved), moved[0].first // size)

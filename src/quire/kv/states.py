@@ -8,14 +8,19 @@ block of the request's chain that ends at its length. One is taken, where `Check
                   beginning and no checkpoint there, and at multiples of a number of tokens
     of a decode   every `every` tokens, into one that the request holds; it is found when the request leaves its slot
 
+A prompt that goes on where a request has ended is no branch: the next turn of a conversation has nothing to share. Only
+a second one that parts there is. When a prompt leaves a checkpoint behind the one with which it began, and nobody else
+has gone on at that one, that one is the first to be evicted: a conversation needs its last checkpoint alone.
+
 A decode with drafts passes a length in a step that nobody knows yet, and may pass it again when drafts before it are
 rejected. So every plan asks for the copy, from the first one that may pass the length until one that is surely behind
 it; a step that does not compute the token before the length writes nothing.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.checkpoints import CheckpointPlaces
 from quire.contracts.output import StateStats
@@ -24,6 +29,7 @@ from quire.kv.pool import BlockPool
 
 ALL_PLACES = CheckpointPlaces()
 MOST_COPIES = 2  # of a slot in a step
+REMEMBERED = 4096  # ends of requests, and checkpoints at ends of prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class StateCopy:
     """A copy of a slot's state to a checkpoint, in a step, when the slot has `length` tokens.
 
     held   True: the request holds the checkpoint; it is found when the request leaves its slot
+    end    True: it is at the end of a prompt
+    behind   of such a one: key of the checkpoint at the end of a prompt with which this prompt began; b"": of none
     """
 
     slot: int
@@ -39,6 +47,8 @@ class StateCopy:
     checkpoint: int
     chain: KeyChain
     held: bool = False
+    end: bool = False
+    behind: bytes = b""
 
 
 class StateCheckpoints:
@@ -62,6 +72,11 @@ class StateCheckpoints:
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
         self._coming: dict[int, tuple[KeyChain, int]] = {}  # checkpoint that is taken, and not found yet -> its place
         self._entered: dict[int, int] = {}  # slot -> length at which its request was admitted
+        self._ends = OrderedDict[
+            bytes, None
+        ]()  # keys of places where requests have ended, until a prompt goes on there
+        self._uses = OrderedDict[bytes, int]()  # checkpoint at the end of a prompt -> prompts that have gone on there
+        self._origin: dict[int, bytes] = {}  # slot -> key of such a checkpoint, with which its prompt began
         self._branch: dict[int, int] = {}  # slot -> length at which its prompt left one that was cached
 
     def find(self, chain: KeyChain, most: int) -> tuple[int, int]:
@@ -71,7 +86,7 @@ class StateCheckpoints:
         """
         return last_state(chain, most, self.unit, self.pool.lookup)
 
-    def enter(self, slot: int, checkpoint: int, length: int, reach: int) -> None:
+    def enter(self, slot: int, chain: KeyChain, checkpoint: int, length: int, reach: int) -> None:
         """Note the admission of a request that goes on at `length`, where it has `checkpoint` (0: at its beginning).
 
         reach   tokens whose KV blocks were found
@@ -79,11 +94,19 @@ class StateCheckpoints:
         if checkpoint:
             self.restored.append((slot, checkpoint))
             self.pool.share([checkpoint])  # a load must not overwrite it before the step
+            if (key := self.pool.key(checkpoint)) is not None and key in self._uses:
+                self._uses[key] += 1
+                self._origin[slot] = key
         self._entered[slot] = length
         self.hits += length
         self.cut += reach - length
-        if reach > length:
-            self._branch[slot] = reach - reach % self.unit
+        place = reach - reach % self.unit
+        if place > length:
+            key = state_key(chain, place)
+            if key in self._ends:  # the first to go on there; the next one parts from it
+                del self._ends[key]
+            else:
+                self._branch[slot] = place
 
     def take_restored(self) -> list[tuple[int, int]]:
         """Return (slot, checkpoint) of the requests that the plan admits, and hold the checkpoints no more.
@@ -96,8 +119,8 @@ class StateCheckpoints:
 
     def of_prompt(self, slot: int, handle: int, chain: KeyChain, before: int, after: int, goal: int) -> list[StateCopy]:
         """Return the copies of a prompt of `goal` tokens in a step that computes its tokens before .. after - 1."""
-        lengths = [(goal - 1) // self.unit * self.unit] * self.places.prompt
-        lengths += [self._branch.get(slot, 0)] * self.places.branch
+        end = (goal - 1) // self.unit * self.unit
+        lengths = [end] * self.places.prompt + [self._branch.get(slot, 0)] * self.places.branch
         if self._stride:
             lengths += range(after - after % self._stride, before, -self._stride)
         taken = list[StateCopy]()
@@ -106,7 +129,18 @@ class StateCheckpoints:
                 break
             if before < length <= after and self.pool.lookup(state_key(chain, length)) is None:
                 (checkpoint,) = self.pool.take(1)
-                taken.append(StateCopy(slot=slot, handle=handle, length=length, checkpoint=checkpoint, chain=chain))
+                behind, last = self._origin.get(slot, b""), length == end
+                taken.append(
+                    StateCopy(
+                        slot=slot,
+                        handle=handle,
+                        length=length,
+                        checkpoint=checkpoint,
+                        chain=chain,
+                        end=last,
+                        behind=behind if last else b"",
+                    )
+                )
                 self._coming[checkpoint] = chain, length
         return sorted(taken, key=lambda one: one.length)
 
@@ -137,8 +171,15 @@ class StateCheckpoints:
     def came(self, copies: Iterable[StateCopy], failed: frozenset[int] = frozenset()) -> None:
         """Make the copies of a step known, whose result has come. failed: slots whose results are invalid."""
         for one in copies:
-            if not one.held:
-                self._settle(one.checkpoint, one.chain, one.length * (one.slot not in failed))
+            if one.held:
+                continue
+            self._settle(one.checkpoint, one.chain, one.length * (one.slot not in failed))
+            if one.end and one.slot not in failed:
+                self._uses.setdefault(state_key(one.chain, one.length), 0)
+                _forget_oldest(self._uses)
+            before = self.pool.lookup(one.behind) if self._uses.get(one.behind) == 1 else None
+            if before is not None and one.slot not in failed:
+                self.pool.demote(before)
 
     def leave(self, slot: int, chain: KeyChain, computed: int, *, sound: bool = True) -> None:
         """Note that a request leaves its slot.
@@ -147,6 +188,10 @@ class StateCheckpoints:
         sound      False: no state that it computed can be trusted
         """
         self._branch.pop(slot, None)
+        self._origin.pop(slot, None)
+        if sound and (end := computed - computed % self.unit) > 0:
+            self._ends[state_key(chain, end)] = None
+            _forget_oldest(self._ends)
         self.pool.release([checkpoint for one, checkpoint in self.restored if one == slot])
         self.restored = [one for one in self.restored if one[0] != slot]
         if (held := self._held.pop(slot, None)) is not None:
@@ -199,6 +244,11 @@ class StateCheckpoints:
         if length:
             self.taken += self.pool.publish(checkpoint, state_key(chain, length))
         self.pool.release([checkpoint])
+
+
+def _forget_oldest(known: OrderedDict[bytes, Any]) -> None:
+    if len(known) > REMEMBERED:
+        known.popitem(last=False)
 
 
 def state_key(chain: KeyChain, length: int) -> bytes:

@@ -55,7 +55,7 @@ class PageSource(Protocol):
         """
 
 
-class Pages(Protocol):
+class PagedMemory(Protocol):
     """Memory of a device in pages: its KV cache (`KVArena`), or its checkpoints of states.
 
     pages   [num_pages, page_bytes] uint8; page 0 is not copied
@@ -95,7 +95,7 @@ class BlockMover:
 
     def __init__(
         self,
-        arena: Pages,
+        arena: PagedMemory,
         num_host_blocks: int,
         files: BlockFiles | None = None,
         peers: PageSource | None = None,

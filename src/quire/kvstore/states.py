@@ -17,7 +17,7 @@ from quire.kernels.native import memory
 
 
 class CheckpointPages(NamedTuple):
-    """The checkpoints of a `StateArena` as pages, by number from 1 on. See `quire.kvstore.mover.Pages`.
+    """The checkpoints of a `StateArena` as pages, by number from 1 on. See `quire.kvstore.mover.PagedMemory`.
 
     pages   [checkpoints + 1, page_bytes] uint8
     """

@@ -263,3 +263,43 @@ def test_a_reset_empties_tiers_of_checkpoints(Rig: Any) -> None:
     rig.core.reset_prefix_cache()
     assert not disks["state_disk"] and not rig.store.states.host.num_cached
     assert rig.cached[run(rig, range(30), 5)] == 0
+
+
+def test_conversations_need_a_checkpoint_each(Rig: Any, depth: int) -> None:
+    """Two conversations in turn, and three checkpoints: one of each, and one for the next turn."""
+    rig = Rig(depth, states=3, budget=64, blocks=80, slots=1, places=CheckpointPlaces(turn=False))
+    texts, found = [list(range(first, first + 14)) for first in (0, 100)], list[int]()
+    for turn in range(5):
+        for text in texts:
+            handle = run(rig, text, 4)
+            found.append(rig.cached[handle])
+            text += [*rig.tokens[handle], 7, 8 + turn]
+    assert found == [0, 0, 12, 12, 16, 16, 24, 24, 28, 28]
+    assert rig.states.taken == 10, "a checkpoint for each prompt, and none where an answer ended"
+
+
+def test_a_second_prompt_that_goes_on_where_an_answer_ended_parts_there(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, states=8, budget=64, blocks=80, places=CheckpointPlaces(turn=False))
+    first = run(rig, range(14), 7)
+    text = [*range(14), *rig.tokens[first]]
+    cached = [rig.cached[run(rig, [*text, *range(40 + i, 60 + i)], 1)] for i in range(4)]
+    assert cached == [12, 12, 20, 20]
+
+
+def test_a_checkpoint_that_two_prompts_have_gone_on_at_is_not_the_first_to_go(Rig: Any) -> None:
+    rig = Rig(1, states=3, budget=64, blocks=80)
+    run(rig, range(14), 1)
+    for i in range(2):
+        run(rig, [*range(14), *range(40 + i, 50 + i)], 1)
+    run(rig, range(200, 214), 1)
+    assert rig.cached[run(rig, range(14), 1)] == 12
+
+
+def test_a_fast_conversation_leaves_the_checkpoint_of_a_slow_one(Rig: Any, depth: int) -> None:
+    """Only the last checkpoint of a conversation is of use, so those before it go first."""
+    rig = Rig(depth, states=3, budget=64, blocks=80, places=CheckpointPlaces(turn=False))
+    slow, fast = list(range(100, 114)), list(range(14))
+    run(rig, slow, 4)
+    for turn in range(5):
+        fast += [*rig.tokens[run(rig, fast, 4)], 7, 8 + turn]
+    assert rig.cached[run(rig, [*slow, 5], 1)] == 12
