@@ -303,3 +303,22 @@ def test_a_fast_conversation_leaves_the_checkpoint_of_a_slow_one(Rig: Any, depth
     for turn in range(5):
         fast += [*rig.tokens[run(rig, fast, 4)], 7, 8 + turn]
     assert rig.cached[run(rig, [*slow, 5], 1)] == 12
+
+
+def test_a_turn_goes_on_in_host_memory_where_blocks_and_a_checkpoint_meet(Rig: Any, depth: int) -> None:
+    """Host memory has all blocks of the answer, and the last checkpoint stands before it."""
+    rig = Rig(depth, **TIERED, write_through=True, places=CheckpointPlaces(turn=False))
+    first = run(rig, range(30), 8)
+    for other in (100, 200, 300):
+        run(rig, range(other, other + 30), 8)
+    assert rig.cached[run(rig, [*range(30), *rig.tokens[first], 7], 1)] == 28
+
+
+def test_a_step_that_fails_after_its_request_was_aborted_leaves_no_checkpoint(Rig: Any) -> None:
+    rig = Rig(2, states=8, budget=64)
+    handle = rig.add(range(18), 20, fail_after=0)
+    rig.step()
+    rig.abort(handle)
+    rig.drain()
+    assert any(len(plan.features.states.kept) for plan in rig.plans if plan.features.states is not None)
+    assert rig.states.pool.num_cached == 0
