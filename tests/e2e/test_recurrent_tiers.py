@@ -12,6 +12,7 @@ from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
 
+from ..support.full import full_rows
 from ..support.tiny_models import Oracle, Tiny
 
 # A cache that holds one conversation: each turn drives the blocks and checkpoints of the others out.
@@ -70,6 +71,26 @@ def test_texts_through_tiers_are_plain_texts(folder: Any, engine: Callable[..., 
     found, cached = talk(again)
     assert found == plain and all(cached), cached
     assert tier(again, Tier.DISK).num_loaded >= TALKS and tier(again, Tier.DISK).num_failed == 0
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    full_rows([{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}]),
+    ids=str,
+)
+def test_ranks_copy_their_parts_of_checkpoints(
+    ranks: dict[str, int], oracle: Callable[..., Oracle], engine: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """With three stages, one of them has no states."""
+    folder = oracle(Tiny(family="qwen3_5_text")).folder
+    plain, _ = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path)} | ranks
+    for few in (3, 0):
+        llm = engine(folder, **options)
+        found, cached = talk(llm, few)
+        assert found == plain and all(cached[TALKS:]), cached
+        assert tier(llm, Tier.HOST if few else Tier.DISK).num_loaded >= TALKS
+        assert tier(llm, Tier.DISK).num_failed == 0
 
 
 def test_texts_with_drafts_through_tiers_are_plain_texts(

@@ -51,7 +51,7 @@ def make_state_mover(
             space,
             _names(plan, names)[plan.mesh.rank.number],
             page_bytes=pages.page_bytes,
-            most_bytes=folder_bytes(plan, memory)[1],
+            most_bytes=folder_bytes(plan, memory)[1] or plan.offload.folder_bytes,  # of a stage without states: enough
             system=FileSystem(),
             shared=plan.offload.folder_shared,
         )

@@ -338,6 +338,17 @@ def _state_values(states: StateStats) -> dict[str, Any]:
         "state_checkpoints_taken": states.taken,
         "prefix_cache_state_hits": states.hits,
         "prefix_cache_state_cut": states.cut,
+        "state_tier_checkpoints": {
+            (tier.value, state): count
+            for tier, stats in states.tiers.items()
+            for state, count in (("all", stats.num_blocks), ("used", stats.num_used))
+        },
+        "state_tier_copied_checkpoints": {
+            (tier.value, direction): count
+            for tier, stats in states.tiers.items()
+            for direction, count in (("load", stats.num_loaded), ("store", stats.num_stored))
+        },
+        "state_tier_failed_checkpoints": {tier.value: stats.num_failed for tier, stats in states.tiers.items()},
     }
 
 

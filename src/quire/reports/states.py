@@ -41,10 +41,10 @@ def state_words(states: Mapping[str, Any]) -> str:
     if not states:
         return ""
     size = as_gib(states["bytes"])
-    tokens = f", as much as the KV of {states['tokens']:,} tokens," * bool(states["tokens"])
+    tokens = f" (as much as the KV of {states['tokens']:,} tokens)" * bool(states["tokens"])
     slots, checkpoints = states["slots"], states["checkpoints"]
     return (
-        f"{size} for each request and checkpoint{tokens} {slots:,} request{'s' * (slots > 1)} at once and "
+        f"{size} for each request and checkpoint{tokens}, {slots:,} request{'s' * (slots > 1)} at once and "
         f"{checkpoints:,} checkpoint{'s' * (checkpoints > 1)} ({states['places']}) in {as_gib(states['num_bytes'])}, "
         f"{states['fraction']:.1%} of states and KV cache"
     )

@@ -21,6 +21,7 @@ inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_la
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prefill_kv_computed_tokens request_num_preemptions cache_config_info admission_rejections_total
 """.split()
+COPIES = {Tier.HOST: TierStats(num_blocks=9, num_used=3, num_loaded=5, num_stored=8, num_failed=2)}
 STEP = StepStats(
     step=7,
     num_running=3,
@@ -33,7 +34,9 @@ STEP = StepStats(
     num_preempted=6,
     num_free_blocks=60,
     num_cached_blocks=20,
-    prefix=PrefixStats(queries=100, hits=25, states=StateStats(hits=25, cut=9, taken=7, num_checkpoints=6, num_used=4)),
+    prefix=PrefixStats(
+        queries=100, hits=25, states=StateStats(hits=25, cut=9, taken=7, num_checkpoints=6, num_used=4, tiers=COPIES)
+    ),
     schedule_s=0.0002,
     execute_s=0.02,
     finish_s=0.0001,
@@ -103,6 +106,7 @@ def test_a_step_is_counted() -> None:
         ("state_checkpoints_taken_total", ""): 7,
         ("state_checkpoints", "state=all"): 6,
         ("state_checkpoints", "state=used"): 4,
+        ("state_tier_failed_checkpoints_total", "tier=host"): 2,
         ("num_preemptions_total", ""): 6,
         ("steps_total", ""): 1,
         ("iteration_tokens_total_sum", ""): 42,
@@ -113,6 +117,9 @@ def test_a_step_is_counted() -> None:
     for (name, label), number in expected.items():
         key = "quire:" + name, frozenset([tuple(label.split("="))] if label else [])
         assert samples[key] == pytest.approx(number), (name, label)
+    for direction, number in (("load", 5), ("store", 8)):
+        labels = {("tier", "host"), ("direction", direction)}
+        assert samples["quire:state_tier_copied_checkpoints_total", frozenset(labels)] == number
 
 
 def test_outputs_without_a_step_change_the_state_only() -> None:
