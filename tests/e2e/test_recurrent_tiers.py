@@ -11,9 +11,12 @@ from quire import LLM, SamplingParams
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
+from quire.kvnet import block_share
 
+from ..support.addresses import free_address
 from ..support.full import full_rows
 from ..support.tiny_models import Oracle, Tiny
+from .test_disaggregation import until
 
 # A cache that holds one conversation: each turn drives the blocks and checkpoints of the others out.
 SMALL: dict[str, Any] = {
@@ -121,3 +124,65 @@ def test_checkpoints_of_zeros_are_noticed(
 
     monkeypatch.setattr(InlineCopies, "copy", zeros)
     assert talk(llm, few=3)[0] != plain
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that know each other, and tell often of their blocks."""
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", "a key that both engines know")
+    monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
+
+
+def know(reader: LLM, sharer: LLM) -> None:
+    """Wait until `reader` knows all blocks and checkpoints of `sharer`."""
+    ours, theirs = (llm.engine.core.scheduler.roster.store for llm in (reader, sharer))
+    for mine, other in ((ours.blocks, theirs.blocks), (ours.states, theirs.states)):
+        until(lambda mine=mine, other=other: mine.below[-1]._peers[0].keys == set(other.host._index))
+
+
+@pytest.mark.parametrize("near", [True, *full_rows([False])])
+def test_engines_read_checkpoints_of_each_other(
+    near: bool,
+    cluster: None,
+    folder: Any,
+    engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through memory of this host, and over TCP."""
+    if not near:
+        monkeypatch.setattr(block_share.BlockLine, "near", False)
+    sharer = engine(folder, **SMALL | TIERS, kv_share=free_address())
+    plain, _ = talk(sharer)
+    reader = engine(folder, **SMALL | TIERS, kv_peers=(sharer.engine.config.share.kv_share,))
+    know(reader, sharer)
+    found, cached = talk(reader)
+    assert found == plain and all(cached), cached
+    assert tier(reader, Tier.PEER).num_loaded >= TALKS and tier(reader, Tier.PEER).num_failed == 0
+
+
+def test_a_checkpoint_goes_from_prefill_to_decode(
+    cluster: None, oracle: Callable[..., Oracle], engine: Callable[..., LLM]
+) -> None:
+    """The decode node computes the tokens behind the last block boundary of the prompt, and no other."""
+    folder = oracle(Tiny(family="qwen3_5_text")).folder
+
+    def role(name: str) -> dict[str, Any]:
+        return SMALL | TIERS | {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}
+
+    prefiller = engine(folder, **role("kv_producer"), kv_share=free_address())
+    decoder = engine(folder, **role("kv_consumer"), kv_peers=(prefiller.engine.config.share.kv_share,))
+    first = SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, kv_transfer_params={"do_remote_decode": True}
+    )
+    given: dict[str, Any] = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    for length in (1, 8, 9, 47, 64):
+        prompt = [(7 * i + length) % 90 + 3 for i in range(length)]
+        (output,) = prefiller.generate([prompt], first, use_tqdm=False)
+        params = SamplingParams(**given, kv_transfer_params=output.kv_transfer_params)
+        (found,) = decoder.generate([prompt], params, use_tqdm=False)
+        (alone,) = prefiller.generate([prompt], SamplingParams(**given), use_tqdm=False)
+        assert found.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert found.num_cached_tokens == (length - 1) // 8 * 8, length
+    assert tier(decoder, Tier.PEER).num_loaded == 3 and tier(decoder, Tier.PEER).num_failed == 0
+    sharing = prefiller.engine.core.scheduler.roster.store.sharing
+    until(lambda: (sharing.expire(), not sharing._leases and not sharing.states._leases)[1])

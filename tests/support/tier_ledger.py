@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.contracts.request import BlockReason, RequestState
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
+from quire.kv.sharing import Sharing
 from quire.kv.tiered_pool import TieredPool
 
 CHANGES = ("num_stored", "num_loaded", "num_failed", "stored_bytes", "loaded_bytes")
@@ -74,13 +75,15 @@ class TierLedger:
         assert all(pools[tier].refs(block) for tier, block in read), "a block is read that nobody holds"
 
     def _check_leases(self) -> None:
-        sharing = self._store.sharing
+        for sharing in filter(None, (self._store.sharing, self._store.sharing.states)):
+            self._check_leases_of(sharing)
+        for peers in filter(None, (self._rig.peers, self._rig.state_peers)):
+            assert peers.promised.keys() <= self._rig.requests.keys(), "a promise has outlived its request"
+
+    def _check_leases_of(self, sharing: Sharing) -> None:
         late = [name for name, lease in sharing._leases.items() if lease.until <= self._expired]
         assert not late, f"leases {late} have outlived their time"
         assert sharing._num_held == len(sharing.held()), "leased blocks do not add up"
-        if self._rig.peers is not None:
-            live = self._rig.requests.keys()
-            assert self._rig.peers.promised.keys() <= live, "a promise has outlived its request"
 
     def _check_waits(self) -> None:
         waiting = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire import __version__
 from quire.args.checkpoint import read_raw_config
-from quire.assemble.state_tiers import folder_bytes, make_state_mover, state_tiers
+from quire.assemble.state_tiers import folder_bytes, make_state_mover, state_space, state_tiers
 from quire.config.env import cluster_key
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
@@ -86,7 +86,7 @@ def make_store(
     """Return the store of an engine core; None when there is no tier below the device.
 
     checkpoints   of states on the device; None: no layer keeps states
-    shards        the parts of each block that other engines may read, in the order of the ranks
+    shards        the parts of each block and checkpoint that other engines may read, in the order of the ranks
     space         see `namespace`
     """
     offload = resolve_offload(plan.config)
@@ -112,14 +112,16 @@ def make_store(
     )
     if (states := state_tiers(plan, memory, checkpoints, space, _names(plan))) is not None:
         store.keep_states(states)
-        disks += states.below
+        disks += [one for one in states.below if isinstance(one, DiskTier)]
+        peers += [one for one in states.below if isinstance(one, BlockPeers)]
     store.num_found = sum(one.num_found for one in disks[: bool(offload.folder)])
     store.on_start += [one.follow for one in peers]
     store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
-        share = BlockShare(
-            sharing.place, *common, store, shards, device=pool if mappable(one.memory for one in shards) else None
-        )
+        own = [one for one in shards if not one.states]
+        device = pool if mappable(one.memory for one in own) else None
+        kept = (state_space(plan, space), [one for one in shards if one.states])
+        share = BlockShare(sharing.place, *common, store, own, device=device, states=kept)
         store.on_close.append(share.close)
     return store
 
@@ -152,7 +154,7 @@ def copy_blocks(
         return ()
     states = make_state_mover(plan, memory, arenas[1], space, _names(plan))
     worker.features.attach(TierCopies(mover, states))
-    return mover.shards
+    return mover.shards + (states.shards if states is not None else ())
 
 
 def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from quire.config.env import cluster_key
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.kv.states import StateCheckpoints
 from quire.kv.store import StateTiers
+from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
-from quire.kvstore.states import StateArena
+from quire.kvstore.shards import Shard
+from quire.kvstore.states import CheckpointPages, StateArena
 from quire.plan.engine import EnginePlan
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone
@@ -33,9 +37,24 @@ def state_tiers(
     """
     if checkpoints is None:
         return None
-    folder = plan.offload.folder
-    below = (DiskTier(Path(folder), space, _names(plan, names)),) if folder else ()
-    return StateTiers(checkpoints=checkpoints, num_host_blocks=memory.host_checkpoints, below=below)
+    folder, sharing = plan.offload.folder, plan.offload.sharing.of(plan.mesh.rank.replica)
+    disks = (DiskTier(Path(folder), space, _names(plan, names)),) if folder else ()
+    peers = BlockPeers(sharing.peers, cluster_key()[0], state_space(plan, space)) if sharing.peers else None
+    return StateTiers(
+        checkpoints=checkpoints,
+        num_host_blocks=memory.host_checkpoints,
+        below=disks if peers is None else (*disks, peers),
+        promises=peers,
+    )
+
+
+def state_space(plan: EnginePlan, space: bytes) -> bytes:
+    """Return the namespace of checkpoints on other engines, equal where ranks hold equal parts of a state.
+
+    space   see `quire.assemble.offload.namespace`
+    """
+    parts = [(rank.layers, rank.place, rank.tp) for rank in ranks(plan.args, plan.mesh.parallel) if not rank.replica]
+    return sha256(space + _layout(plan).encode() + msgspec.msgpack.encode(parts)).digest()
 
 
 def make_state_mover(
@@ -55,7 +74,21 @@ def make_state_mover(
             system=FileSystem(),
             shared=plan.offload.folder_shared,
         )
-    return BlockMover(pages, memory.host_checkpoints, files)
+    sharing = plan.offload.sharing.of(plan.mesh.rank.replica)
+    shard = _shard(plan, pages)
+    peers = PeerPages(sharing.peers, cluster_key()[0], state_space(plan, space), shard) if sharing.peers else None
+    return BlockMover(
+        pages, memory.host_checkpoints, files, peers=peers, shared=shard if sharing.place is not None else None
+    )
+
+
+def _shard(plan: EnginePlan, pages: CheckpointPages) -> Shard:
+    """Return the part of each checkpoint that the rank of a plan holds: a block of one component."""
+    name = f"state {_layout(plan)}"
+    whole = KVComponent(name, num_heads=1, head_dim=pages.page_bytes, dtype="uint8", item_bytes=1)
+    group = KVGroup(layers=(0,), components=(whole,), block_size=1)
+    rank = plan.mesh.rank
+    return Shard(geometry=KVGeometry(groups=(group,)), layer=rank.layers[0], heads=(rank.place,), states=True)
 
 
 def folder_bytes(plan: EnginePlan, memory: MemoryPlan) -> tuple[int, int]:
@@ -64,8 +97,8 @@ def folder_bytes(plan: EnginePlan, memory: MemoryPlan) -> tuple[int, int]:
     return divide_tier(memory.geometry, most, memory.kv_bytes, memory.checkpoints)
 
 
-def _names(plan: EnginePlan, names: list[str]) -> list[str]:
-    """Return the name of the folder of each rank's checkpoints."""
+def _layout(plan: EnginePlan) -> str:
+    """Return a digest of the layout of a state in all layers of the model."""
     whole = rank_geometry(
         plan.args,
         alone(plan.args),
@@ -76,6 +109,10 @@ def _names(plan: EnginePlan, names: list[str]) -> list[str]:
         sizes=plan.geometry.block_sizes,
         drafts=plan.drafting.num_drafts,
     )
-    layout = sha256(msgspec.msgpack.encode(whole.states)).hexdigest()[:8]
-    every = ranks(plan.args, plan.mesh.parallel)
+    return sha256(msgspec.msgpack.encode(whole.states)).hexdigest()[:8]
+
+
+def _names(plan: EnginePlan, names: list[str]) -> list[str]:
+    """Return the name of the folder of each rank's checkpoints."""
+    layout, every = _layout(plan), ranks(plan.args, plan.mesh.parallel)
     return [f"{name}.states{one.place}of{one.tp}-{layout}" for name, one in zip(names, every, strict=True)]

@@ -94,8 +94,8 @@ class Roster:
         if self.store is not None and (transfer := request.new.transfer) is not None:
             self.store.sharing.settle(request.new.handle)
             if whole and before is RequestState.RUNNING and not transfer.address:
-                num_blocks = int(self.allocator.published[request.slot])
-                self.store.sharing.keep(transfer.name, self._chains[request.new.handle], num_blocks)
+                num_blocks, chain = int(self.allocator.published[request.slot]), self._chains[request.new.handle]
+                self.store.sharing.keep(transfer.name, chain, num_blocks, request.num_prompt)
         if before is RequestState.RUNNING:
             self._keep_state(request, sound=not distrust)
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)

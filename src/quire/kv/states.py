@@ -119,7 +119,7 @@ class StateCheckpoints:
 
     def of_prompt(self, slot: int, handle: int, chain: KeyChain, before: int, after: int, goal: int) -> list[StateCopy]:
         """Return the copies of a prompt of `goal` tokens in a step that computes its tokens before .. after - 1."""
-        end = (goal - 1) // self.unit * self.unit
+        end = prompt_end(goal, self.unit)
         lengths = [end] * self.places.prompt + [self._branch.get(slot, 0)] * self.places.branch
         if self._stride:
             lengths += range(after - after % self._stride, before, -self._stride)
@@ -244,6 +244,21 @@ class StateCheckpoints:
         if length:
             self.taken += self.pool.publish(checkpoint, state_key(chain, length))
         self.pool.release([checkpoint])
+
+
+def prompt_end(num_tokens: int, unit: int) -> int:
+    """Return the last place of a prompt before its last token."""
+    return (num_tokens - 1) // unit * unit
+
+
+def end_key(unit: int) -> Callable[[KeyChain, int], list[bytes]]:
+    """Return the function that gives the key of the checkpoint at the end of a prompt, if there is a place."""
+
+    def keys_of(chain: KeyChain, num_tokens: int) -> list[bytes]:
+        end = prompt_end(num_tokens, unit)
+        return [state_key(chain, end)] if end > 0 else []
+
+    return keys_of
 
 
 def _forget_oldest(known: OrderedDict[bytes, Any]) -> None:

@@ -18,8 +18,8 @@ from quire.contracts.step import FinishedCopy, StepCopies, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
-from quire.kv.sharing import KeyedTier, Promises, Sharing
-from quire.kv.states import StateCheckpoints, last_state, state_key
+from quire.kv.sharing import KeyedTier, Promises, Sharing, block_keys
+from quire.kv.states import StateCheckpoints, end_key, last_state, state_key
 from quire.kv.tiered_pool import BlockPlace, TieredPool
 
 LOG = logging.getLogger("quire").getChild("kv")
@@ -33,12 +33,13 @@ class StateTiers:
 
     checkpoints       those of the device
     num_host_blocks   checkpoints that host memory holds
-    below             as of `KVStore`
+    below, promises   as of `KVStore`
     """
 
     checkpoints: StateCheckpoints
     num_host_blocks: int
     below: tuple[KeyedTier, ...] = ()
+    promises: Promises | None = None
 
 
 @dataclass
@@ -96,7 +97,7 @@ class KVStore:
         self._pool, self._clock, self._write_through = pool, clock, write_through
         self._geometry, self._sizes = geometry, geometry.block_sizes
         self._index = PrefixIndex(_Reachable(self.blocks), geometry)
-        self.sharing = Sharing(pool, self.host, geometry.block_sizes, self.blocks.offer, promises, clock)
+        self.sharing = Sharing(pool, self.host, block_keys(self._sizes), self.blocks.offer, promises, clock)
         self.on_start: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self._fetches: dict[int, _Fetch] = {}
@@ -120,6 +121,10 @@ class KVStore:
         self._kinds.append(self.states)
         places = _Reachable(self.states, self._geometry.hit_size)
         self._index = PrefixIndex(_Reachable(self.blocks), self._geometry, places)
+        unit = self._geometry.hit_size
+        self.sharing.states = Sharing(
+            copies, self.states.host, end_key(unit), self.states.offer, tiers.promises, self._clock
+        )
         if self._write_through:
             copies.on_publish.append(self.states.offer)
 
@@ -253,8 +258,8 @@ class KVStore:
     def check(self) -> None:
         """Assert every invariant; O(blocks)."""
         self.blocks.check(self.sharing.held())
-        if self.states is not None:
-            self.states.check()
+        if self.states is not None and self.sharing.states is not None:
+            self.states.check(self.sharing.states.held())
         running = set().union(*(kind.jobs.running.keys() for kind in self._kinds))
         for fetch in self._fetches.values():
             assert fetch.jobs and fetch.jobs <= running, "a request waits for no job"

@@ -105,7 +105,8 @@ class EngineRig:
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
     sizes      tokens of a block of each group, in turn, as multiples of `block_size`
     states     checkpoints of states; None: no layer keeps states;  places  at which they are taken
-    host_states   checkpoints in host memory; 0: as many as blocks;  state_disk  disk tier of checkpoints
+    host_states   checkpoints in host memory; 0: as many as blocks
+    state_disk, state_peers   tiers of checkpoints
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -141,13 +142,15 @@ class EngineRig:
         places: CheckpointPlaces = ALL_PLACES,
         host_states: int = 0,
         state_disk: MockDisk | None = None,
+        state_peers: MockPeers | None = None,
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
         tiers = partial(
             copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays, faults=faults
         )
-        below_states = () if state_disk is None else (state_disk,)
+        self.state_peers = state_peers
+        below_states = tuple(one for one in (state_disk, state_peers) if one is not None)
         state_tiers = partial(
             MockCopies,
             num_host_blocks=host_states or host_blocks,
@@ -209,7 +212,12 @@ class EngineRig:
         )
         if self.store is not None and self.states is not None:
             self.store.keep_states(
-                StateTiers(checkpoints=self.states, num_host_blocks=host_states or host_blocks, below=below_states)
+                StateTiers(
+                    checkpoints=self.states,
+                    num_host_blocks=host_states or host_blocks,
+                    below=below_states,
+                    promises=state_peers,
+                )
             )
         self.compiler = GrammarCompiler(letters, vocab)
         self.core = EngineCore(

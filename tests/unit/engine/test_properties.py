@@ -89,8 +89,8 @@ def tiers_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a rig with these tiers, a key of `BELOW`."""
     if kind == "none":
         return {}
-    disks = {"state_disk": MockDisk()} if "disk" in BELOW[kind] else {}
-    return options | disks | {name: {"disk": MockDisk, "peers": MockPeers}[name]() for name in BELOW[kind]}
+    made = {name: {"disk": MockDisk, "peers": MockPeers}[name] for name in BELOW[kind]}
+    return options | {f"{of}{name}": make() for name, make in made.items() for of in ("", "state_")}
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -257,6 +257,8 @@ class EngineMachine(RuleBasedStateMachine):
     def peers_learn(self) -> None:
         """Other engines have computed the same."""
         self.rig.mock._copies.teach(self.rig.store.host._index, self.rig.peers)
+        if self.rig.store.states is not None:
+            self.rig.mock._state_copies.teach(self.rig.store.states.host._index, self.rig.state_peers)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -342,6 +344,8 @@ class TierEvents:
             rig.mock._copies.teach(rig.store.host._index, rig.peers)
             for key in rng.sample([*rig.peers], len(rig.peers) // 9):
                 del rig.peers[key]
+            if rig.state_peers is not None and rig.store.states is not None:
+                rig.mock._state_copies.teach(rig.store.states.host._index, rig.state_peers)
         self._seen["leased"] += len(sharing._leases)
         self._ledger.check()
 

@@ -12,7 +12,7 @@ from quire.kv.states import StateCheckpoints
 
 from ...support.checked_executor import CheckedExecutor
 from ...support.full import FULL
-from ...support.mock_copies import FAULTS, MockDisk
+from ...support.mock_copies import FAULTS, MockDisk, MockPeers
 from ...support.state_ledger import StateLedger
 from .test_properties import VOCAB, TierEvents, chaos, count, end, enough
 
@@ -28,7 +28,7 @@ class StateEvents:
 
     def fields(self) -> dict[str, Any]:
         """See `TierEvents`."""
-        return {}
+        return self._tiers.fields() if self._tiers is not None else {}
 
     def happen(self) -> None:
         """Do something or nothing, and check all invariants."""
@@ -55,6 +55,7 @@ def state_rig(rig_class: Any, seed: int, rng: random.Random) -> Any:
             "reserve": rng.choice([4, 9]),
         }
         tiers |= {"disk": MockDisk(), "state_disk": MockDisk()} if seed % 3 else {}
+        tiers |= {"peers": MockPeers(), "state_peers": MockPeers()} if seed % 5 < 3 else {}
     return rig_class(
         1 + rng.randrange(3),
         blocks=rng.choice([11, 14, 20]) * len(windows),
@@ -105,7 +106,13 @@ def test_states_through_chaos(Rig: Any) -> None:
         "drafted": 100,
     }
     expected |= {"host checkpoints loaded": 5, "disk checkpoints loaded": 3, "host checkpoints stored": 60, "reset": 5}
-    expected |= {"host checkpoints failed": 5, "finish error": 5, "finish abort": 10, "shared with the parent": 20}
+    expected |= {
+        "host checkpoints failed": 5,
+        "peer checkpoints loaded": 2,
+        "finish error": 5,
+        "finish abort": 10,
+        "shared with the parent": 20,
+    }
     enough(seen, expected)
 
 

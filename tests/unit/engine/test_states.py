@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from quire.config.checkpoints import CheckpointPlaces
+from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.states import StateCheckpoints
 
-from ...support.mock_copies import MockDisk
+from ...support.mock_copies import MockDisk, MockPeers
 
 
 def run(rig: Any, prompt: Any, max_tokens: int, **more: Any) -> int:
@@ -322,3 +323,22 @@ def test_a_step_that_fails_after_its_request_was_aborted_leaves_no_checkpoint(Ri
     rig.drain()
     assert any(len(plan.features.states.kept) for plan in rig.plans if plan.features.states is not None)
     assert rig.states.pool.num_cached == 0
+
+
+def test_a_prompt_that_another_engine_has_computed_goes_on_at_its_checkpoint(Rig: Any, depth: int) -> None:
+    """The checkpoint is promised with the blocks, and kept with them until the other engine has it."""
+    rig = Rig(depth, **TIERED, write_through=True)
+    rig.add(range(30), 1, transfer=Transfer(name="a"))
+    for _ in range(12):
+        rig.step()
+    assert len(rig.store.sharing.held()) == 7 and len(rig.store.sharing.states.held()) == 1
+    peers, state_peers = MockPeers(), MockPeers()
+    rig.mock._copies.teach(rig.store.host._index, peers)
+    rig.mock._state_copies.teach(rig.store.states.host._index, state_peers)
+    other = Rig(depth, **TIERED, peers=peers, state_peers=state_peers)
+    found = run(other, range(30), 5, transfer=Transfer(name="a", address="a:1", num_tokens=30))
+    assert other.cached[found] == 28 and not state_peers.promised
+    rig.store.sharing.told.put(("a", False))
+    rig.store.sharing.expire()
+    rig.drain()
+    assert not rig.store.sharing.states.held()

@@ -79,10 +79,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
     ),
     (
-        EXAMPLES["n-grams"] | EXAMPLES["sharing"] | EXAMPLES["peers"] | {"enable_cache_blend": True},
+        EXAMPLES["n-grams"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts over states", "a GPU"), ("CacheBlend", "states"), ("a GPU", "states")}
-        | {("sharing", "states"), ("peers", "states")},
+        {("drafts over states", "a GPU"), ("CacheBlend", "states"), ("a GPU", "states")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states")}),
     (

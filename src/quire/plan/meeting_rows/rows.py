@@ -108,8 +108,6 @@ STATES: tuple[Row, ...] = (
     Row("draft model", "states", MISSING, "no draft model has been tried with recurrent layers", NGRAM),
     Row("EAGLE", "states", MISSING, "no EAGLE head has been tried with recurrent layers", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("sharing", "states", MISSING, "engines do not read each other's checkpoints of states", "leave out --kv-share"),
-    Row("peers", "states", MISSING, "engines do not read each other's checkpoints of states", "leave out --kv-peers"),
     Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
         "leave out --speculative-config"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
