@@ -39,7 +39,9 @@ def state_tiers(
         return None
     folder, sharing = plan.offload.folder, plan.offload.sharing.of(plan.mesh.rank.replica)
     disks = (DiskTier(Path(folder), space, _names(plan, names)),) if folder else ()
-    peers = BlockPeers(sharing.peers, cluster_key()[0], state_space(plan, space)) if sharing.peers else None
+    peers = None
+    if sharing.peers:
+        peers = BlockPeers(sharing.peers, cluster_key()[0], state_space(plan, space), what="checkpoints of states")
     return StateTiers(
         checkpoints=checkpoints,
         num_host_blocks=memory.host_checkpoints,
