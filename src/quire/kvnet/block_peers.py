@@ -48,7 +48,7 @@ class BlockPeer:
     held      names of its promises that are still needed
     """
 
-    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier, what: str) -> None:
+    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier, what: str = "KV blocks") -> None:
         self.name, self._tier, self._what = f"{place[0]}:{place[1]}", tier, what
         self.keys, self.failed = set[bytes](), dict[bytes, float]()
         self.held: dict[str, None] = {}
