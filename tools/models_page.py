@@ -51,8 +51,7 @@ parallelism of 2. `quire verify MODEL` makes the comparison step by step for any
 
 def attention(args: ModelArgs) -> str:
     """Return the mixers of a model in words."""
-    kinds = list(dict.fromkeys(type(one) for one in args.mixers))
-    words = [KINDS[kind] for kind in kinds]
+    words = list(dict.fromkeys(KDA if getattr(one, "low_rank", 0) else KINDS[type(one)] for one in args.mixers))
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
     facts = {
         "windows": any((one.window or 0) > 0 for one in grouped),
@@ -62,7 +61,7 @@ def attention(args: ModelArgs) -> str:
         "norm of heads": any(one.qk_norm == "head" for one in grouped),
         "norm of rotated heads": any(one.qk_norm == "plain" for one in grouped),
         "norm over all heads": any(one.qk_norm == "whole" for one in grouped),
-        "layers without rotation": any(one.rope.kind == "none" for one in grouped),
+        "layers without rotation": any(one.rope.kind == "none" for one in args.attending),
         "part of a head rotated": any(
             one.rotary_dim < one.head_dim or one.rope.kind == "proportional" for one in grouped
         ),
@@ -76,6 +75,7 @@ def attention(args: ModelArgs) -> str:
     return ", ".join([*words, *(name for name, true in facts.items() if true)])
 
 
+KDA = "recurrent (Kimi delta attention)"
 KINDS: Mapping[type, str] = {
     LatentArgs: "latent",
     GroupedArgs: "grouped",
@@ -108,6 +108,8 @@ def norms(args: ModelArgs) -> str:
     """Return the places and the kind of the norms of a model in words."""
     places = {"before": "before each half", "after": "of results", "both": "before each half and of results"}
     words = places.get(args.layers[0].norms, "one for both halves")
+    if len({one.norms for one in args.layers}) > 1:
+        words = "before each half of recurrent layers, of results in others"
     if any(NoneArgs() in (one.mixer, one.feed_forward) for one in args.layers):
         words = "before the layer, which is a mixer or a feed-forward part alone"
     return words + ", 1 + weight" * args.norm.plus_one + ", layer normalization" * args.norm.centered

@@ -8,9 +8,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 
+from ..support.full import full_rows
 from ..support.tiny_models import VOCAB, Oracle, Tiny, make_oracle
 
-FAMILIES = ("lfm2", "granite_mamba", "nemotron_moe", "falcon_h1")
+FAMILIES = ("lfm2", "granite_mamba", "nemotron_moe", "falcon_h1", "kimi_linear", *full_rows(["olmo_hybrid"]))
 LENGTHS = (1, 63, 64, 65, 127, 128, 129)
 OPTIONS: dict[str, Any] = {
     "block_size": 8, "max_num_seqs": 8, "dtype": "float32", "skip_tokenizer_init": True, "num_threads": 1,

@@ -13,18 +13,23 @@ from quire import LLM, SamplingParams
 
 from ..support.drafters import KnownAnswers
 from ..support.features import set_drafter
+from ..support.full import FULL, full_rows
 from ..support.tiny_models import Oracle, Tiny
 
 TURNS, NEW, EVERY, DRAFTS = 3, 21, 16, 3
 STATES = {"state_checkpoint": f"prompt,branch,turn,every={EVERY}", "state_memory_fraction": 0.99}
 BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4} | STATES
+ROWS = [("random", 1, 2048, None), ("random", 2, 16, 26), ("right", 2, 16, None), ("ngram", 2, 2048, 26)]
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 @pytest.fixture
-def folder(oracle: Callable[..., Oracle]) -> Any:
-    """The checkpoint. Engines have room for the states of some requests, however few blocks they have."""
-    return oracle(Tiny(family="qwen3_5_text")).folder
+def folder(oracle: Callable[..., Oracle], request: pytest.FixtureRequest) -> Any:
+    """The checkpoint of the family that the test names: pending rows of Kimi-Linear have a decay for each channel.
+
+    Engines have room for the states of some requests, however few blocks they have.
+    """
+    return oracle(Tiny(family=getattr(request, "param", "qwen3_5_text"))).folder
 
 
 def answers(llm: LLM, texts: list[list[int]], **fields: Any) -> list[Any]:
@@ -44,8 +49,12 @@ def drafting(engine: Callable[..., LLM], folder: Any, guesses: str, known: dict[
 
 
 @pytest.mark.parametrize(
-    ("guesses", "depth", "budget", "blocks"),
-    [("random", 1, 2048, None), ("random", 2, 16, 26), ("right", 2, 16, None), ("ngram", 2, 2048, 26)],
+    ("folder", "guesses", "depth", "budget", "blocks"),
+    [
+        *((family, *row) for family in ("qwen3_5_text", *full_rows(["kimi_linear", "olmo_hybrid"])) for row in ROWS),
+        *([] if FULL else [("kimi_linear", *ROWS[1])]),
+    ],
+    indirect=["folder"],
 )
 def test_turns(
     guesses: str, depth: int, budget: int, blocks: int | None, engine: Callable[..., LLM], folder: Any, prompts: Any

@@ -23,6 +23,7 @@ from quire import EngineConfig
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.args.families import FAMILIES as CONFIGURED
 from quire.args.keys import Keys
+from quire.args.rope import UNROTATED
 from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain.verify import parity
@@ -61,7 +62,7 @@ PLANTED = [*FIRST, *full_rows(family for family in COMPARED if family not in FIR
 # Name of a parameter without its layer and kind, with the name of its part -> the step that reads it.
 STEPS = {
     "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention.qkv q": "q_proj",
-    "attention.qkv k": "k_proj",
+    "attention.qkv k": "k_proj", "attention.qkv gate": "q_proj",
     "attention.qkv v": "v_proj", "attention.head_norm.q": "q_norm", "attention.head_norm.k": "k_norm",
     "attention.output": "o_proj", "attention.down q": "q_proj", "attention.down q_down": "q_a_proj",
     "attention.down kv": "kv_a_proj_with_mqa", "attention.q_norm": "q_a_layernorm", "attention.q": "q_b_proj",
@@ -184,8 +185,12 @@ def place(stored: str, parameter: str, part: str) -> tuple[str, str]:
     inside = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter)
     own = parameter.startswith("layers.")
     norm = own and re.fullmatch(NORM, inside)
-    step = stored.split(".")[-2] if norm else STEPS[f"{inside} {part.rpartition('.')[2]}".strip()]
-    half = "attention" if inside.startswith("attention") or inside == "norm" else "feed-forward"
+    if inside.startswith("delta."):
+        step = {"rule": "recurrence", "output": "out_proj"}.get(inside.split(".")[1], stored.split(".")[-2])
+    else:
+        side = re.sub(r"\d+$", "", part.rpartition(".")[2])  # of a head that is cut by itself, too
+        step = stored.split(".")[-2] if norm else STEPS[f"{inside} {side}".strip()]
+    half = "attention" if inside.startswith(("attention", "delta.")) or inside == "norm" else "feed-forward"
     return f"layer {parameter.split('.')[1]} {half}" if own else OUTSIDE[inside.split(".")[0]], step
 
 
@@ -241,12 +246,17 @@ def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, famil
 @pytest.mark.parametrize("family", PLANTED)
 def test_an_error_in_what_the_configuration_says_is_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)
-    layers = FAMILIES[family].options.get("num_hidden_layers", 3)
-    report = planted(folder, config=lambda args: with_mixer(args, rope=replace(args.mixers[0].rope, theta=10_010.0)))
-    rotated = next(step.name for step in report.stages[1].steps if step.name in ("queries", "keys"))
-    assert report.first_divergent == ("layer 0 attention", rotated) and not report.changed
-    assert f"differs in {layers} of {layers} layers" in report.render()
-    assert "leaves the rotation (rope_theta" in report.render()
+    own = args_of(folder)
+    rotating = [i for i, one in enumerate(own.layers) if getattr(one.mixer, "rope", UNROTATED) != UNROTATED]
+    if rotating:
+        rope, first = replace(own.attending[0].rope, theta=10_010.0), f"layer {rotating[0]} attention"
+        report = planted(folder, config=lambda args: with_mixer(args, rope=rope))
+        stage = next(stage for stage in report.stages if stage.name == first)
+        rotated = next(step.name for step in stage.steps if step.name in ("queries", "keys"))
+        assert report.first_divergent == (first, rotated) and not report.changed
+        every = f"differs in {len(rotating)} of {len(rotating)} layers"
+        assert len(rotating) == 1 or every in report.render()
+        assert "leaves the rotation (rope_theta" in report.render()
     report = planted(folder, config=lambda args: replace(args, norm=structs.replace(args.norm, eps=1e-3)))
     step = FIRST_NORM.get(family, "input_layernorm")
     assert report.first_divergent == ("layer 0 attention", step)

@@ -17,7 +17,8 @@ import torch
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.args.layers import RecurrentArgs
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
 from quire.config.bundled import bundled_model
 from quire.contracts.output import Logprob
 from quire.contracts.step import I32
@@ -74,12 +75,14 @@ SHAPES: dict[str, dict[str, Any]] = {  # of families; others have those of `Tiny
     "qwen3": {"heads": (6, 3)}, "llama": {"head_dim": 64, "tied": True}, "qwen2": {"heads": (4, 1), "head_dim": 128},
     "mistral": {"heads": (5, 5), "head_dim": 32},
 }  # fmt: skip
-# Recurrent layers are refused on a GPU.
+# Recurrent layers that have kernels for CPUs alone are refused on a GPU.
 REFUSED = {
     family
     for family in FAMILIES
-    if any(isinstance(one, RecurrentArgs) for one in parse_checkpoint_config(tiny_config(Tiny(family=family))).mixers)
+    if {type(one) for one in parse_checkpoint_config(tiny_config(Tiny(family=family))).mixers}
+    & {MambaArgs, ShortConvArgs}
 }
+RECURRENT = ("qwen3_next", "qwen3_5_text")
 TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENSE if family not in REFUSED}
 # In bfloat16 the routers of random models choose other experts: there is no truth to compare with.
 COMPARED = ("quire-tiny", *TINY)
@@ -252,7 +255,7 @@ def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Oracles, bundled: 
 # --- however it is scheduled ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text"])
 def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle: Oracles) -> None:
     """Twenty requests that end one by one, so that many sizes of steps come: greedy and sampled ones, all with
     log-probabilities."""
@@ -322,6 +325,23 @@ def test_preempted_requests_go_on_where_they_were(oracle: Oracles) -> None:
         ) as llm:
             assert tokens(run(llm, mixed_prompts(), greedy())) == expected
             assert core_of(llm).scheduler.num_preempted > 0
+            llm.engine.core.check()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_of_preempted_and_repeated_requests(name: str, oracle: Oracles) -> None:
+    """Their states go on from checkpoints, or from zero; prompts come whole and in chunks of 16 tokens."""
+    checkpoint = oracle(name)
+    expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
+    for options in ({}, {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 16}, {"enforce_eager": True}):
+        with make(checkpoint.folder, block_size=16, **options) as llm:
+            for _ in range(2):
+                assert tokens(run(llm, mixed_prompts(), greedy())) == expected
+            prompts = [p + e[:40] for p, e in zip(mixed_prompts(), expected, strict=True)]
+            outputs = run(llm, prompts, greedy(NUM_TOKENS - 40))
+            assert tokens(outputs) == [e[40:] for e in expected]
+            assert bool(core_of(llm).scheduler.num_preempted) == ("num_gpu_blocks_override" in options)
+            assert any(one.num_cached_tokens for one in outputs) or options
             llm.engine.core.check()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 SIZES = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     max_position_embeddings moe_intermediate_size shared_expert_intermediate_size num_experts num_local_experts
     n_routed_experts num_experts_per_tok q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim
-    v_head_dim""".split()
+    v_head_dim model_max_length num_experts_per_token""".split()
 GROWING = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16_384}
 STATED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},

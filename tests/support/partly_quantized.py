@@ -14,7 +14,8 @@ MIXES: dict[str, tuple[int, ...]] = {
     "first as it is": (1,),
     "last as it is": (2,),
 }  # of the layers 1 and 2, with experts
-RATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # of recurrent layers, which files of AWQ have unquantized
+# Of recurrent layers, which files of AWQ have unquantized.
+RATES = ("in_proj_ba", "in_proj_b", "in_proj_a", "self_attn.b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj")
 EXPERTS = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 
 

@@ -92,6 +92,26 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "initializer_range": 0.1,  # with larger weights rounding shows in the tests' bounds
 }  # fmt: skip
+_OLMO: dict[str, Any] = _DELTA | {"head_dim": None, "rms_norm_eps": 1e-4}  # another epsilon than that of heads
+_KIMI: dict[str, Any] = _LATENT | {
+    "initializer_range": 0.1,  # as of _DELTA
+    "q_lora_rank": None,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+        "num_heads": 8,
+        "head_dim": 12,
+        "short_conv_kernel_size": 3,
+    },
+}
 _CONV: dict[str, Any] = {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
 _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0,
@@ -216,6 +236,8 @@ FAMILIES: Mapping[str, FamilyCase] = {
         biases=("attention_bias",),
         ropes=("default", "theta"),
     ),
+    "olmo_hybrid": FamilyCase(options=_OLMO, biases=("attention_bias",)),
+    "kimi_linear": FamilyCase(options=_KIMI, ropes=("default",)),
     "lfm2": FamilyCase(options=_CONV | {"block_multiple_of": 8}, biases=("conv_bias",)),
     "lfm2_moe": FamilyCase(
         options=_CONV | _QWEN | {"num_dense_layers": 1, "routed_scaling_factor": 1.7}, biases=("conv_bias",)
@@ -476,6 +498,8 @@ def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
     Returns the folder that transformers can read: the same one, or a copy inside when the family has a peer.
     """
     model.save_pretrained(folder, **options)
+    if model.config.model_type == "olmo_hybrid":
+        _cut_convolutions(folder, model.config)
     if not FAMILIES[family].peer:
         return folder
     readable = folder / "peer"
@@ -485,6 +509,24 @@ def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
     if FAMILIES[family].tensors:
         _rename_tensors(folder, FAMILIES[family].tensors)
     return readable
+
+
+def _cut_convolutions(folder: Path, config: Any) -> None:
+    """Cut the convolutions of queries, keys and values as published files do. transformers saves three equal parts.
+
+    It joins them when it reads them, so that both are the same to it.
+    """
+    files = {file: load_file(file) for file in folder.glob("*.safetensors")}
+    places = {name: held for held in files.values() for name in held}
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    sizes = [keys, keys, config.linear_num_value_heads * config.linear_value_head_dim]
+    for first in [name for name in places if name.endswith(".q_conv1d.weight")]:
+        names = [first.replace(".q_conv1d.", f".{side}_conv1d.") for side in "qkv"]
+        whole = torch.cat([places[name][name] for name in names])
+        for name, part in zip(names, whole.split(sizes), strict=True):
+            places[name][name] = part.contiguous()
+    for file, held in files.items():
+        save_file(held, file, {"format": "pt"})
 
 
 def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
@@ -528,7 +570,7 @@ def random_model(spec: Tiny, seed: int) -> Any:
     model.generation_config.eos_token_id = None  # the oracle never stops early
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_proj_bias"):
+            if parameter.ndim == 1 or name.endswith(("_proj_bias", "A_log")):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (("norm" in name) or name.endswith("scale")))
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):

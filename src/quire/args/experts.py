@@ -82,13 +82,29 @@ DEEPSEEK_KEYS = frozenset(
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
     "topk_method".split()
 )
+SCALINGS = {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8, "kimi_linear": 2.446}  # routed_scaling_factor; others: 1
+FIRST_DENSE = {
+    "deepseek_v3": 3,
+    "glm4_moe": 1,
+    "glm4_moe_lite": 1,
+    "kimi_linear": 1,
+}  # first_k_dense_replace; others: 0
 # Keys that each kind of experts reads (`Family.experts`); router_*, aux_* and ep_size matter only in training.
+KIMI = {  # key of DeepSeek's experts -> that of Kimi-Linear
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "scoring_func": "moe_router_activation_func",
+}
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), QWEN_KEYS | {"shared_expert_intermediate_size"}),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
+    "kimi_linear": DEEPSEEK_KEYS.union(KIMI.values(), ("use_grouped_topk",)),
     "llama4": frozenset("num_local_experts num_experts_per_tok interleave_moe_layer_step moe_layers".split()),
     "gpt_oss": frozenset(
         "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit swiglu_alpha".split()
@@ -134,6 +150,7 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset
         "lfm2_moe": _read_lfm2,
         "granitemoehybrid": _read_granite,
         "nemotron_h": _read_nemotron,
+        "kimi_linear": _read_kimi,
     }
     moe, layers = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     every = len(layers) * moe.routing.num_experts
@@ -344,7 +361,7 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, fro
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,
-        scaling=keys.positive("routed_scaling_factor", {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8}.get(kind, 1.0)),
+        scaling=keys.positive("routed_scaling_factor", SCALINGS.get(kind, 1.0)),
     )
     width, shared = keys.size("moe_intermediate_size"), keys.count("n_shared_experts", 2 if old else 1)
     moe = MoEArgs(
@@ -355,6 +372,16 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, fro
         router_float=True,
     )
     return moe, _sparse_layers(keys, kind, num_layers)
+
+
+def _read_kimi(keys: Keys, kind: str, num_layers: int) -> tuple[MoEArgs, frozenset[int]]:
+    """Experts of DeepSeek-V3 under other keys."""
+    if (scoring := keys.get("moe_router_activation_func")) not in (None, "sigmoid"):
+        raise keys.unsupported(f"moe_router_activation_func={scoring!r} is not implemented: use a model with sigmoid.")
+    own = {known: keys[theirs] for known, theirs in KIMI.items() if theirs in keys}
+    if "num_local_experts" in keys:
+        own.setdefault("n_routed_experts", keys["num_local_experts"])
+    return _read_deepseek(Keys({**keys, **own}, keys.source), kind, num_layers)
 
 
 def _groups(keys: Keys, key: str, default: int) -> int:
@@ -369,7 +396,7 @@ def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
         raise keys.wrong(f"mlp_layer_types must name {num_layers} layers, each dense or sparse.")
     if kinds and keys.get("first_k_dense_replace") is None:
         return named
-    dense = keys.count("first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1, "glm4_moe_lite": 1}.get(kind, 0)) or 0
+    dense = keys.count("first_k_dense_replace", FIRST_DENSE.get(kind, 0)) or 0
     every = keys.size("moe_layer_freq", 1)
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:

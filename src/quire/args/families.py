@@ -76,7 +76,8 @@ class Heads:
 class LayerForm:
     """The form of a family's layers.
 
-    norms, plus_one, centered   as in `LayerArgs` and `NormArgs`
+    norms, plus_one, centered   as in `LayerArgs` and `NormArgs`; norms "by kind": "after" in layers that attend,
+                      "before" in recurrent ones
     eps, eps_key      epsilon of norms when config.json lacks the key, and the key
     act               hidden_act when config.json lacks the key; hidden_activation is another name of the key
     root_embeddings   True: embeddings are multiplied by the root of hidden_size
@@ -157,6 +158,15 @@ QWEN35_KEYS = (
     "attention_bias attn_output_gate partial_rotary_factor full_attention_interval linear_conv_kernel_dim "
     "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_ssm_dtype "
     "mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type"
+)
+OLMO_HYBRID_KEYS = (
+    "attention_bias position_embedding_type linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+    "linear_value_head_dim linear_conv_kernel_dim linear_allow_neg_eigval linear_a_log_min linear_a_log_max "
+    "linear_dt_min linear_dt_max linear_dt_init_floor"
+)
+KIMI_KEYS = (
+    "linear_attn_config linear_head_dim linear_num_heads linear_conv_kernel_dim linear_lower_bound mla_use_nope "
+    "model_max_length"
 )
 GEMMA = LayerForm(norms="both", plus_one=True, act="gelu_pytorch_tanh", root_embeddings=True, tied=True)
 GEMMA2 = replace(GEMMA, logit_cap=30.0)
@@ -282,6 +292,12 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": Family(architecture="Qwen3_5MoeForCausalLM", qkv_bias=None, output_bias=None,
                                heads=QWEN35, form=LayerForm(plus_one=True, width_key="shared_expert_intermediate_size"),
                                experts="qwen3_5_moe", recurrent="qwen3_5", words=QWEN35_KEYS + " mrope_section"),
+    "olmo_hybrid": Family(architecture="OlmoHybridForCausalLM", qkv_bias=None, output_bias=None,
+                          heads=Heads(qk_norm="whole", one_kv_each=True, unrotated="unless named"),
+                          form=LayerForm(norms="by kind"), recurrent="olmo_hybrid", words=OLMO_HYBRID_KEYS),
+    "kimi_linear": Family(architecture="KimiLinearForCausalLM", heads=Heads(one_kv_each=True, unrotated="all"),
+                          form=LayerForm(eps=1e-5), experts="kimi_linear", latent="deepseek_v3",
+                          recurrent="kimi_linear", words=KIMI_KEYS),
     "lfm2": Family(architecture="Lfm2ForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",
                    form=LayerForm(eps=1e-5, eps_key="norm_eps", tied=True), words=LFM2_KEYS),
     "lfm2_moe": Family(architecture="Lfm2MoeForCausalLM", heads=Heads(qk_norm="head"), theta=1e6, recurrent="lfm2",

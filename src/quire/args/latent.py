@@ -22,6 +22,7 @@ class LatentArgs(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     norm_eps   epsilon of the norms after compression; always 1e-6, as in Hugging Face, for any value in config.json
     scale      of attention scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
     interleaved   True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
+    A rope of kind "none" leaves all numbers as they are; R of each key are then shared by all heads all the same.
     """
 
     one_scale: ClassVar[bool] = True  # of the latent in an 8-bit cache: keys and values come from it
@@ -93,5 +94,5 @@ def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs:
         rope_dim=rotated,
         v_dim=keys.size("v_head_dim", 128),
         scale=(nope + rotated) ** -0.5 * temperature**2,
-        interleaved=kind == "deepseek_v2" or keys.flag("rope_interleave", True),
+        interleaved=rope.kind != "none" and (kind == "deepseek_v2" or keys.flag("rope_interleave", True)),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
-from quire.args.delta import read_delta
+from quire.args.delta import read_delta, read_kimi, read_olmo
 from quire.args.keys import Keys
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import read_falcon, read_granite, read_nemotron
@@ -22,6 +22,8 @@ FEED_FORWARDS = ("mlp", "moe")  # further words of Nemotron-H, whose layers are 
 READERS: Mapping[str, Callable[[Keys], RecurrentArgs]] = {
     "qwen3_next": partial(read_delta, family="qwen3_next"),
     "qwen3_5": partial(read_delta, family="qwen3_5"),
+    "olmo_hybrid": read_olmo,
+    "kimi_linear": read_kimi,
     "lfm2": read_shortconv,
     "granitemoehybrid": read_granite,
     "nemotron_h": read_nemotron,
@@ -63,8 +65,29 @@ def _attending(keys: Keys, family: str, num_layers: int) -> Collection[int]:
         return range(num_layers) if listed is None else listed
     if family == "granitemoehybrid":
         return ()
+    if family == "olmo_hybrid":
+        return range(3, num_layers, 4) or (num_layers - 1,)
+    if family == "kimi_linear":
+        return _kimi_attending(keys, num_layers)
     every = keys.size("full_attention_interval", 4)
     return range(every - 1, num_layers, every)
+
+
+def _kimi_attending(keys: Keys, num_layers: int) -> Collection[int]:
+    """Return the layers of Kimi-Linear with attention. Its lists count layers from 1."""
+    inner = Keys(keys.object("linear_attn_config") or {}, f"{keys.source}: linear_attn_config")
+    lists = [
+        inner.checked(key, lambda value: value is None or _numbers(value), "a list of layers, or null")
+        for key in ("full_attn_layers", "kda_layers")
+    ]
+    if lists == [None, None]:
+        return range(4, num_layers, 4)
+    full, recurrent = (one or [] for one in lists)
+    if sorted(full + recurrent) != list(range(1, num_layers + 1)):
+        raise inner.wrong(
+            f"full_attn_layers and kda_layers must together name each of the layers 1 to {num_layers} once."
+        )
+    return [layer - 1 for layer in full]
 
 
 def _numbers(value: object) -> bool:

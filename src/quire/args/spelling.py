@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.args.families import Family
 from quire.args.keys import Keys
+from quire.args.rope import rope_settings
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -61,9 +62,42 @@ def _falcon(keys: Keys) -> dict[str, Any]:
     return {"layer_types": None}
 
 
+def _olmo_hybrid(keys: Keys) -> dict[str, Any]:
+    """Return position_embedding_type. A rope_theta of null says that no head is rotated, as in published files."""
+    settings = rope_settings(keys)
+    named = settings if "rope_theta" in settings else keys
+    if named.get("rope_theta", 0) is not None:
+        return {"position_embedding_type": "rope"}
+    return {"position_embedding_type": "nope", "rope_theta": None, "rope_parameters": None, "rope_scaling": None}
+
+
+KDA = {  # keys of layers with Kimi delta attention -> their names in linear_attn_config
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+    "linear_lower_bound": "gate_lower_bound",
+}
+
+
+def _kimi(keys: Keys) -> dict[str, Any]:
+    """Return the context length, the sizes of recurrent layers, and q_lora_rank, which may be missing.
+
+    Also tie_word_embeddings, which transformers does not follow.
+    """
+    if not keys.flag("mla_use_nope", True):
+        raise keys.unsupported("mla_use_nope=false is not implemented: use a model whose heads are not rotated.")
+    inner = keys.object("linear_attn_config") or {}
+    found = {own: inner[theirs] for own, theirs in KDA.items() if theirs in inner}
+    if "model_max_length" in keys:
+        found["max_position_embeddings"] = keys["model_max_length"]
+    return {"q_lora_rank": keys.get("q_lora_rank"), "tie_word_embeddings": False} | found
+
+
 SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "nemotron_h": _nemotron,
     "falcon_h1": _falcon,
+    "olmo_hybrid": _olmo_hybrid,
+    "kimi_linear": _kimi,
 }

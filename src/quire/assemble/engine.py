@@ -354,7 +354,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
-    pool, states = BlockPool(memory.num_blocks), make_checkpoints(memory, config)
+    pool, states = BlockPool(memory.num_blocks), make_checkpoints(memory, plan)
     store = make_store(plan, memory, pool, states, parts.shards, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,

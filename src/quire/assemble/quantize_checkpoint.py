@@ -17,7 +17,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.params import FLOATS, Param, num_experts
 from quire.models.names import EACH
 from quire.plan.as_stored import as_stored
-from quire.plan.formats import is_quantizable, settled, with_formats
+from quire.plan.formats import is_quantizable, is_worthwhile, settled, with_formats
 from quire.plan.layout import layout
 from quire.quantization.kfirst import AWQ
 from quire.quantization.read import KEY, find_quantization
@@ -124,7 +124,7 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
             "with transformers and call save_pretrained(folder), if that writes a tensor for each expert."
         )
     match_tensors(source, layout(args), args)
-    matrices = {_in_any_layer(part.stored) for param in layout(args) if is_quantizable(param) for part in param.parts}
+    matrices = {_in_any_layer(part.stored) for param in layout(args) if is_worthwhile(param) for part in param.parts}
     matrices.discard(HEAD_WEIGHT)
     names = [
         name.removesuffix(".weight")

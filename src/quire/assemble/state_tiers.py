@@ -20,7 +20,7 @@ from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.kvstore.states import CheckpointPages, StateArena
 from quire.plan.engine import EnginePlan
-from quire.plan.kv_geometry import rank_geometry
+from quire.plan.kv_geometry import rank_geometry, state_groups
 from quire.plan.layout import alone
 from quire.plan.memory import MemoryPlan
 from quire.plan.placement import ranks
@@ -100,7 +100,8 @@ def folder_bytes(plan: EnginePlan, memory: MemoryPlan) -> tuple[int, int]:
 
 
 def _layout(plan: EnginePlan) -> str:
-    """Return a digest of the layout of a state in all layers of the model."""
+    """Return a digest of the layout of a state in all layers of the model, and of its draft model."""
+    drafts = plan.drafting.num_drafts
     whole = rank_geometry(
         plan.args,
         alone(plan.args),
@@ -109,9 +110,11 @@ def _layout(plan: EnginePlan) -> str:
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,
-        drafts=plan.drafting.num_drafts,
+        drafts=drafts,
     )
-    return sha256(msgspec.msgpack.encode(whole.states)).hexdigest()[:8]
+    draft = plan.draft
+    more = state_groups(draft.args, alone(draft.args), draft.dtype.dtype, drafts) if draft is not None else ()
+    return sha256(msgspec.msgpack.encode((whole.states, more))).hexdigest()[:8]
 
 
 def _names(plan: EnginePlan, names: list[str]) -> list[str]:

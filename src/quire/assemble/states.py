@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoints import EVERY, read_places
-from quire.config.engine import EngineConfig
 from quire.kv.states import StateCheckpoints
+from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from quire.worker.runner import StepRunner
 
 
-def make_checkpoints(memory: MemoryPlan, config: EngineConfig) -> StateCheckpoints | None:
+def make_checkpoints(memory: MemoryPlan, plan: EnginePlan) -> StateCheckpoints | None:
     """Return the checkpoints of an engine core; None: no layer keeps states."""
     if not memory.checkpoints:
         return None
-    places, unit = read_places(config.state.state_checkpoint), memory.geometry.hit_size
-    return StateCheckpoints(memory.checkpoints, unit, max(unit, (places.every or EVERY) // unit * unit), places)
+    places, unit, draft = read_places(plan.config.state.state_checkpoint), memory.geometry.hit_size, plan.draft
+    behind = plan.drafting.num_drafts if draft is not None and draft.args.keeps_states else 0
+    every = max(unit, (places.every or EVERY) // unit * unit)
+    return StateCheckpoints(memory.checkpoints, unit, every, behind, places)
 
 
 def keep_states(worker: "StepRunner", states: "StateArena") -> None:

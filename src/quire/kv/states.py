@@ -56,6 +56,7 @@ class StateCheckpoints:
 
     unit    a checkpoint stands at a multiple of so many tokens, where blocks of all KV groups end
     every   tokens between two copies of a decode, a multiple of `unit`
+    behind  tokens by which the states of a draft model may be behind those of the model; 0: it keeps none
     places  places at which checkpoints are taken; `places.every` is rounded up to a multiple of `unit`
     pool    the checkpoints, by number from 1 on
     restored   (slot, checkpoint) of the requests, admitted by the plan that is being made, that go on at a checkpoint
@@ -63,10 +64,12 @@ class StateCheckpoints:
     taken   checkpoints that could be found since the start
     """
 
-    def __init__(self, num_checkpoints: int, unit: int, every: int, places: CheckpointPlaces = ALL_PLACES) -> None:
+    def __init__(
+        self, num_checkpoints: int, unit: int, every: int, behind: int = 0, places: CheckpointPlaces = ALL_PLACES
+    ) -> None:
         assert every % unit == 0, "copies of decodes stand at places of checkpoints"
         self.pool, self.unit, self.every, self.places = BlockPool(num_checkpoints), unit, every, places
-        self._stride = -(-places.every // unit) * unit
+        self._behind, self._stride = behind, -(-places.every // unit) * unit
         self.hits = self.cut = self.taken = 0
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
@@ -196,7 +199,7 @@ class StateCheckpoints:
         self.restored = [one for one in self.restored if one[0] != slot]
         if (held := self._held.pop(slot, None)) is not None:
             checkpoint, length = held
-            self._settle(checkpoint, chain, length * (sound and length <= computed))
+            self._settle(checkpoint, chain, length * (sound and length <= computed - self._behind))
         entered = self._entered.pop(slot, 0)
         if not sound:
             self.withdraw(chain.keys(chain.num_hashed, entered // chain.block_size))

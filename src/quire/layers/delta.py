@@ -24,7 +24,7 @@ class Recurrence(nn.Module):
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Move the weights to the layer's device, in the form that kernels read. See `Loads`."""
-        own = {name: tensor.to(self.device).float() for name, tensor in tensors.items()}
+        own = {name: tensor.to(self.device).float().contiguous() for name, tensor in tensors.items()}
         conv = own["conv"].flatten(1).T.contiguous()
         self.weights = DeltaWeights(conv=conv, rate=own["rate"], shift=own["shift"], norm=own["norm"])
 
@@ -38,13 +38,18 @@ class GatedDelta(nn.Module):
     """The mixer of a recurrent layer with the gated delta rule, with the heads of this rank.
 
     Its steps: projection to queries, keys, values and gates; that to strengths and decays; `kernels.delta`, which reads
-    and updates the states of the step's requests; output projection.
+    and updates the states of the step's requests; output projection. With `DeltaArgs.low_rank` the second projection is
+    to strengths and to the few numbers that further projections turn into decays and gates.
     """
 
     def __init__(self, args: DeltaArgs, at: str, norm: NormArgs, build: Build) -> None:
         super().__init__()
         self.kernels, self.by_head = build.kernels, args.by_head
+        self.parts = {name: build.params[f"{at}.{name}.weight"].parts for name in ("input", "rates")}  # as stored
         self.input, self.rates = Linear(f"{at}.input", build), Linear(f"{at}.rates", build)
+        self.low_rank = args.low_rank
+        self.decays = Linear(f"{at}.decays", build) if self.low_rank else None
+        self.gates = Linear(f"{at}.gates", build) if self.low_rank else None
         self.delta = Recurrence(f"{at}.rule", build.device)
         self.output = Linear(f"{at}.output", build)
         heads = self.output.in_features // args.value_dim
@@ -53,8 +58,10 @@ class GatedDelta(nn.Module):
             heads=heads,
             key_dim=args.key_dim,
             value_dim=args.value_dim,
-            eps=norm.eps,
+            eps=args.eps or norm.eps,
             act=args.act,
+            doubled=args.doubled,
+            lowest=args.lowest,
         )
 
     def forward(
@@ -74,10 +81,14 @@ class GatedDelta(nn.Module):
         assert ctx.states is not None, "the step has states"
         channels, heads = self.form.channels, self.form.heads
         rows, rates = branch.projections((self.input, self.rates), x, ctx)
+        gates, decays = rows[:, channels:], rates[:, heads:]
+        if self.decays is not None and self.gates is not None:
+            few, others = decays.split(self.low_rank, 1)
+            decays, gates = self.decays(few.contiguous(), ctx), self.gates(others.contiguous(), ctx)
         mixed = self.kernels.delta.mix(
             rows[:, :channels],
-            rows[:, channels:],
-            rates[:, heads:],
+            gates,
+            decays,
             rates[:, :heads],
             self.delta.weights,
             state,

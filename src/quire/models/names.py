@@ -86,6 +86,15 @@ DELTA_TOGETHER: NameMap = (  # gates and the two rates likewise together
     *(("model.layers.{i}.linear_attn.in_proj_qkvz.weight", "layers.{i}.delta.input.weight", side) for side in "qkvz"),
     *(("model.layers.{i}.linear_attn.in_proj_ba.weight", "layers.{i}.delta.rates.weight", side) for side in "ba"),
 )
+DELTA_RULE: NameMap = (  # of layers that store projections and convolutions apart, as Flash Linear Attention has them
+    *((f"model.layers.{{i}}.{side}_proj.weight", "layers.{i}.delta.input.weight", side) for side in "qkv"),
+    *((f"model.layers.{{i}}.{side}_conv1d.weight", "layers.{i}.delta.rule.conv", side) for side in "qkv"),
+    ("model.layers.{i}.b_proj.weight", "layers.{i}.delta.rates.weight", "b"),
+    ("model.layers.{i}.A_log", "layers.{i}.delta.rule.rate", ""),
+    ("model.layers.{i}.dt_bias", "layers.{i}.delta.rule.shift", ""),
+    ("model.layers.{i}.o_norm.weight", "layers.{i}.delta.rule.norm", ""),
+    ("model.layers.{i}.o_proj.weight", "layers.{i}.delta.output.weight", ""),
+)
 MAMBA: NameMap = (  # Mamba 2; the rest of a name is below "model.layers.{i}." and the name of the mixer
     *(
         (f"model.layers.{{i}}.in_proj.{part}", f"layers.{{i}}.mamba.input.{part}", side)
@@ -182,4 +191,10 @@ PREDICTION: NameMap = (  # of the token after the next; the layer's copies of em
     ("model.layers.{i}.hnorm.weight", "layers.{i}.state_norm.weight", ""),
     ("model.layers.{i}.eh_proj.weight", "layers.{i}.join.weight", ""),
     ("model.layers.{i}.shared_head.norm.weight", "layers.{i}.norm.weight", ""),
+)
+MTP: NameMap = (  # likewise, of Qwen; the rest of the layer has the names of the model's behind "mtp.layers.0."
+    ("mtp.pre_fc_norm_embedding.weight", "layers.{i}.token_norm.weight", ""),
+    ("mtp.pre_fc_norm_hidden.weight", "layers.{i}.state_norm.weight", ""),
+    ("mtp.fc.weight", "layers.{i}.join.weight", ""),
+    ("mtp.norm.weight", "layers.{i}.norm.weight", ""),
 )

@@ -21,6 +21,9 @@ from quire.quantization.slices import mixes_groups, packed_scheme
 
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
+# Strengths, decays and gates of recurrent layers: an error in a decay grows with each token. They are read as they are
+# stored, and not quantized here.
+STEERING = (".delta.rates.weight", ".delta.decays.weight", ".delta.gates.weight")
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
 MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")  # of quantized modules alone
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
@@ -87,6 +90,11 @@ def is_quantizable(param: Param) -> bool:
     """True for a matrix that a checkpoint may store quantized. Embeddings, norms and routers are never quantized."""
     named = param.name.endswith(NEVER) or param.parts[0].stored.endswith(EMBEDDED)
     return len(param.shape) == 2 and not named
+
+
+def is_worthwhile(param: Param) -> bool:
+    """True for a matrix that is quantized where a checkpoint is written in another format."""
+    return is_quantizable(param) and not param.name.endswith(STEERING)
 
 
 def _with_found(config: Mapping[str, Any]) -> Rules:
@@ -162,7 +170,7 @@ def _rule(param: Param) -> Rule | None:
 
 def _online(param: Param) -> Param:
     """Quantize to blocks where every part fills its blocks, else to channels. The head stays as it is."""
-    if param.name == "head.weight" or param.name.endswith(DEQUANTIZED):
+    if param.name == "head.weight" or param.name.endswith((DEQUANTIZED, *STEERING)):
         return param
     fits = param.shape[1] % 128 == 0 and all(part.rows % 128 == 0 for part in param.parts)
     block, inputs = ((128, 128), "group") if fits else ((1, 0), "token")

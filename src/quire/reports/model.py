@@ -107,6 +107,8 @@ def _heads(attention: dict[str, Any]) -> str:
 
 
 def _rope(rope: dict[str, Any], partial: str) -> str:
+    if rope["kind"] == "none":
+        return "none: no layer rotates heads"
     part, whole = rope["rotary_dim"], rope["head_dim"]
     rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
     words = _scaling(rope)
@@ -121,7 +123,7 @@ def _scaling(rope: dict[str, Any]) -> list[str]:
     words = [rope["kind"], f"theta {rope['theta']:,.10g}"]
     if rope["kind"] == "proportional":
         return [*words, f"the first {100 * rope['part']:g} % of a head's pairs rotated"]
-    if rope["kind"] not in ("default", "none"):
+    if rope["kind"] != "default":
         trained = rope["original_max_position"]
         words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))
     return words

@@ -28,6 +28,14 @@ AGAIN = "download it again."  # the remedy for damaged files of a folder
 LFS_POINTER = b"version "  # the beginning of the text that Git LFS keeps in place of a large file
 PICKLES = (".bin", ".pt", ".pth")
 DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)  # errors of text that is no JSON of the expected form
+# Names of modules in some checkpoints of a family -> their names in others. OLMo-Hybrid's norms are stored under their
+# names in training; transformers renames them, and when it saves a model it names a norm of all layers so. It also
+# saves the MLP of Kimi-Linear's first layers under the name of the experts.
+RENAMED = (
+    (re.compile(r"(?<=\d\.)attention_layer_norm(?=\.weight$)"), "input_layernorm"),
+    (re.compile(r"(?<=\d\.)feedforward_layer_norm(?=\.weight$)"), "post_attention_layernorm"),
+    (re.compile(r"(?<=\d\.)block_sparse_moe(?=\.(gate|up|down)_proj\.)"), "mlp"),
+)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 
 
@@ -143,12 +151,19 @@ def stored_in(folder: Path) -> dict[str, str]:
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
-    """Return a dict: tensor name as stored -> the name with the prefix "model." that a causal LM's checkpoint has.
+    """Return a dict: tensor name as stored -> the name that a causal LM's checkpoint has: with the prefix "model.".
 
-    Checkpoints of embedding models lack the prefix. If `stored` has it, or is an EAGLE head, each name maps to itself.
+    Checkpoints of embedding models lack the prefix. If `stored` has it, or is an EAGLE head, each name keeps its
+    beginning. Modules that have several names get one, see RENAMED.
     """
     lacks = "embed_tokens.weight" in stored and not {"fc.weight", "fusion_fc.weight"} & {*stored}
-    return {name: f"model.{name}" if lacks else name for name in stored}
+    return {name: _renamed(f"model.{name}" if lacks else name) for name in stored}
+
+
+def _renamed(name: str) -> str:
+    for pattern, known in RENAMED:
+        name = pattern.sub(known, name)
+    return name
 
 
 def read_header(path: Path) -> list[StoredTensor]:

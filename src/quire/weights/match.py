@@ -70,6 +70,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     the embedding, scales of a quantized KV cache, projections of keys and values that another layer has, and the layers
     of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of embedding and head.
     """
+    if (root := args.prediction.root) and name.startswith(root):
+        return not args.draft_layers or name.endswith((*COPIES, *CACHE_SCALES))
     if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:
         return True
     if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (
@@ -111,7 +113,12 @@ def _check(stored: StoredTensor, part: Part, raw: RawTensor, param: Param) -> No
 
 
 def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
-    """Return a shape; of a quantized parameter without last sizes of 1, which checkpoints write or leave out."""
+    """Return a shape without sizes of 1 that checkpoints write or leave out.
+
+    Of a vector these are all; of a quantized parameter the last ones.
+    """
+    if len(param.shape) == 1:
+        return tuple(size for size in shape if size != 1)
     while param.stored is not None and shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
@@ -120,7 +127,9 @@ def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
 def _hint(names: list[str], args: ModelArgs) -> str:
     if names == ["lm_head.weight"]:
         return " If the model shares its head with the embedding, set tie_word_embeddings to true in config.json."
-    if all((layer := _LAYER.match(name)) and int(layer[1]) >= args.num_layers for name in names):
+    root = args.prediction.root
+    behind = [(layer := _LAYER.match(name)) and int(layer[1]) >= args.num_layers for name in names]
+    if all(one or (root and name.startswith(root)) for one, name in zip(behind, names, strict=True)):
         return " Without --speculative-config the layer that drafts is not needed."
     return ""
 

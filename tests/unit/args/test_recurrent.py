@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
+from quire.args.latent import LatentArgs
 from quire.args.layers import NONE, DenseArgs, GroupedArgs
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
@@ -21,6 +24,21 @@ NANO: dict[str, Any] = {  # as published, with fewer layers
     "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
     "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "mlp_hidden_act": "relu2",
     "rope_theta": 10_000, "mamba_ssm_cache_dtype": "float32", "layer_norm_epsilon": 1e-5, "use_conv_bias": True,
+}  # fmt: skip
+
+
+KIMI: dict[str, Any] = {  # as published, with fewer layers
+    "num_hidden_layers": 5, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 32, "head_dim": 72,
+    "num_key_value_heads": 32, "model_max_length": 1048576, "max_position_embeddings": ..., "rms_norm_eps": 1e-5,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "moe_intermediate_size": 1024, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+    "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446, "topk_group": 1, "use_grouped_topk": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 5], "kda_layers": [1, 2, 3], "head_dim": 128, "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
 }  # fmt: skip
 
 
@@ -89,6 +107,55 @@ def test_falcon_has_both_mixers_in_a_layer() -> None:
     assert normed.layers[0].beside == MambaArgs(heads=128, groups=1, head_dim=1, state_dim=256, norm="gated")
 
 
+def test_olmo_hybrid_has_other_norms_in_layers_that_attend() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": None}
+    args = read("olmo_hybrid", **sizes, rope_theta=None)
+    assert [one[0] for one in kinds(args)] == ["Delta", "Delta", "Delta", "Grouped"]
+    assert [one.norms for one in args.layers] == ["before", "before", "before", "after"]
+    assert args.layers[0].mixer == DeltaArgs(key_heads=4, heads=4, key_dim=12, value_dim=24, eps=1e-5, doubled=True)
+    (attention,) = args.attending
+    assert isinstance(attention, GroupedArgs) and (attention.qk_norm, attention.num_kv_heads) == ("whole", 4)
+    assert attention.rope.kind == "none" and not args.notes
+    plain = read("olmo_hybrid", **sizes, linear_allow_neg_eigval=False, linear_key_head_dim=16, num_hidden_layers=2)
+    assert plain.layers[0].mixer == DeltaArgs(key_heads=4, heads=4, key_dim=16, value_dim=32, eps=1e-5)
+    assert [one[0] for one in kinds(plain)] == ["Delta", "Grouped"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "theta"),
+    [
+        ({}, 1e4),
+        ({"rope_theta": None}, None),
+        ({"rope_theta": 500.0}, 500.0),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, None),
+        ({"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_theta": None}, 500.0),
+        ({"rope_parameters": None, "rope_theta": None}, None),
+    ],
+    ids=str,
+)
+def test_olmo_hybrid_rotates_heads_unless_theta_is_null(settings: dict[str, Any], theta: float | None) -> None:
+    (attention,) = read("olmo_hybrid", **settings).attending
+    assert attention.rope.kind == ("none" if theta is None else "default")
+    assert theta is None or attention.rope.theta == theta
+
+
+def test_kimi_linear_as_published() -> None:
+    args = read("kimi_linear", **KIMI)
+    assert kinds(args) == [("Delta", "Dense"), ("Delta", "MoE"), ("Delta", "MoE"), ("Latent", "MoE"), ("Latent", "MoE")]
+    delta = DeltaArgs(key_heads=32, heads=32, key_dim=128, value_dim=128, act="sigmoid", low_rank=128)
+    assert args.layers[0].mixer == delta and delta.decays == 128
+    (attention,), moe = args.attending, args.moe
+    assert isinstance(attention, LatentArgs) and attention.rope.kind == "none" and not attention.interleaved
+    assert attention.scale == 192**-0.5 and not attention.q_rank and args.max_position_embeddings == 1 << 20
+    assert moe is not None and (moe.shared_size, moe.routing.scaling, moe.routing.top_k) == (1024, 2.446, 8)
+    assert moe.routing.normalize and moe.routing.correction and moe.routing.scoring == "sigmoid"
+    assert not args.notes and not args.tie_word_embeddings
+    named = KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"kda_layers": None, "full_attn_layers": None}}
+    assert [one[0] for one in kinds(read("kimi_linear", **named))] == ["Delta"] * 4 + ["Latent"]
+    bounded = KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5}}
+    assert read("kimi_linear", **bounded).layers[0].mixer == structs.replace(delta, lowest=-5.0)
+
+
 @pytest.mark.parametrize(
     ("limit", "steps"),
     [(None, (0.0, float("inf"))), ([0.1, {"__float__": "Infinity"}], (0.1, float("inf"))), ([0, 2], (0.0, 2.0))],
@@ -122,6 +189,22 @@ def test_bounds_of_steps(limit: Any, steps: tuple[float, float]) -> None:
         ("falcon_h1", {"ssm_in_multiplier": 2.0, "mamba_proj_bias": True}, "ssm_in_multiplier"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers=.* must be a list of 2"),
         ("falcon_h1", {"layers_block_type": ["mamba"] * 4}, 'other than "hybrid"'),
+        ("olmo_hybrid", {"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "not a multiple of linear_num_key"),
+        ("olmo_hybrid", {"linear_key_head_dim": 512}, "linear_key_head_dim=512 must be .* at most 256"),
+        ("olmo_hybrid", {"linear_key_head_dim": 200}, "heads of 200 and 400 numbers"),
+        ("olmo_hybrid", {"linear_num_key_heads": 64, "linear_value_head_dim": 8}, "heads of 0 and 8 numbers"),
+        (
+            "olmo_hybrid",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act='gelu_pytorch_tanh' is not implemented behind",
+        ),
+        ("olmo_hybrid", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1"),
+        ("kimi_linear", KIMI | {"mla_use_nope": False}, "mla_use_nope=false"),
+        ("kimi_linear", KIMI | {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
+        ("kimi_linear", KIMI | {"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "each of the layers 1 to 5 once"),
+        ("kimi_linear", KIMI | {"linear_attn_config": {"kda_layers": "all"}}, "kda_layers='all' must be a list"),
+        ("kimi_linear", KIMI | {"linear_lower_bound": 5.0}, "linear_lower_bound=5.0 must be a number below zero"),
+        ("kimi_linear", KIMI | {"linear_attn_config": [1]}, "linear_attn_config=.* must be an object"),
         ("jamba", {}, "'jamba' is not implemented yet: it needs recurrent layers of the first Mamba"),
         ("bamba", {}, "'bamba' is not implemented yet"),
         ("minimax", {}, "'minimax' is not implemented yet: it needs recurrent layers .lightning attention"),

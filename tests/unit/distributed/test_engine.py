@@ -34,7 +34,7 @@ from ...support.full import full_rows
 from ...support.logits_tap import LogitsTap
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
-from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
+from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model, write_model
 
 SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
@@ -137,7 +137,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], tu
     def made(family: str, tied: bool) -> tuple[Path, Answers]:
         for seed in range(20):
             folder: Path = tmp_path_factory.mktemp(family)
-            random_model(Tiny(family=family, tied=tied), seed).save_pretrained(folder)
+            write_model(random_model(Tiny(family=family, tied=tied), seed), folder, family)
             answers = run(folder, skip_tokenizer_init=True)
             if clear(answers):
                 return folder, answers

@@ -186,7 +186,7 @@ class EngineRig:
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, geometry.block_size, blocks, slots
         self.pool = BlockPool(blocks)
         unit = geometry.hit_size
-        self.states = StateCheckpoints(states, unit, 2 * unit, places) if states else None
+        self.states = StateCheckpoints(states, unit, 2 * unit, places=places) if states else None
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots, states=self.states)
         config = SchedulerConfig(
             max_num_batched_tokens=budget,

@@ -1,6 +1,7 @@
 """The gated delta rule: the reference against transformers' chunk form, and a CPU's kernel against the reference."""
 
 from copy import deepcopy
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -111,3 +112,29 @@ def test_what_the_code_cannot_read_is_an_error() -> None:
         native.mix(*given[:5], given.state.__class__(given.state.columns, given.state.matrix.double()), *given[6:])
     with pytest.raises(ValueError, match="columns must be"):
         native.mix(*given[:5], given.state.__class__(given.state.columns.bfloat16(), given.state.matrix), *given[6:])
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("lowest", [0.0, -5.0])
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_decays_of_any_size(by_channel: bool, lowest: float) -> None:
+    """With a strength of 0 a state is multiplied by its decays alone, here from none to all."""
+    form = replace(FORMS[2], lowest=lowest)
+    given = make(form, (Sequence(3, 1),), by_channel=by_channel)
+    raws = torch.tensor([-200.0, -90.0, -21.0, -3.0, -1e-4, 0.0, 1e-4, 0.5, 3.0, 21.0, 90.0, 3e4])
+    count, slot = given.decay.shape[1], int(given.meta.slots[0])
+    raws = torch.cat((raws, torch.linspace(-25, 25, 30 * count)))
+    given.weights.shift.zero_()
+    given.strength.fill_(-1e4)
+    given.state.matrix[slot] = 1
+    before = deepcopy(given.state)
+    rates = given.weights.rate.double().exp().repeat_interleave(count // form.heads)
+    for own in raws.split(count):
+        given.decay[0, : len(own)] = own
+        raw = given.decay[0].double()
+        softplus = torch.nn.functional.softplus(raw, threshold=50)
+        wanted = (lowest * torch.sigmoid(rates * raw) if lowest else -rates * softplus).view(form.heads, -1, 1)
+        found = run(native, given._replace(state=deepcopy(before)))[2][slot].double()
+        apart = (found.log() - wanted).abs() - 4e-7 * wanted.abs()
+        assert apart[(wanted > -80).expand_as(apart)].max() < 4e-7
+        assert found[(wanted < -80).expand_as(found)].sum() < 1e-30

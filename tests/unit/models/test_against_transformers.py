@@ -1,11 +1,15 @@
 """Random tiny checkpoints written by transformers: our logits through paged attention equal theirs in float32."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForgetGate
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.args.families import FAMILIES as CONFIGURED
@@ -106,6 +110,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-direct": (
         "deepseek_v3",
         V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None, "rope_interleave": False},
+    ),
+    "olmo-hybrid-plain": (
+        "olmo_hybrid",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "linear_allow_neg_eigval": False,
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim")),
+            "linear_value_head_dim": None,
+        },
+    ),
+    "kimi-linear-compressed": (
+        "kimi_linear",
+        {"q_lora_rank": 20, "moe_renormalize": False, "num_expert_group": 1, "topk_group": 1},
     ),
     "glm4-moe": ("glm4_moe", GLM),
     "glm4-moe-plain": (
@@ -219,6 +236,53 @@ def test_logits_equal(case: str, tmp_path: Path) -> None:
         assert want.std() > 0.3, "logits too flat to tell anything"
         torch.testing.assert_close(a, want, rtol=0, atol=1e-4)
         torch.testing.assert_close(b, want, rtol=0, atol=1e-4)
+
+
+def test_bounds_of_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula is that of GLM-5.3-Flash in transformers, whose Kimi-Linear has none."""
+    theirs = write_checkpoint(tmp_path, *CASES["kimi_linear"])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["linear_attn_config"]["gate_lower_bound"] = -5.0
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(KimiLinearForgetGate, "forward", Glm5NextTextForgetGate.forward)
+    monkeypatch.setattr(KimiLinearForgetGate, "safe_gate_lower_bound", -5.0, raising=False)
+    prompt = list(range(40))
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    (actual,) = run_paged(load(tmp_path), [prompt], [[13, 20, 1, 6]])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        (
+            "olmo_hybrid",
+            {
+                "layers.1.feedforward_layer_norm": "layers.1.post_attention_layernorm",
+                "layers.2.attention_layer_norm": "layers.2.input_layernorm",
+            },
+        ),
+        ("kimi_linear", {"layers.0.block_sparse_moe": "layers.0.mlp"}),
+    ],
+)
+def test_names_that_transformers_does_not_save(family: str, names: dict[str, str], tmp_path: Path) -> None:
+    """Published files have other names of some modules, and the same tensors."""
+    theirs = write_checkpoint(tmp_path, *CASES[family])
+    renamed = set[str]()
+    for file in tmp_path.glob("*.safetensors"):
+        held = {}
+        for name, tensor in load_file(file).items():
+            found = next((one for one in names if one in name), "")
+            held[name.replace(found, names[found]) if found else name] = tensor
+            renamed.add(found)
+        save_file(held, file)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert renamed == {"", *names}
+    (actual,) = run_paged(load(tmp_path), [[1, 2, 3]], [[3]])
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([[1, 2, 3]])).logits[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 def test_reference_kernels_give_the_same(tmp_path: Path) -> None:

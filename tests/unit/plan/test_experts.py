@@ -44,8 +44,10 @@ GROUPS = {  # sizes of some families that groups of 32 divide
     "v_head_dim": 16,
     "intermediate_size_mlp": 128,
     "moe_layers": [1, 2],
+    "linear_head_dim": 32,
+    "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]},
 }
-BLOCKS = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe") | dict.fromkeys(
+BLOCKS = dict.fromkeys(("mixtral", "minimax_m2", "kimi_linear"), "block_sparse_moe") | dict.fromkeys(
     ("llama4_text", "lfm2_moe"), "feed_forward"
 )
 HOPPER = probe_of((9, 0))

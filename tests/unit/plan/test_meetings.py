@@ -81,18 +81,20 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts over states", "a GPU"), ("CacheBlend", "states"), ("a GPU", "states")},
+        {("CacheBlend", "states")},
     ),
-    ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states")}),
+    ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
     (
         {"state_checkpoint": "none", "state_memory_fraction": 0.5},
         {},
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
     (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
-    (EXAMPLES["draft model"], {"recurrent": True}, {("draft model", "states")}),
-    (EAGLE, {"recurrent": True}, {("EAGLE", "states")}),
-    (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
+    (
+        EXAMPLES["draft model"] | {"enable_cache_blend": True},
+        {"recurrent drafts": True},
+        {("CacheBlend", "states")},
+    ),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
@@ -215,6 +217,12 @@ def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any],
     assert pairs <= pairs_of(inputs)
     for one in met(inputs, REQUEST if "request" in changes else "engine"):
         assert one.said.endswith(".") and "{" not in one.feature + one.said.replace('{"', ""), one
+
+
+@pytest.mark.parametrize("drafts", ["draft model", "EAGLE", "n-grams"])
+def test_layers_draft_for_recurrent_ones_on_a_cpu(drafts: str) -> None:
+    changes = {"recurrent": True, "recurrent drafts": drafts == "draft model", "device": "cpu"}
+    assert not [pair for pair in pairs_of(sample(EXAMPLES[drafts], changes)) if "states" in " ".join(pair)]
 
 
 def test_no_row_is_without_a_sample_and_no_feature_without_a_row() -> None:

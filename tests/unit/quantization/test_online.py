@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.args.checkpoint import read_checkpoint_config
 from quire.assemble.engine import assemble
+from quire.assemble.quantize_checkpoint import Recipe, plan_quantization
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme
@@ -19,9 +21,12 @@ from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, moved
 from quire.kernels.pack.nearest import quantized
 from quire.layers.context import StepContext
+from quire.plan.formats import with_formats
+from quire.plan.layout import layout
+from quire.quantization.read import ONLINE
 
 from ...support.filled_models import sliced
-from ...support.tiny_models import Tiny, random_model
+from ...support.tiny_models import Tiny, random_model, write_model
 from .test_formats import loaded, numbers, written
 
 BLOCKS, CHANNELS = (
@@ -121,3 +126,18 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
     with pytest.raises(WeightsError, match="mlp.down_proj.weight has numbers that are not finite"):
         loaded(tmp_path, asked="fp8")
+
+
+@pytest.mark.parametrize(
+    ("family", "plain"), [("qwen3_next", ["rates"]), ("kimi_linear", ["decays", "gates", "rates"])]
+)
+def test_decays_strengths_and_low_rank_gates_stay_as_they_are(tmp_path: Path, family: str, plain: list[str]) -> None:
+    """While the checkpoint is loaded, and where a quantized one is written."""
+    write_model(random_model(Tiny(family=family), 0), tmp_path, family)
+    params = layout(read_checkpoint_config(tmp_path))
+    matrices = [one for one in with_formats(params, {"quant_method": ONLINE}) if one.name.startswith("layers.0.delta.")]
+    matrices = [one for one in matrices if len(one.shape) == 2]
+    assert sorted(one.name.split(".")[3] for one in matrices if one.scheme is None) == plain
+    items = plan_quantization(tmp_path, Recipe(scheme="fp8-channel")).items
+    rules = {item.source.name: item.rule for item in items}
+    assert all(bool(rules[part.stored]) == bool(one.scheme) for one in matrices for part in one.parts)

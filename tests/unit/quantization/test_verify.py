@@ -28,9 +28,9 @@ def test_every_scheme_is_equal(tmp_path: Path, scheme: str) -> None:
     assert "every product that of the dequantized weights" in text
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
-def test_experts_that_transformers_does_not_call_as_linears(tmp_path: Path, family: str) -> None:
-    """All experts of a layer in one product, and transposed ones; quantized while they are loaded."""
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss", "kimi_linear"])
+def test_models_that_transformers_reads_in_another_form(tmp_path: Path, family: str) -> None:
+    """All experts of a layer in one product, transposed ones, and other names; quantized while they are loaded."""
     write_model(random_model(Tiny(family=family), 0), tmp_path, family)
     config = EngineConfig.from_flat(**OPTIONS, quantization="fp8")
     report = verify(str(tmp_path), config)

@@ -26,6 +26,7 @@ from quire.layers.decoder import Decoder
 from quire.plan.as_stored import as_stored
 from quire.plan.layout import layout
 from quire.quantization.scheme_words import scheme_words
+from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights
 from quire.weights.slices import write_slice
 
@@ -34,6 +35,9 @@ Rules = dict[str | tuple[str, int], QuantizedMatrix]
 
 
 PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)  # gpt-oss's experts are transposed
+
+
+MODULES = ((".block_sparse_moe.", ".mlp."), (".forget_gate.", "."))  # names of modules -> one name for both sides
 
 
 class _Kept:
@@ -87,6 +91,10 @@ def write_dequantized(
                 if isinstance(weight, QuantizedMatrix):
                     own = (param.name, place) if param.shard == "experts" else part.stored
                     rules[own] = replace(empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale)
+    shapes = {name: one.shape for name, one in read_checkpoint(folder).tensors.items()}
+    for name, tensor in stored.items():  # a vector may have further axes of length 1 there
+        if tensor.dim() == 1 and name in shapes:
+            stored[name] = tensor.view(shapes[name])
     save_file(stored, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(raw))
     return params, rules
@@ -153,8 +161,10 @@ class QuantizedInputs(TorchFunctionMode):
 
 
 def _inside(name: str) -> str:
-    """Return a tensor's name in its language model. Files and transformers have other names of the model's place."""
+    """Return a tensor's name in its language model. Files and transformers have other names of places and modules."""
     place = next((root for root, _ in (*PLACES, ("model.", "")) if name.startswith(root)), "language_model.")
+    for stored, module in MODULES:
+        name = name.replace(stored, module)
     return name.removeprefix(place)
 
 

@@ -86,7 +86,7 @@ def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) 
         return tuple(
             found
             for name, part, ours in _parameters(model, params)
-            if (found := _compare(name, ours, sliced(stored[part.stored](), part).float())) is not None
+            if (found := _compare(name, ours, sliced(stored[part.stored]().view(part.shape), part).float())) is not None
         )
 
 

@@ -20,7 +20,7 @@ LIBRARY = "fla, rule alone"  # flash-linear-attention, without convolution, norm
 
 def delta_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases with the sizes of the model's recurrent layers; of those of Qwen3.5 9B, if it has none."""
-    own = next((one for one in setup.args.mixers if isinstance(one, DeltaArgs)), None)
+    own = next((one for one in setup.args.mixers if isinstance(one, DeltaArgs) and not one.low_rank), None)
     form = own and DeltaForm(own.key_heads, own.heads, own.key_dim, own.value_dim, EPS, own.act)
     for seqs, rows in setup.recurrent:
         if setup.device.type == "cuda" or rows <= MOST_CPU_ROWS:

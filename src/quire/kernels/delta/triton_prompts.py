@@ -3,27 +3,25 @@
 Chunks are cut at multiples of 64 of the position, so the results of a token depend little on how its prompt was divided
 into steps. In a chunk with rows i and j, c the sum of g up to a row, S the matrix before the chunk:
 
-    A = strict-lower(b_i k_i.k_j exp(c_i - c_j));  T = (I + A)^-1;  U = T (b V);  W = T (b exp(c) K)
-    X = U - W S;   O = exp(c) Q S + lower(q_i.k_j exp(c_i - c_j)) X;   S = exp(c_m) S + K^T (exp(c_m - c) X)
+    A = strict-lower(b_i k_i.k_j exp(c_i - c_j));  T = (I + A)^-1;  X = T b (V - exp(c) K S)
+    O = exp(c) Q S + lower(q_i.k_j exp(c_i - c_j)) X;   S = exp(c_m) S + K^T (exp(c_m - c) X)
 
 The last formula with m < 64 gives the matrix after m rows of the chunk: copies may be at any length. No exponent is
-above 0. T comes from the inverses of blocks: with D the inverse of the diagonal blocks of n rows, and L those parts of
-A that lie inside blocks of 2 n rows and outside of those of n, D - D L D is the inverse of the blocks of 2 n rows.
-Powers of A would be shorter, but they overflow the precision when keys are alike.
+above 0.
 
-`_plan_kernel` lists the chunks, once per step. In a layer `_units_kernel` makes q and k of chunks and key heads;
-`_solve_kernel` makes c, U and W of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part
-of the values of a head, with S in registers: it does what depends on S alone; `_copies_kernel` finishes copies at
-lengths inside a chunk; `_outputs_kernel` adds the part of O within the chunk, normalizes, and writes the columns, which
-all before have read. Grids depend on the sizes of the step's buffers alone.
+`_plan_kernel` lists the chunks, once per step. In a layer `_convolve_kernel` makes q, k and v of chunks; `solve_kernel`
+(triton_solve.py) makes c and T of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part of
+the values of a head, with S in registers: it does what depends on S alone; `_states_kernel` finishes copies at lengths
+inside a chunk, and writes all columns; `_outputs_kernel` adds the part of O within the chunk and normalizes. Grids
+depend on the sizes of the step's buffers alone.
 
 Products and scratch have the dtype of qkv, sums and S are float32; T is made of float32 numbers, in TF32. For float32
 rows the products have three parts in TF32, which loses next to nothing.
 
 Formulas: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484), sections 3 and 4.
 
-Floor: 6 Dk Dv operations a token and head in `_scan_kernel`. The scratch of a token has 2 G Dk + H (Dk + Dv) numbers of
-the dtype of qkv, which are written once; those of q, k and W are read by each part of the values.
+Floor: 6 Dk Dv operations a token and head in `_scan_kernel`. The scratch of a token has 2 G Dk + H (Dv + 64) numbers of
+the dtype of qkv; those of q, k and T are read by each part of the values.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
-from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
+from quire.kernels.delta.triton_rows import convolved, keep_columns, opened, unit
+from quire.kernels.delta.triton_solve import solve_kernel
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import jit, tl
 
 CHUNK = 64  # tokens
-PART = 64  # numbers of a head that a program makes at once
-SPLITS = 64, 32  # most values of a head in a program that goes through a sequence: of many programs, and of few
-MULTIPROCESSORS = 132  # of a GPU: fewer programs are few
+PART = 32  # numbers of keys that are multiplied at a time
+SPLIT = 32  # most values of a head in a program that goes through a sequence
 WIDTHS = (64, 256, 1024, 8192)  # the plan's kernel is compiled for at most so many slots
 SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when there may be more than so many
 
@@ -124,58 +122,53 @@ class Chunks(NamedTuple):
 def mix_prompts(call: DeltaCall) -> None:
     """Compute the rows of sequences of more than `meta.decode_rows` rows, and update their states."""
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
-    plan, sizes, conv = _planned(meta, rows), call.sizes, call.weights.conv
-    units = qkv.new_empty((rows, 2, form.key_heads, form.key_dim))
-    u, w = (qkv.new_empty((rows, form.heads, dim)) for dim in (form.value_dim, form.key_dim))
+    plan, sizes = _planned(meta, rows), call.sizes
+    units, x = qkv.new_empty((rows, 2, form.key_heads, form.key_dim)), qkv.new_empty((rows, form.heads, form.value_dim))
+    solved = qkv.new_empty((rows, form.heads, CHUNK))
     faded = qkv.new_empty((rows, form.heads), dtype=torch.float32)
     programs, seqs = _programs(len(plan.chunks), SOME_CHUNKS), _programs(len(plan.sequences), SOME)
     exact = qkv.dtype == torch.float32
     products = "tf32x3" if exact else "tf32"
-    _units_kernel[(form.key_heads, programs)](
+    _convolve_kernel[(2 * form.key_heads + form.heads, programs)](
         qkv,
-        conv,
+        call.weights.conv,
         *plan[:2],
-        *call.places,
+        *call.places[:3],
         call.state.columns,
         units,
+        x,
         call.strides[0],
         call.strides[4],
-        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        **_but(sizes, "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         num_warps=8,
     )
-    part = min(PART, padded(min(form.key_dim, form.value_dim)))
-    _solve_kernel[(form.heads, programs)](
-        qkv,
+    solve_kernel[(form.heads, programs)](
         call.decay,
         call.strength,
-        *call.weights_of[:3],
+        *call.weights_of[1:3],
         *plan[:2],
-        *call.places,
-        call.state.columns,
         units,
-        u,
-        w,
+        solved,
         faded,
-        call.strides[0],
-        *call.strides[2:5],
+        *call.strides[2:4],
         form.lowest,
-        **_but(sizes, "DVP", "SIGMOID"),
-        CHUNK=CHUNK,
-        LEVELS=CHUNK.bit_length() - 1,
-        PART=part,
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"),
+        PART=min(PART, sizes["DKP"]),
         PRODUCTS=products,
-        num_warps=8,
+        num_warps=1,  # products of warpgroups in its loop are compiled wrongly
+        num_stages=1,
     )
-    few = len(plan.sequences) * form.heads * -(-form.value_dim // SPLITS[0]) < MULTIPROCESSORS
-    split = min(SPLITS[few], padded(form.value_dim))
-    _scan_kernel[(-(-form.value_dim // split), form.heads, seqs)](
-        *plan,
+    split = min(SPLIT, padded(form.value_dim))
+    scan = -(-form.value_dim // split), form.heads, seqs
+    _scan_kernel[scan](
+        plan.counts,
+        plan.sequences,
         *call.places,
         call.state.matrix,
         units,
-        u,
-        w,
+        x,
+        solved,
         faded,
         call.y,
         call.strides[5],
@@ -186,16 +179,19 @@ def mix_prompts(call: DeltaCall) -> None:
         num_warps=8,
         num_stages=1 if exact else 2,
     )
-    _copies_kernel[(-(-form.value_dim // split), form.heads, seqs)](
+    _states_kernel[scan](
+        qkv,
         plan.counts,
         plan.sequences,
         *call.places,
+        call.state.columns,
         call.state.matrix,
         units,
-        u,
+        x,
         faded,
-        call.strides[5],
-        **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        call.strides[0],
+        *call.strides[4:],
+        **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         SPLIT=split,
         PRODUCTS=products,
@@ -203,23 +199,20 @@ def mix_prompts(call: DeltaCall) -> None:
         num_stages=1,
     )
     _outputs_kernel[(form.heads, programs)](
-        qkv,
         call.gate,
         call.weights.norm,
         *plan[:2],
-        *call.places[:3],
-        call.state.columns,
         units,
-        u,
+        x,
         faded,
         call.y,
-        *call.strides[:2],
-        call.strides[4],
+        call.strides[1],
         form.eps,
-        **_but(sizes, "BOUNDED", "DOUBLED"),
+        **_but(sizes, "TAPS", "TAPSP", "BOUNDED", "DOUBLED"),
         CHUNK=CHUNK,
         PRODUCTS=products,
-        num_warps=8,
+        num_warps=8 if exact else 4,
+        num_stages=1,
     )
 
 
@@ -278,7 +271,7 @@ def _plan_kernel(
 
 
 @jit
-def _units_kernel(
+def _convolve_kernel(
     qkv,
     conv,
     counts,
@@ -286,10 +279,9 @@ def _units_kernel(
     query_start,
     seq_lens,
     slots,
-    kept_at,
-    kept,
     columns,
     units,
+    values,
     qkv_stride,
     columns_stride,
     G: tl.constexpr,
@@ -297,153 +289,40 @@ def _units_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
+    DVP: tl.constexpr,
     TAPS: tl.constexpr,
-    TAPSP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Make q and k of the chunks of a key head, and copies of its columns. Grid (G, programs).
+    """Make q, k and v of chunks: a program those of a key head or a head. Grid (2 G + H, programs).
 
-    units   [T, 2, G, DK] q and k
+    units    [T, 2, G, DK] q and k;  values  [T, H, DV]
     """
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    key_head = tl.program_id(0)
-    i, key = tl.arange(0, CHUNK)[:, None], tl.arange(0, DKP)
-    in_key = key < DK
+    part, i, key, value = tl.program_id(0), tl.arange(0, CHUNK)[:, None], tl.arange(0, DKP), tl.arange(0, DVP)
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
         first = tl.load(query_start + s)
         past = tl.load(seq_lens + s) - (tl.load(query_start + s + 1) - first)
-        slot = tl.load(slots + s).to(tl.int64)
-        own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-        inside = (i < rows) & in_key[None, :]
-        for part in range(0, 2):
-            channel, factor = (part * G + key_head) * DK + key, tl.where(part == 0, DK**-0.5, 1.0)
-            x = unit(
-                given,
-                own,
-                conv,
-                before + i,
-                past,
-                channel[None, :],
-                inside,
-                factor,
-                CHANNELS,
-                TAPS,
-                qkv_stride,
-                False,
-                1,
+        own = columns + tl.load(slots + s).to(tl.int64) * columns_stride
+        given, j = qkv + first.to(tl.int64) * qkv_stride, before + i
+        if part < 2 * G:
+            own_key, keyed = part * DK + key[None, :], (i < rows) & (key < DK)[None, :]
+            factor = tl.where(part < G, DK**-0.5, 1.0)
+            k = unit(given, own, conv, j, past, own_key, keyed, factor, CHANNELS, TAPS, qkv_stride, False, 1)
+            tl.store(
+                units + row * (2 * G * DK) + (i * (2 * G * DK) + own_key), k.to(units.dtype.element_ty), mask=keyed
             )
-            place = units + row * (2 * G * DK) + (i * (2 * G) + part * G + key_head) * DK + key[None, :]
-            tl.store(place, x.to(units.dtype.element_ty), mask=inside)
-            for copy in range(0, 2):
-                upto = tl.load(kept_at + 2 * slot + copy) - past
-                if (upto > before) & (upto <= before + rows):
-                    copied = columns + tl.load(kept + 2 * slot + copy).to(tl.int64) * columns_stride
-                    keep_columns(given, own, copied, upto, past, channel, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-
-
-@jit
-def _solve_kernel(
-    qkv,
-    decay,
-    strength,
-    conv,
-    rate,
-    shift,
-    counts,
-    chunks,
-    query_start,
-    seq_lens,
-    slots,
-    kept_at,
-    kept,
-    columns,
-    units,
-    u,
-    w,
-    faded,
-    qkv_stride,
-    decay_stride,
-    strength_stride,
-    columns_stride,
-    lowest,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    TAPS: tl.constexpr,
-    TAPSP: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DOUBLED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PART: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    """Make c, U and W of the chunks of a head, and copies of the columns of its values. Grid (H, programs).
-
-    faded      [T, H] c;  u  [T, H, DV] and w  [T, H, DK]: a row for each row of a chunk
-    LEVELS     CHUNK is 1 << LEVELS;  PART  numbers of U and W at a time
-    PRODUCTS   precision of products of float32 numbers
-    """
-    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    head = tl.program_id(0)
-    flat, key, part = tl.arange(0, CHUNK), tl.arange(0, DKP), tl.arange(0, PART)
-    i, j = flat[:, None], flat[None, :]
-    for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
-        row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
-        s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
-        first = tl.load(query_start + s)
-        past = tl.load(seq_lens + s) - (tl.load(query_start + s + 1) - first)
-        slot = tl.load(slots + s).to(tl.int64)
-        own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-        live = flat < rows
-        keys = units + row * (2 * G * DK) + (i * (2 * G) + G + head // (H // G)) * DK
-        k = tl.load(keys + key[None, :], mask=live[:, None] & (key < DK)[None, :], other=0.0)
-        raw = tl.load(decay + row * decay_stride + (flat * decay_stride + head), mask=live, other=0.0).to(tl.float32)
-        g = log_decay(raw + tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest, BOUNDED)
-        c = tl.cumsum(tl.where(live, g, 0.0), 0)
-        tl.store(faded + row * H + (flat * H + head), c, mask=live)
-        b = tl.load(strength + row * strength_stride + (flat * strength_stride + head), mask=live, other=0.0)
-        b = tl.where(live, tl.sigmoid(b.to(tl.float32)) * (2.0 if DOUBLED else 1.0), 0.0)
-        fade = tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
-        a = tl.where(i > j, tl.dot(k, tl.trans(k), input_precision=PRODUCTS) * fade * b[:, None], 0.0)
-        d = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
-        for level in range(1, LEVELS):
-            lower = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-            left = tl.dot(d, tl.where(lower, a, 0.0), input_precision=PRODUCTS)
-            d -= tl.dot(left, d, input_precision=PRODUCTS)
-        solved = d.to(u.dtype.element_ty)
-        weight = b * tl.exp(c)
-        for start in range(0, DK, PART):
-            inside = live[:, None] & (start + part < DK)[None, :]
-            x = tl.load(keys + start + part[None, :], mask=inside, other=0.0).to(tl.float32) * weight[:, None]
-            x = tl.dot(solved, x.to(solved.dtype), input_precision=PRODUCTS)
-            place = w + row * (H * DK) + (i * H + head) * DK + start + part[None, :]
-            tl.store(place, x.to(solved.dtype), mask=inside)
-        for start in range(0, DV, PART):
-            in_value = start + part < DV
-            inside, channel = live[:, None] & in_value[None, :], 2 * G * DK + head * DV + start + part
-            v = convolved(
-                given, own, conv, before + i, past, channel[None, :], inside, CHANNELS, TAPS, qkv_stride, False
-            )
-            v = tl.where(inside, v * b[:, None], 0.0).to(solved.dtype)
-            v = tl.dot(solved, v, input_precision=PRODUCTS)
-            place = u + row * (H * DV) + (i * H + head) * DV + start + part[None, :]
-            tl.store(place, v.to(solved.dtype), mask=inside)
-            for copy in range(0, 2):
-                upto = tl.load(kept_at + 2 * slot + copy) - past
-                if (upto > before) & (upto <= before + rows):
-                    copied = columns + tl.load(kept + 2 * slot + copy).to(tl.int64) * columns_stride
-                    keep_columns(given, own, copied, upto, past, channel, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
+        else:
+            own_value, shown = (part - 2 * G) * DV + value[None, :], (i < rows) & (value < DV)[None, :]
+            channel = 2 * G * DK + own_value
+            v = convolved(given, own, conv, j, past, channel, shown, CHANNELS, TAPS, qkv_stride, False)
+            tl.store(values + row * (H * DV) + (i * (H * DV) + own_value), v.to(values.dtype.element_ty), mask=shown)
 
 
 @jit
 def _scan_kernel(
     counts,
-    chunks,
     sequences,
     query_start,
     seq_lens,
@@ -452,8 +331,8 @@ def _scan_kernel(
     kept,
     matrix,
     units,
-    u,
-    w,
+    x,
+    solved,
     faded,
     y,
     matrix_stride,
@@ -468,52 +347,65 @@ def _scan_kernel(
 ):
     """Go through the chunks of sequences, for SPLIT values of a head. Grid (ceil(DV / SPLIT), H, programs).
 
-    u   becomes X
-    y   [T, H, DV]: becomes the part of O that comes from S. For the other parameters see `_solve_kernel`
+    x   [T, H, DV] values, become X
+    y   [T, H, DV]: becomes the part of O that comes from S. For the other parameters see `solve_kernel`
+
+    A copy at a length gets the matrix after the last whole chunk before it, `_states_kernel` goes on from there. The
+    chunks come in three runs that end at the copies: Triton 3.6 compiles a condition in the loop of products wrongly.
+    It also loses a number that the loop of runs would carry besides the matrix. Values are the rows of all products, at
+    most 32 of them: products of warpgroups, which have 64, read beyond their operands here.
     """
     head = tl.program_id(1)
     value, key, flat = tl.program_id(0) * SPLIT + tl.arange(0, SPLIT), tl.arange(0, DKP), tl.arange(0, CHUNK)
-    in_value, in_key, i = value < DV, key < DK, flat[:, None]
-    inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    in_value, in_key, i, j = value < DV, key < DK, flat[:, None], flat[None, :]
+    inside, at = in_value[:, None] & in_key[None, :], head * DK * DV + key[None, :] * DV + value[:, None]
     for p in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
         s = tl.load(sequences + 4 * p)
         first, end = tl.load(query_start + s).to(tl.int64), tl.load(seq_lens + s)
         past = end - (tl.load(query_start + s + 1) - first).to(tl.int32)
         slot = tl.load(slots + s).to(tl.int64)
-        keep = tl.load(kept_at + 2 * slot), tl.load(kept_at + 2 * slot + 1)
+        begin, chunks = past // CHUNK, (end + CHUNK - 1) // CHUNK
+        one, two = tl.load(kept_at + 2 * slot), tl.load(kept_at + 2 * slot + 1)
+        one = tl.where((one > past) & (one <= end), tl.where(one == end, chunks, one // CHUNK), -1)
+        two = tl.where((two > past) & (two <= end), tl.where(two == end, chunks, two // CHUNK), -1)
+        lower, upper = tl.minimum(one, two), tl.maximum(one, two)
         held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
-        for n in range(past // CHUNK, (end + CHUNK - 1) // CHUNK):
-            start = tl.maximum(past, n * CHUNK)
-            rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
-            live = flat < rows
-            keyed, shown = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
-            q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
-            q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
-            known = tl.load(w + row * (H * DK) + (i * H + head) * DK + key[None, :], mask=keyed, other=0.0)
-            x_at = row * (H * DV) + (i * H + head) * DV + value[None, :]
-            wanted = tl.load(u + x_at, mask=shown, other=0.0).to(tl.float32)
-            c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
-            last = tl.load(faded + (row + rows - 1) * H + head)
-            state = held.to(k.dtype)
-            x = wanted - tl.dot(known, state, input_precision=PRODUCTS)
-            out = tl.exp(c)[:, None] * tl.dot(q, state, input_precision=PRODUCTS)
-            tl.store(u + x_at, x.to(k.dtype), mask=shown)
-            tl.store(y + x_at, out.to(k.dtype), mask=shown)
-            for copy in tl.static_range(2):
-                if (keep[copy] > start) & (keep[copy] < start + rows):  # `_copies_kernel` goes on from here
-                    target = tl.load(kept + 2 * slot + copy).to(tl.int64)
-                    tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-            x *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[:, None]
-            held = tl.dot(tl.trans(k), x.to(k.dtype), tl.exp(last) * held, input_precision=PRODUCTS)
-            for copy in tl.static_range(2):
-                if keep[copy] == start + rows:
-                    target = tl.load(kept + 2 * slot + copy).to(tl.int64)
-                    tl.store(matrix + target * matrix_stride + at, held, mask=inside)
+        for run in range(0, 3):
+            since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
+            upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
+            for n in range(since, upto):
+                start = tl.maximum(past, n * CHUNK)
+                rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
+                live = flat < rows
+                keyed, shown = live[:, None] & in_key[None, :], in_value[:, None] & live[None, :]
+                q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
+                q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
+                t_at = solved + row * (H * CHUNK) + (i * H + head) * CHUNK + j
+                t = tl.load(t_at, mask=live[:, None] & (i >= j), other=0.0)
+                x_at = row * (H * DV) + (j * H + head) * DV + value[:, None]
+                v = tl.load(x + x_at, mask=shown, other=0.0).to(tl.float32)
+                c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+                last, fade = tl.load(faded + (row + rows - 1) * H + head), tl.exp(c)[None, :]
+                state = held.to(k.dtype)
+                new = v - fade * tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
+                new = tl.dot(new.to(k.dtype), tl.trans(t), input_precision=PRODUCTS)
+                out = fade * tl.dot(state, tl.trans(q), input_precision=PRODUCTS)
+                tl.store(x + x_at, new.to(k.dtype), mask=shown)
+                tl.store(y + x_at, out.to(k.dtype), mask=shown)
+                new *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[None, :]
+                held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
+            if (run < 2) & (upto >= 0) & (one == upto):
+                target = tl.load(kept + 2 * slot).to(tl.int64)
+                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
+            if (run < 2) & (upto >= 0) & (two == upto):
+                target = tl.load(kept + 2 * slot + 1).to(tl.int64)
+                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
         tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
 
 
 @jit
-def _copies_kernel(
+def _states_kernel(
+    qkv,
     counts,
     sequences,
     query_start,
@@ -521,38 +413,55 @@ def _copies_kernel(
     slots,
     kept_at,
     kept,
+    columns,
     matrix,
     units,
     x,
     faded,
+    qkv_stride,
+    columns_stride,
     matrix_stride,
     G: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPSP: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Finish copies of matrices at lengths inside a chunk, from the matrix before the chunk, which the scan left there.
+    """Finish copies of matrices at lengths inside a chunk, from what the scan left there; write all columns.
 
-    Grid as that of `_scan_kernel`, whose loop must not have this product: Triton 3.6 pipelines it wrongly.
+    Grid as that of `_scan_kernel`. The columns before the step have been read by all kernels that need them.
     """
+    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
     head = tl.program_id(1)
     value, key, flat = tl.program_id(0) * SPLIT + tl.arange(0, SPLIT), tl.arange(0, DKP), tl.arange(0, CHUNK)
     in_value, in_key, i = value < DV, key < DK, flat[:, None]
     inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    channels, shared = 2 * G * DK + head * DV + value, (tl.program_id(0) == 0) & (head % (H // G) == 0)
+    asked = head // (H // G) * DK + key
     for p in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
         s = tl.load(sequences + 4 * p)
         first, end = tl.load(query_start + s).to(tl.int64), tl.load(seq_lens + s)
         past = end - (tl.load(query_start + s + 1) - first).to(tl.int32)
         slot = tl.load(slots + s).to(tl.int64)
-        for copy in tl.static_range(2):
-            length = tl.load(kept_at + 2 * slot + copy)
-            chunk = tl.maximum(length - 1, 0) // CHUNK
-            start = tl.maximum(past, chunk * CHUNK)
-            if (length > past) & (length < tl.minimum(end, (chunk + 1) * CHUNK)):
+        own, given = columns + slot * columns_stride, qkv + first * qkv_stride
+        for copy in range(0, 3):
+            length, target = end, slot  # the state itself comes last
+            if copy < 2:
+                length = tl.load(kept_at + 2 * slot + copy)
+                target = tl.load(kept + 2 * slot + copy).to(tl.int64)
+            if (length > past) & (length <= end):
+                to, upto = columns + target * columns_stride, length - past
+                keep_columns(given, own, to, upto, past, channels, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
+                if shared:
+                    keep_columns(given, own, to, upto, past, asked, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+                    keep_columns(given, own, to, upto, past, G * DK + asked, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+            start = tl.maximum(past, length // CHUNK * CHUNK)
+            if (copy < 2) & (length > start) & (length < end):
                 row, live = first + (start - past), flat < length - start
                 k_at = units + row * (2 * G * DK) + (i * (2 * G) + G + head // (H // G)) * DK + key[None, :]
                 k = tl.load(k_at, mask=live[:, None] & in_key[None, :], other=0.0)
@@ -561,30 +470,23 @@ def _copies_kernel(
                 c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
                 then = tl.load(faded + (row + length - start - 1) * H + head)
                 part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
-                target = matrix + tl.load(kept + 2 * slot + copy).to(tl.int64) * matrix_stride + at
-                held = tl.exp(then) * tl.load(target, mask=inside, other=0.0)
+                place = matrix + target * matrix_stride + at
+                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0)
                 held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
-                tl.store(target, held, mask=inside)
+                tl.store(place, held, mask=inside)
 
 
 @jit
 def _outputs_kernel(
-    qkv,
     gate,
     norm,
     counts,
     chunks,
-    query_start,
-    seq_lens,
-    slots,
-    columns,
     units,
     x,
     faded,
     y,
-    qkv_stride,
     gate_stride,
-    columns_stride,
     eps,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -592,26 +494,20 @@ def _outputs_kernel(
     DV: tl.constexpr,
     DKP: tl.constexpr,
     DVP: tl.constexpr,
-    TAPS: tl.constexpr,
-    TAPSP: tl.constexpr,
     SIGMOID: tl.constexpr,
     CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
     """Finish the rows of chunks, for a head: add the part of O within the chunk, normalize, gate. Grid (H, programs).
 
-    x   [T, H, DV] X
-    Writes the columns of a sequence after its last chunk. For the other parameters see `_scan_kernel` and `mix`.
+    x   [T, H, DV] X. For the other parameters see `_scan_kernel` and `mix`
     """
-    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
     PER: tl.constexpr = H // G
     head = tl.program_id(0)
     flat, value, key = tl.arange(0, CHUNK), tl.arange(0, DVP), tl.arange(0, DKP)
     i, j, in_value, in_key = flat[:, None], flat[None, :], value < DV, key < DK
-    q_at, k_at, v_at = (head // PER) * DK + key, (G + head // PER) * DK + key, 2 * G * DK + head * DV + value
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
-        s, before = tl.load(chunks + 4 * n + 2), tl.load(chunks + 4 * n + 3)
         live = flat < rows
         keyed, shown = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
         unit_at = units + row * (2 * G * DK) + (i * (2 * G) + head // PER) * DK + key[None, :]
@@ -627,12 +523,3 @@ def _outputs_kernel(
         scale = tl.load(norm + value, mask=in_value, other=0.0)
         o *= tl.rsqrt(tl.sum(o * o, 1, keep_dims=True) / DV + eps) * scale[None, :] * opened(z, SIGMOID)
         tl.store(y + at, o.to(y.dtype.element_ty), mask=shown)
-        first = tl.load(query_start + s)
-        total = tl.load(query_start + s + 1) - first
-        if before + rows == total:
-            own = columns + tl.load(slots + s).to(tl.int64) * columns_stride
-            given, past = qkv + first.to(tl.int64) * qkv_stride, tl.load(seq_lens + s) - total
-            keep_columns(given, own, own, total, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
-            if head % PER == 0:
-                keep_columns(given, own, own, total, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-                keep_columns(given, own, own, total, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)

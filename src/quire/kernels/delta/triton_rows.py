@@ -9,17 +9,34 @@ FLOOR_OF_SQUARES = None if tl is None else tl.constexpr(FLOOR)
 
 
 @jit
-def taken(given, columns, i, past, channel, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, stride):
+def taken(
+    given,
+    columns,
+    i,
+    past,
+    channel,
+    inside,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    stride,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
+):
     """Return inputs of the convolution; those before the sequence's first token are zeros.
 
     given      the sequence's first row in the step;  stride  from row to row
     columns    [TAPS - 1, CHANNELS] of the sequence's state
     i          rows from the first one; a negative i is a column. past: the sequence's tokens before the step
     channel    channels; inside: those to load. i, channel and inside broadcast
+    pending    pending rows of the sequence's state, of WIDTH numbers. Rows count from the first of `replayed` ones;
+               None: there are none
     """
-    new = tl.load(given + i * stride + channel, mask=inside & (i >= 0), other=0.0)
-    old = tl.load(columns + (i + TAPS - 1) * CHANNELS + channel, mask=inside & (i < 0) & (past > 0), other=0.0)
-    return tl.where(i >= 0, new, old)
+    place, known = columns + (i + TAPS - 1) * CHANNELS + channel, (i >= 0) | (past > 0)
+    if pending is not None:
+        place = tl.where(i >= 0, pending + i * WIDTH + channel, place)
+    place = tl.where(i >= replayed, given + (i - replayed) * stride + channel, place)
+    return tl.load(place, mask=inside & known, other=0.0)
 
 
 @jit
@@ -35,6 +52,9 @@ def convolved(
     TAPS: tl.constexpr,
     stride,
     ONE: tl.constexpr,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
 ):
     """Return silu of the convolution of channels at rows i, in float32. ONE: i is 0. See `taken`."""
     total = tl.zeros_like(channel + i).to(tl.float32)
@@ -45,7 +65,8 @@ def convolved(
             else:
                 x = tl.load(columns + tap * CHANNELS + channel, mask=inside & (past > 0), other=0.0)
         else:
-            x = taken(given, columns, i + (tap - TAPS + 1), past, channel, inside, CHANNELS, TAPS, stride)
+            row = i + (tap - TAPS + 1)
+            x = taken(given, columns, row, past, channel, inside, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
         factor = tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
         total += x.to(tl.float32) * factor
     return total * tl.sigmoid(total)
@@ -66,9 +87,12 @@ def unit(
     stride,
     ONE: tl.constexpr,
     AXIS: tl.constexpr,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
 ):
     """Return queries or keys: `convolved`, over the root of the sum of squares along AXIS, times factor."""
-    x = convolved(given, columns, conv, i, past, channel, inside, CHANNELS, TAPS, stride, ONE)
+    x = convolved(given, columns, conv, i, past, channel, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH)
     x = tl.where(inside, x, 0.0)
     return x * (tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) + FLOOR_OF_SQUARES) * factor)
 
@@ -86,14 +110,18 @@ def keep_columns(
     TAPS: tl.constexpr,
     TAPSP: tl.constexpr,
     stride,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
 ):
-    """Write the columns [TAPS - 1, CHANNELS] of the sequence after `upto` rows of the step to `target`.
+    """Write the columns [TAPS - 1, CHANNELS] of the sequence after `upto` rows to `target`. See `taken`.
 
     `target` may be `columns`: the barrier ends all reads of the program before its first write.
     """
     tap = tl.arange(0, TAPSP)[:, None]
     within = (tap < TAPS - 1) & inside[None, :]
-    x = taken(given, columns, upto - TAPS + 1 + tap, past, channel[None, :], within, CHANNELS, TAPS, stride)
+    row, at = upto - TAPS + 1 + tap, channel[None, :]
+    x = taken(given, columns, row, past, at, within, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
     tl.debug_barrier()
     tl.store(target + tap * CHANNELS + channel[None, :], x, mask=within)
 
@@ -116,3 +144,70 @@ def opened(gate, SIGMOID: tl.constexpr):
     if SIGMOID:
         return tl.sigmoid(gate)
     return gate * tl.sigmoid(gate)
+
+
+@jit
+def keep_rows(given, pending, rows, channel, inside, stride, WIDTH: tl.constexpr):
+    """Make numbers of the step's rows pending ones. given, pending: their first rows."""
+    for i in range(0, rows):
+        tl.store(pending + i * WIDTH + channel, tl.load(given + i * stride + channel, mask=inside), mask=inside)
+
+
+@jit
+def row_of_head(
+    source,
+    conv,
+    i,
+    head,
+    key,
+    value,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    TAPS: tl.constexpr,
+    ONE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return queries, keys and values of a head at row i. source: given, columns, past, stride, pending, replayed."""
+    given, own, past, stride, pending, replayed = source
+    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
+    # Queries and keys together: loads of a number for each thread stay in one layout, smaller ones are done by all.
+    is_key = tl.arange(0, 2)[:, None]
+    at, inside = (is_key * G + head // (H // G)) * DK + key[None, :], (key < DK)[None, :] & (is_key < 2)
+    both = unit(given, own, conv, i, past, at, inside, 1.0, CHANNELS, TAPS, stride, ONE, 1, pending, replayed, WIDTH)
+    q = tl.sum(tl.where(is_key == 0, both * DK**-0.5, 0.0), 0)
+    k = tl.sum(tl.where(is_key == 1, both, 0.0), 0)
+    at, inside = 2 * G * DK + head * DV + value, value < DV
+    v = convolved(given, own, conv, i, past, at, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH)
+    return q, k, v
+
+
+@jit
+def columns_of_head(
+    source,
+    target,
+    upto,
+    head,
+    number,
+    VALUES: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPSP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the columns of a head's values, or of its queries and keys. See `keep_columns` and `row_of_head`.
+
+    number   arange of the padded size of a value, or of a key
+    """
+    given, own, past, stride, pending, replayed = source
+    CHANNELS: tl.constexpr = 2 * G * DK + H * DV
+    inside = number < (DV if VALUES else DK)
+    for side in tl.static_range(2 - VALUES):
+        at = 2 * G * DK + head * DV + number if VALUES else (side * G + head // (H // G)) * DK + number
+        keep_columns(
+            given, own, target, upto, past, at, inside, CHANNELS, TAPS, TAPSP, stride, pending, replayed, WIDTH
+        )

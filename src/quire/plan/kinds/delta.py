@@ -30,7 +30,8 @@ LENGTH_BYTES = 4  # of the length at which a state stands
 class DeltaKind:
     """A recurrent layer with the gated delta rule; a `Mixer`.
 
-    A rank has some of the key heads, with all heads that they serve.
+    A rank has some of the key heads, with all heads that they serve. Where decays and gates come through few numbers
+    (`DeltaArgs.low_rank`), each rank has all of these: the first of both projections is whole, the second is cut.
     """
 
     operations = ("delta",)
@@ -44,26 +45,37 @@ class DeltaKind:
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield the projections, the convolution, the rates of decay, the norm of heads, and the output."""
         args, own = self._args, self._rows(write)
-        yield self._projection(write, "input.weight", ("q", "k", "v", "z"), width, layer)
-        yield self._projection(write, "rates.weight", ("b", "a"), width, layer)
+        if args.low_rank:
+            yield self._projection(write, "input.weight", ("q", "k", "v"), width, layer)
+            yield self._projection(write, "rates.weight", ("b", "f", "g"), width, layer)
+            for name, side in (("decays", "a"), ("gates", "z")):
+                at = AT + f"{name}.weight"
+                yield write.param(at, {"": own[side]}, args.low_rank, shard="rows", layer=layer)
+        else:
+            yield self._projection(write, "input.weight", ("q", "k", "v", "z"), width, layer)
+            yield self._projection(write, "rates.weight", ("b", "a"), width, layer)
         yield write.convolution(AT + "rule.conv", {side: own[side] for side in "qkv"}, args.taps, layer)
-        for name in ("rate", "shift"):
-            yield write.param(AT + f"rule.{name}", {"": own["a"]}, dtype="float32", shard="rows", layer=layer)
+        for name, side in (("rate", "b"), ("shift", "a")):
+            yield write.param(AT + f"rule.{name}", {"": own[side]}, dtype="float32", shard="rows", layer=layer)
         yield write.param(AT + "rule.norm", {"": StoredRows(args.value_dim)}, layer=layer)
         yield from write.output(AT + "output.", args.heads * args.value_dim, own["v"], False, layer)
 
     def _rows(self, write: ParamWriter) -> dict[str, StoredRows]:
-        """Return the rows of each side of a rank: queries, keys, values, gates (z), strengths (b) and decays (a)."""
+        """Return the rows of each side of a rank: queries, keys, values, gates (z), strengths (b) and decays (a).
+
+        Of `low_rank` numbers, those from which decays (f) and gates (g) are computed.
+        """
         args, (first, count) = self._args, write.share(self._args.key_heads)
         per = args.heads // args.key_heads
         sizes = {"q": args.key_dim, "k": args.key_dim, "v": per * args.value_dim, "z": per * args.value_dim}
-        sizes |= {"b": per, "a": per}
-        return {side: StoredRows(args.key_heads * size, first * size, count * size) for side, size in sizes.items()}
+        sizes |= {"b": per, "a": per * args.decays}
+        rows = {side: StoredRows(args.key_heads * size, first * size, count * size) for side, size in sizes.items()}
+        return rows | dict.fromkeys("fg", StoredRows(args.low_rank))
 
     def _projection(self, write: ParamWriter, name: str, sides: tuple[str, ...], width: int, layer: int) -> Param:
         """Make a projection of several sides, in whichever order the checkpoint has their rows."""
-        own = {side: rows for side, rows in self._rows(write).items() if side in sides}
-        own = {side: own[side] for side in sides}
+        rows = self._rows(write)
+        own = {side: rows[side] for side in sides}
         param = write.param(AT + name, own, width, shard="rows", layer=layer)
         if not self._args.by_head:
             return param
@@ -104,7 +116,8 @@ class DeltaKind:
         )
         if not drafts:
             return found
-        pending = StateComponent("pending", (1 + drafts, channels + 2 * heads), dtype, item_bytes)
+        width = channels + heads * (args.decays + 1)
+        pending = StateComponent("pending", (1 + drafts, width), dtype, item_bytes)
         return (*found, pending, StateComponent("at", (1,), "int32", LENGTH_BYTES))
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
@@ -123,6 +136,8 @@ class DeltaKind:
             yield from chain.from_iterable(read(norm, (name,), step) for name in both)
         else:  # one norm for both
             yield from (Call(step.norm, (norm,)), *(Call("linear.run", (name,)) for name in both))
+        if self._args.low_rank:
+            yield from (Call("linear.run", (f"delta.{name}.weight",)) for name in ("decays", "gates"))
         yield Call("delta.mix", tuple(f"delta.rule.{name}" for name in ("conv", "rate", "shift", "norm")))
         yield from added("delta.output", False, step, half="attention")
 
@@ -134,7 +149,7 @@ class DeltaKind:
         """Return heads and sizes."""
         args = self._args
         return {
-            "kind": "gated delta",
+            "kind": "Kimi delta" if args.low_rank else "gated delta",
             "heads": args.heads,
             "key_heads": args.key_heads,
             "key_dim": args.key_dim,

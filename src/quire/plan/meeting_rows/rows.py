@@ -101,18 +101,12 @@ DRAFTS: tuple[Row, ...] = (
         "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
-    Row("drafts over states", "a GPU", MISSING, "the kernels of a GPU have no pending rows",
-        "leave out --speculative-config, or use --device cpu"),
-    Row("drafts of another model", "states of drafts", MISSING,
-        "its states would have to be set back to the drafts that were accepted", NGRAM),
-    Row("draft model", "states", MISSING, "no draft model has been tried with recurrent layers", NGRAM),
-    Row("EAGLE", "states", MISSING, "no EAGLE head has been tried with recurrent layers", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
         "leave out --speculative-config"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
-    Row("a GPU", "states", MISSING, "not all tests of these layers pass on a GPU yet", "use --device cpu"),
+    Row("a GPU", "states on a CPU", MISSING, "these layers have kernels for CPUs alone", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),

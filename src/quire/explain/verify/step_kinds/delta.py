@@ -6,39 +6,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.explain.verify.recording import on_sum
+from quire.explain.verify.recording import on_result, on_sum
 from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.delta import GatedDelta
 
 RECURRENCE = "recurrence"
+OUTPUT = ("linear_attn.out_proj", "linear_attn.o_proj", "self_attn.o_proj")
+APART = ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj")  # of Kimi-Linear, some of OLMo-Hybrid, too
+DECAYS = ("f_a_proj", "f_b_proj")  # of Kimi-Linear
 
 
 class DeltaSteps:
     """The steps of the gated delta rule. A `HalfSteps`."""
 
     room = "linear_attn"
-    paths: Mapping[str, tuple[str, ...]] = {}
-    inputs: Mapping[str, tuple[str, ...]] = {RECURRENCE: ("linear_attn.out_proj",)}
+    paths: Mapping[str, tuple[str, ...]] = {
+        **{step: (f"linear_attn.{step}", f"self_attn.{step}") for step in APART},
+        **{step: (f"self_attn.forget_gate.{step}",) for step in DECAYS},
+        "out_proj": OUTPUT,
+    }
+    inputs: Mapping[str, tuple[str, ...]] = {RECURRENCE: OUTPUT}
 
     def watch(self, layer: GatedDelta, keep: Keep) -> None:
         """Record the projections as the checkpoint orders their rows, the result of the heads, and their projection."""
         form = layer.form
-        widths = [form.key_heads * form.key_dim] * 2 + [form.heads * form.value_dim] * 2
+        wide = [form.key_heads * form.key_dim] * 2 + [form.heads * form.value_dim] * 2
 
-        def record(names: tuple[str, ...], result: Tensor, sides: list[int]) -> None:
+        def record(name: str, result: Tensor, sides: list[int]) -> None:
+            stored = [part.stored.split(".")[-2] for part in layer.parts[name]]  # names of modules
             if layer.by_head:
                 parts = [part.unflatten(1, (form.key_heads, -1)) for part in result.split(sides, 1)]
-                keep(names[0], torch.cat(parts, -1).flatten(1))
+                keep(stored[0], torch.cat(parts, -1).flatten(1))
                 return
-            for name, part in zip(names[1:], result.split([sum(sides[:-1]), sides[-1]], 1), strict=True):
-                keep(name, part)
+            pieces = result.split([part.rows for part in layer.parts[name]], 1)
+            for module in dict.fromkeys(stored):
+                own = [piece for piece, at in zip(pieces, stored, strict=True) if at == module]
+                keep(module, torch.cat(own, 1))
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
-            record(("in_proj_qkvz", "in_proj_qkv", "in_proj_z"), result, widths)
+            record("input", result, wide)
 
         def rated(module: Any, given: Any, result: Tensor) -> None:
-            record(("in_proj_ba", "in_proj_b", "in_proj_a"), result, [form.heads] * 2)
+            record("rates", result, [form.heads] * 2)
 
         layer.input.register_forward_hook(projected)
         layer.rates.register_forward_hook(rated)
+        if layer.decays is not None and layer.gates is not None:
+            on_result(layer.decays, keep, DECAYS[1])
+            on_result(layer.gates, keep, "g_b_proj")
         on_sum(layer.output, keep, RECURRENCE, "out_proj")
