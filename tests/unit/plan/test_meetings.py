@@ -79,9 +79,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("drafts of another model", "shorter context"), ("drafts of another model", "shorter draft length")},
     ),
     (
-        EXAMPLES["n-grams"] | {"enable_cache_blend": True},
+        EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("CacheBlend", "states")},
+        {("CacheBlend", "states"), ("host memory", "states on a GPU")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
     (
