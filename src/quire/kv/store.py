@@ -300,7 +300,8 @@ class _Reachable:
 
     def lookup(self, key: bytes) -> int | None:
         """Return 1 for a block that some tier holds."""
-        return None if self._tiers.where(key) is None else 1
+        tiers = self._tiers
+        return 1 if tiers.pool.lookup(key) is not None or tiers.where(key) is not None else None
 
     def find(self, chain: KeyChain, most: int) -> tuple[int, int]:
         """Return (length, 1) of the longest beginning with a checkpoint in some tier. See `StateFinder`."""

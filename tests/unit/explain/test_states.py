@@ -45,6 +45,16 @@ def test_sizes_of_states_are_told(tmp_path: Path) -> None:
     assert "4 requests at once and " in text(half) and " checkpoints (turn) in " in text(half)
 
 
+def test_tiers_hold_checkpoints_beside_blocks(tmp_path: Path) -> None:
+    options = {"kv_cache_memory_bytes": 1 << 22, "kv_offload_gb": 0.5, "kv_offload_dir": str(tmp_path / "kv")}
+    found = plan(tmp_path, "qwen3_5_text", **options)
+    host, disk = found["memory"]["tiers"]
+    assert host["checkpoints"] > 0 and disk["checkpoints"] > host["checkpoints"]
+    said = text(found)
+    for tier in (host, disk):
+        assert f"{tier['tokens']:,} tokens, and {tier['checkpoints']:,} checkpoints" in said
+
+
 def test_a_model_without_recurrent_layers_has_no_line(tmp_path: Path) -> None:
     found = plan(tmp_path, "qwen3", state_checkpoint="turn")
     assert found["memory"]["states"] == {} and "states of recurrent layers" not in text(found)
