@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 
@@ -30,10 +30,12 @@ from quire.plan.layout import alone, layout
 from quire.plan.linears import linear_plans
 from quire.worker.construct import make_runner
 
+from ..support import state_inputs
 from ..support.compared import CPU, LIMITS, VOCAB
 from ..support.filled_models import fill, normal
 from ..support.full import full_rows
 from ..support.naive_runner import agree
+from ..support.state_inputs import CHUNKED as STEPS
 from ..support.tiny_models import Tiny, tiny_config
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
@@ -42,30 +44,7 @@ __all__ = ["cuda_runner"]
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-STEPS = {
-    "decodes": (Sequence(5, 1), Sequence(0, 1), Sequence(0, 0), Sequence(70, 1, (71, 0))),
-    "edges": tuple(Sequence(0, rows) for rows in (63, 64, 65, 1)),
-    "two chunks": tuple(Sequence(0, rows) for rows in (127, 128, 129)),
-    "resumed": tuple(Sequence(past, 66) for past in (1, 63, 64, 65, 127)),
-    "mixed": (Sequence(7, 1), Sequence(0, 0), Sequence(64, 5), Sequence(0, 33), Sequence(2, 1), Sequence(0, 0)),
-    "copies": (
-        Sequence(7, 1, (8, 0)),
-        Sequence(0, 5, (2, 4)),
-        Sequence(64, 9, (64, 74)),  # before the step and after it: no copy
-        Sequence(0, 130, (64, 129)),
-        Sequence(2, 2, (3, 4)),
-        Sequence(60, 70, (62, 128)),
-    ),
-}
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+poisoned = pytest.fixture(autouse=True)(state_inputs.poisoned)
 
 
 def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:

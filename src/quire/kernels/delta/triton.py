@@ -20,8 +20,9 @@ from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
-from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.delta.triton_rows import log_decay, opened, unit
+from quire.kernels.state_rows import convolved, keep_columns
+from quire.kernels.states import StateMeta, StateView, packed
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -58,22 +59,17 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
     matrix, columns = state.matrix, state.columns
     assert matrix is not None, "the layer keeps matrices"
     shape = form.heads, form.key_dim, form.value_dim
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not _packed(matrix):
+    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not packed(matrix):
         raise ValueError(
             f"triton delta: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
             f"{tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     own = len(weights.conv) - 1, form.channels
-    if columns.dtype != qkv.dtype or columns.shape[1:] != own or not _packed(columns):
+    if columns.dtype != qkv.dtype or columns.shape[1:] != own or not packed(columns):
         raise ValueError(
             f"triton delta: columns must be {qkv.dtype} {own}, contiguous in a state; they are {columns.dtype} "
             f"{tuple(columns.shape)} with strides {columns.stride()}"
         )
-
-
-def _packed(states: Tensor) -> bool:
-    """Return True if the numbers of a state are contiguous."""
-    return states.stride()[1:] == states[:1].contiguous().stride()[1:]
 
 
 def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
@@ -249,7 +245,7 @@ def _rows_kernel(
     for i in range(0, 1 if ONE else rows):
         both = unit(given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1)
         q, k = tl.sum(tl.where(is_key == 0, both * factor, 0.0), 0), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-        v = convolved(given, own, conv, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
+        v = convolved(given, own, conv, None, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
         row = (first + i).to(tl.int64)
         held = _advance(
             held,
