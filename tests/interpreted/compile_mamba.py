@@ -1,10 +1,12 @@
-"""Compiles the kernels of Mamba 2 for sm_90 at the sizes of real models; prints each kernel."""
+"""Compiles the kernels of Mamba 2 and of short convolutions for sm_90 at the sizes of real models; prints each."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.mamba import MambaForm, MambaWeights, triton
+from quire.kernels.shortconv import ShortConvWeights
+from quire.kernels.shortconv import triton as shortconv
 from quire.kernels.states import StateMeta, StateView
 
 from ..support.full import full_rows
@@ -18,22 +20,30 @@ FORMS = {
 }
 
 
+CHANNELS, TAPS = 2048, 3  # of LFM2 1.2B and 8B-A1B
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without storage."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_of(seqs: int, most: int) -> StateMeta:
+    """The metadata of `seqs` sequences of at most `most` rows."""
+    sizes = (seqs + 1,), (seqs,), (seqs,), (seqs, 2), (seqs, 2)
+    return StateMeta(*(empty(*size, dtype=torch.int32) for size in sizes), max_rows=most)
+
+
 def launch(form: MambaForm, seqs: int, rows: int, most: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """A step of `seqs` sequences of at most `most` rows, on tensors without storage."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    floats, ints, heads = torch.float32, torch.int32, form.heads
+    """A step of Mamba 2."""
+    floats, heads = torch.float32, form.heads
     sizes = (4, form.channels), (heads,), (heads,), (heads,), (form.channels,), (form.width,)
     weights = MambaWeights(*(empty(*size, dtype=floats) for size in sizes))
     matrix = empty(seqs + 9, heads, form.state_dim, form.head_dim, dtype=floats)
-    state = StateView(empty(seqs + 9, 3, form.channels), matrix)
-    lists = (empty(seqs + 1, dtype=ints), *(empty(seqs, dtype=ints) for _ in range(2)))
-    meta = StateMeta(*lists, *(empty(seqs, 2, dtype=ints) for _ in range(2)), max_rows=most)
+    state = StateView(empty(seqs + 9, 3, form.channels, dtype=dtype), matrix)
     widths = [form.width, form.channels, heads]
-    gate, inner, step = empty(rows, sum(widths)).split(widths, 1)
-    triton.mix(inner, gate, step, weights, state, meta, form)
+    gate, inner, step = empty(rows, sum(widths), dtype=dtype).split(widths, 1)
+    triton.mix(inner, gate, step, weights, state, meta_of(seqs, most), form)
 
 
 def check(made: Made) -> None:
@@ -55,3 +65,18 @@ def main() -> None:
         launch(form, 256, 512, 512)
         for dtype in full_rows((torch.float16, torch.float32)):
             launch(form, 256, 512, 512, dtype)
+
+
+def short() -> None:
+    """Short convolutions: decodes with and without dependent launches, and prompts."""
+    AbsentGpu(check_short)
+    weights = ShortConvWeights(empty(TAPS, CHANNELS, dtype=torch.float32))
+    state = StateView(empty(41, TAPS - 1, CHANNELS))
+    for dependent, rows, most in ((False, 32, 1), (True, 32, 1), (True, 512, 512)):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        shortconv.mix(empty(rows, 3 * CHANNELS), weights, state, meta_of(32, most))
+
+
+def check_short(made: Made) -> None:
+    """No register is spilled."""
+    assert made.stack == 0, (made.stack, made)
