@@ -155,6 +155,21 @@ def on_gpu(given: Rows) -> Rows:
     return tuple(map(moved, given))
 
 
+def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:
+    """Capture a step in a CUDA graph; yield what `run` returns, of three replays from the same states."""
+    own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
+    before, state = (next(one for one in step if isinstance(one, StateView)) for step in (given, own))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mix(*own)
+    for _ in range(3):
+        for name, tensor in vars(state).items():
+            if tensor is not None:
+                tensor.copy_(getattr(before, name))
+        graph.replay()
+        yield tuple(one for one in (y, state.columns, state.matrix) if one is not None)
+
+
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written; of a fixture."""
     torch.use_deterministic_algorithms(True)

@@ -234,7 +234,7 @@ def _columns_kernel(
     TAPSP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write columns of sequences with chunks, and their copies, for BLOCK channels. Grid (ceil(C / BLOCK), programs)."""
+    """Write the columns and copies of sequences with chunks, for BLOCK channels. Grid (ceil(C / BLOCK), programs)."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     for p in range(tl.program_id(1), tl.load(counts + 1), tl.num_programs(1)):

@@ -242,7 +242,7 @@ CACHE: Mapping[str, Feature] = {
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
     "states": Feature(of_model(_keeps_states), "recurrent layers"),
-    "states on a CPU": Feature(
+    "states without drafts": Feature(
         of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
         "Mamba 2 or short convolutions",
     ),

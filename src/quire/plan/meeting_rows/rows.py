@@ -109,9 +109,8 @@ STATES: tuple[Row, ...] = (
     Row("EAGLE", "states", MISSING, "no EAGLE head has been tried with recurrent layers", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
-    Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
+    Row("drafts over states", "states without drafts", MISSING, "their kernels have no pending rows",
         "leave out --speculative-config"),
-    Row("a GPU", "states on a CPU", MISSING, "these layers have kernels for CPUs alone", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
