@@ -146,9 +146,9 @@ def test_what_the_kernels_cannot_read_is_an_error() -> None:
         triton.mix(*given[:5], replace(given.state, columns=given.state.columns.half()), *given[6:])
 
 
-def recurrent_runner(target: str, limits: Limits) -> StepRunner:
+def recurrent_runner(target: str, limits: Limits, family: str) -> StepRunner:
     """A runner of a random model with recurrent layers, with the kernels of a GPU or the references; memory is NaN."""
-    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_5_text")) | {"vocab_size": VOCAB})
+    args = parse_checkpoint_config(tiny_config(Tiny(family=family)) | {"vocab_size": VOCAB})
     ops, params = operations(args), layout(args)
     forced = dict.fromkeys(ops, "ref") if target == "cpu" else None
     kernels = select_kernels(target, "float32", ops=ops, head_dim=args.attending[0].head_dim, forced=forced)
@@ -166,13 +166,19 @@ def recurrent_runner(target: str, limits: Limits) -> StepRunner:
     return runner
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), *full_rows([()])])
-def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3_5_text", (2, 4)), ("lfm2", (2, 4)), *full_rows((("falcon_h1", (2, 4)), ("qwen3_5_text", ())))],
+    ids=str,
+)
+def test_steps_of_a_gpu(
+    cuda_runner: object, monkeypatch: pytest.MonkeyPatch, family: str, sizes: tuple[int, ...]
+) -> None:
     """Chunks, decodes beside them and slots that change hands give the tokens of the references; steps are padded."""
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
     limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
-    plain, runner = recurrent_runner("cpu", LIMITS), recurrent_runner("cuda", limits)
+    plain, runner = (recurrent_runner(*one, family) for one in (("cpu", LIMITS), ("cuda", limits)))
     for one, found in zip(PLANS, run_ahead(runner, PLANS), strict=True):
         plain.submit(one)
         agree(found, plain.collect())
