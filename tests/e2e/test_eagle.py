@@ -38,6 +38,8 @@ HEADS = [
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "norm_before_residual": True}),
     ("eagle3", {"norm_before_residual": False, "known": eagle.VOCAB}),
     ("eagle3", {"norms": "joined", "norm_output": True, "library": True, "family": "gpt_oss"}),
+    ("eagle", {"family": "qwen3_5_text"}),
+    ("eagle3", {"family": "qwen3_5_text"}),
     ("eagle3", {"norms": "each", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [6, 1, 4]}, "family": "mistral"}),
 ]
 
@@ -112,7 +114,8 @@ def test_logits_of_drafts_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("eagle", "llama"), ("eagle3", "llama"), ("eagle", "gpt_oss"), ("eagle3", "mistral")]
+    ("kind", "family"),
+    [("eagle", "llama"), ("eagle3", "llama"), ("eagle", "gpt_oss"), ("eagle3", "mistral"), ("eagle3", "qwen3_5_text")],
 )
 def test_a_head_that_knows_the_model_is_always_right(kind: str, family: str, tmp_path: Path) -> None:
     """After chunks, behind reused prefixes and after steps without drafts; EAGLE-3 with noise, too."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights, ref, triton
-from quire.kernels.delta.inputs import DeltaInputs, Sequence
-from quire.kernels.delta.inputs import make as step_of
+from quire.kernels.delta.inputs import DeltaInputs, Sequence, make
 from quire.kernels.states import StateView
 
+from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
 
 if not torch.cuda.is_available():
@@ -38,15 +38,16 @@ def on_gpu(given: DeltaInputs) -> DeltaInputs:
     meta = replace(given.meta, **{name: getattr(given.meta, name).to(device) for name in names}, plans={})
     rows = torch.cat(given[:4], 1).to(device).split([one.shape[1] for one in given[:4]], 1)
     qkv, gate, decay, strength = rows
-    return DeltaInputs(qkv, gate, decay, strength, weights, StateView(columns, matrix), meta, given.form)
+    later = (None if one is None else one.to(device) for one in (given.state.pending, given.state.at))
+    return DeltaInputs(qkv, gate, decay, strength, weights, StateView(columns, matrix, *later), meta, given.form)
 
 
-def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, ...]:
     """y and the states after a step, which leaves the states that were given."""
     state, meta = deepcopy(given.state), replace(given.meta, decode_rows=decode_rows, plans={})
     y = implementation.mix(*given[:5], state, meta, given.form)  # type: ignore[attr-defined]
     assert state.matrix is not None
-    return y, state.columns, state.matrix
+    return y, state.columns, state.matrix, *(one for one in (state.pending, state.at) if one is not None)
 
 
 def close(found: Tensor, expected: Tensor, bound: float) -> None:
@@ -63,37 +64,48 @@ def compare(given: DeltaInputs, decode_rows: int = 1) -> None:
     close(found[0], wanted[0], bound)
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
     close(found[2], wanted[2], bound)
+    for one, other in zip(found[3:], wanted[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps(form: str, step: str, dtype: torch.dtype) -> None:
-    compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype)))
+    compare(on_gpu(make(FORMS[form], STEPS[step], dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_decays_of_channels(step: str, dtype: torch.dtype) -> None:
     for form in ("qwen3.5-0.8b", "wide"):
-        compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype, by_channel=True)))
+        compare(on_gpu(make(FORMS[form], STEPS[step], dtype, by_channel=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
     steps = (*(Sequence(past, 1 + past % 9, (past + 1, 0)) for past in range(33)), Sequence(5, 100))
     for decode_rows in (0, 9):
-        compare(on_gpu(step_of(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
+        compare(on_gpu(make(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("step", PENDING)
+@pytest.mark.parametrize("form", ["qwen3.5-9b", "qwen3.5-27b", "tiny", "wide"])
+def test_pending_rows(form: str, step: str, by_channel: bool, dtype: torch.dtype) -> None:
+    """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
+    compare(on_gpu(make(FORMS[form], PENDING[step], dtype, pending=ROOM, by_channel=by_channel)), decode_rows=ROOM)
 
 
 def test_many_sequences() -> None:
     """More programs than run at once: those that share columns wait for each other."""
-    compare(on_gpu(step_of(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
+    compare(on_gpu(make(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
 
 
 def test_a_resumed_prompt_gives_the_same_bits() -> None:
     form, past = FORMS["qwen3.5-9b"], 640
-    whole = on_gpu(step_of(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
+    whole = on_gpu(make(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
     slot = int(whole.meta.slots[0])
     y, columns, matrix = run(triton, whole)
     copy, state = int(whole.meta.kept[slot, 0]), deepcopy(whole.state)
@@ -113,7 +125,7 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_a_captured_step(step: str) -> None:
     """A graph gives what launches give, each time that it runs: arrivals are counted from 0 again."""
-    given = on_gpu(step_of(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
+    given = on_gpu(make(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
     y, columns, matrix = run(triton, given)
     state = deepcopy(given.state)
     assert state.matrix is not None and given.state.matrix is not None

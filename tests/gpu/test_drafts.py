@@ -8,7 +8,8 @@ from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 
 from ..support.engines import draft_totals
-from .test_engine import SURE, TEXTS, make
+from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .test_engine import DEVICE, RECURRENT, SURE, TEXTS, make, run, tokens
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 FIELDS: tuple[dict[str, Any], ...] = (
@@ -58,3 +59,29 @@ def test_answers_are_those_of_plain_decoding(options: dict[str, Any], plain: lis
         assert answers(llm) == plain
         runs, made, accepted = draft_totals(llm)
         assert 0 < sum(accepted) < made and runs > 20, "drafts that are right and wrong"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"k": 1, "enforce_eager": True}, {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 26}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_drafts_over_states(family: str, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Turns of conversations, whose states go on from checkpoints that steps with drafts have made."""
+    folder = make_oracle(Tiny(family=family), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
+    k = options.pop("k", 3)
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 320} | options
+    texts = [[*prompt[:40], *prompt[:40], i + 3] for i, prompt in enumerate(mixed_prompts())]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    with (
+        make(folder, **sizes) as plain,
+        make(folder, speculative_config=NGRAM | {"num_speculative_tokens": k}, **sizes) as drafting,
+    ):
+        for _ in range(3):
+            news, found = (tokens(run(llm, texts, params)) for llm in (plain, drafting))
+            assert found == news
+            texts = [[*text, *new, 7] for text, new in zip(texts, news, strict=True)]
+            drafting.engine.core.check()
+        _, made, accepted = draft_totals(drafting)
+        assert 0 < sum(accepted) < made, "drafts that are right and wrong"

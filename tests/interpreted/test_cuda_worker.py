@@ -30,6 +30,7 @@ from quire.contracts.step import (
 )
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
+from quire.plan.as_stored import with_prediction
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -336,7 +337,7 @@ def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
     if drafter in ("eagle3", "model"):
         args = replace(model_args("dense"), tie_word_embeddings=False)
         return args, make_headed if drafter == "eagle3" else make_drafted
-    return replace(model_args(drafter), draft_layers=1), make_model
+    return with_prediction(model_args(drafter), drafting=1), make_model
 
 
 @pytest.mark.parametrize(

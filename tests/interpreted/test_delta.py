@@ -32,6 +32,7 @@ from quire.worker.construct import make_runner
 
 from ..support import state_inputs
 from ..support.compared import CPU, LIMITS, VOCAB
+from ..support.drafted_steps import PENDING, ROOM, check_decodes
 from ..support.filled_models import fill, normal
 from ..support.full import full_rows
 from ..support.naive_runner import agree
@@ -47,11 +48,11 @@ if not triton_runtime.INTERPRETED:
 poisoned = pytest.fixture(autouse=True)(state_inputs.poisoned)
 
 
-def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, ...]:
     """y and the states after a step, which leaves the states that were given."""
     state, meta = deepcopy(given.state), replace(given.meta, decode_rows=decode_rows, plans={})
     y = implementation.mix(*given[:5], state, meta, given.form)  # type: ignore[attr-defined]
-    return y, state.columns, state.matrix
+    return y, state.columns, state.matrix, *(one for one in (state.pending, state.at) if one is not None)
 
 
 def check(given: DeltaInputs, decode_rows: int = 1, bound: float = 5e-5) -> None:
@@ -61,6 +62,8 @@ def check(given: DeltaInputs, decode_rows: int = 1, bound: float = 5e-5) -> None
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found[2], wanted[2], rtol=bound, atol=bound, equal_nan=True)
+    for one, other in zip(found[3:], wanted[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +110,25 @@ def test_keys_that_are_alike() -> None:
     check(given, bound=1e-4)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
+@pytest.mark.parametrize("step", PENDING)
+def test_pending_rows(step: str, form: DeltaForm, by_channel: bool) -> None:
+    """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
+    check(make(form, PENDING[step], pending=ROOM, by_channel=by_channel), decode_rows=ROOM)
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 7, *full_rows([0, 3, 4, 5])])
+def test_drafts_change_nothing(number: int) -> None:
+    check_decodes(triton, FORMS[1], number)
+
+
 @pytest.mark.parametrize("past", [1, 63, 64, 100])
 def test_a_resumed_prompt(past: int) -> None:
     """A prompt cut anywhere gives what the unbroken one gives; at a multiple of the chunk, to the bit."""
     whole, form = make(FORMS[0], (Sequence(0, 150, (past, 0)),)), FORMS[0]
     slot = int(whole.meta.slots[0])
-    y, columns, matrix = run(triton, whole, 0)
+    y, columns, matrix, *_ = run(triton, whole, 0)
     copy = int(whole.meta.kept[slot, 0])
     state = deepcopy(whole.state)
     state.columns[slot], state.matrix[slot] = columns[copy], matrix[copy]
@@ -132,7 +148,7 @@ def test_a_resumed_prompt(past: int) -> None:
 
 def test_a_step_without_rows() -> None:
     given = make(FORMS[0], (Sequence(7, 0), Sequence(0, 0)))
-    y, columns, matrix = run(triton, given)
+    y, columns, matrix, *_ = run(triton, given)
     assert y.shape == (0, 64)
     torch.testing.assert_close(columns, given.state.columns, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(matrix, given.state.matrix, rtol=0, atol=0, equal_nan=True)

@@ -1,6 +1,5 @@
 """Layers of every family by the kernels of a GPU, interpreted: hidden states are those of the reference kernels."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from quire.kernels.states import BothViews, StateView
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import embedded, run_layers
+from quire.plan.as_stored import with_prediction
 from quire.plan.kinds.blocks import operations, score_features
 from quire.plan.kv_geometry import kv_components, rank_geometry
 from quire.plan.layout import alone, layout
@@ -95,7 +95,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
 @pytest.mark.parametrize("family", [*FIRST, *full_rows(name for name in FAMILIES if name not in FIRST)])
 def test_hidden_states(family: str) -> None:
     args = parse_checkpoint_config(tiny_config(Tiny(family=family, bias=bool(FAMILIES[family].biases))))
-    args = replace(args, extra_layers=0, layers=args.layers[: args.num_layers])
+    args = with_prediction(args, layers=0)
     with torch.inference_mode():
         expected, actual = hidden(args, reference=True), hidden(args, reference=False)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -8,6 +8,7 @@ from msgspec import structs
 from quire.args.checkpoint import ModelArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import AttentionArgs, DenseArgs, LayerArgs
+from quire.args.prediction import PredictionArgs
 
 
 def with_mixer(args: ModelArgs, **changes: Any) -> ModelArgs:
@@ -37,7 +38,7 @@ def without_experts(args: ModelArgs) -> ModelArgs:
 def with_layers(args: ModelArgs, count: int) -> ModelArgs:
     """Repeat or drop layers, so that there are `count`, and none that predicts several tokens."""
     own = args.layers[: args.num_layers]
-    return replace(args, layers=tuple(own[i % len(own)] for i in range(count)), extra_layers=0, draft_layers=0)
+    return replace(args, layers=tuple(own[i % len(own)] for i in range(count)), prediction=PredictionArgs())
 
 
 def latent_of(args: ModelArgs) -> LatentArgs:

@@ -155,7 +155,8 @@ def runner_of(
 ) -> StepRunner:
     """A runner with a cache that is full of what is no number."""
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
-    args = dataclasses.replace(model.args, draft_layers=num_draft_layers(model))
+    prediction = replace(model.args.prediction, drafting=num_draft_layers(model))
+    args = dataclasses.replace(model.args, prediction=prediction)
     geometry = kv_geometry(args, dtype, limits.block_sizes, limits.windows)
     arena = KVArena(geometry, num_blocks, CPU)
     views = model_views(model, arena.views)

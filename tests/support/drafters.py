@@ -17,7 +17,7 @@ from quire.contracts.step import Admission
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.layers.context import StepContext
 from quire.spec.choose import make_drafter
-from quire.spec.drafter import Changes
+from quire.spec.drafter import Changes, Drafter
 from quire.spec.layers import LayerDrafter
 from quire.worker.runner import StepRunner
 
@@ -57,22 +57,33 @@ class KnownAnswers:
 
     texts    seed of a request -> its tokens, prompt and output, as plain decoding made them
     params   [slots, words] int32, `SamplingTable.rows`, in which the seed of a slot is
-    kind     "right": every draft is the next token; "wrong": none is; "random": right, any token or no draft by chance
+    kind     "right": every draft is the next token; "wrong": none is; "random": right, any token or no draft by chance;
+             a number: the chance of each draft to be right, else it is wrong
+    inner    drafter whose drafts are written over; it goes on to keep its cache. None: there is none
     """
 
-    def __init__(self, texts: Mapping[int, Sequence[int]], params: Tensor, kind: str, vocab: int) -> None:
+    def __init__(
+        self,
+        texts: Mapping[int, Sequence[int]],
+        params: Tensor,
+        kind: str | float,
+        vocab: int,
+        inner: Drafter | None = None,
+    ) -> None:
         self._texts, self._params, self._kind, self._vocab = texts, params, kind, vocab
-        self._random = np.random.default_rng(0)
+        self._random, self._inner = np.random.default_rng(0), inner
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
-        return []
+        return [] if self._inner is None else self._inner.admit(admitted)
 
-    def follow(
-        self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool
-    ) -> None: ...
+    def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
+        if self._inner is not None:
+            self._inner.follow(step, buffers, hidden, ctx, decode=decode)
 
     def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Write the drafts of a step's decodes. See `Drafter`."""
+        if self._inner is not None:
+            self._inner.draft(step, tables, seqs, count)
         starts = step.starts[: (step.num_decodes if count else 0) + 1].tolist()
         for i, slot in enumerate(step.slots[: len(starts) - 1].tolist()):
             known, count = int(tables.computed[slot]) + 1, starts[i + 1] - starts[i] - 1
@@ -93,6 +104,8 @@ class KnownAnswers:
 
     def _draft(self, token: int) -> int:
         chance = self._random.random()
+        if isinstance(self._kind, float):
+            return token if chance < self._kind else (token + 1) % self._vocab
         if self._kind == "right" or self._kind == "random" and chance < 0.6:
             return token
         return (token + 1) % self._vocab if self._kind == "wrong" or chance < 0.9 else NO_DRAFT

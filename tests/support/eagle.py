@@ -29,21 +29,27 @@ HEAD = LLAMA | {
 }
 
 
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "o_proj.bias", "experts.down_proj", "down_proj_bias")
 FAMILIES: dict[str, dict[str, Any]] = {  # of targets: keys beside those of `LLAMA`
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 11},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+        "initializer_range": 0.3,  # with larger weights rounding shows in the tests' bounds
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11, "rope_parameters": None},
-}
+}  # fmt: skip
 
 
 def model(folder: Path, tokenizer: Path, scale: float = 0.02, family: str = "llama") -> Path:
     """Write a model whose next token depends, with scale 0, on its last token alone."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **LLAMA | FAMILIES[family], initializer_range=1.0)
+    config = transformers.AutoConfig.for_model(family, **LLAMA | {"initializer_range": 1.0} | FAMILIES[family])
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, value in made.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight", "o_proj.bias", "experts.down_proj", "down_proj_bias")):
+        if name.endswith(OUTPUTS):
             value.data *= scale
     made.lm_head.weight.data /= 4
     made.save_pretrained(folder)

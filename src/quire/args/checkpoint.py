@@ -33,6 +33,7 @@ from quire.args.layers import (
     NormArgs,
 )
 from quire.args.multipliers import gate_factor, read_factors
+from quire.args.prediction import PredictionArgs, read_prediction
 from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.spelling import respelled
@@ -43,7 +44,6 @@ from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
-SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
 WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
 LONG = (
     "LongRoPE: the context is longer than the trained {0} tokens, so all requests rotate by the divisors of long "
@@ -71,8 +71,7 @@ class ModelArgs:
     """Arguments of a decoder model, complete: layers and kernels add no defaults of their own.
 
     layers           every layer of the checkpoint
-    extra_layers     number of these that predict several tokens (MTP); they stand behind the model's own
-    draft_layers     number of these that an engine runs to draft tokens; the others are skipped
+    prediction       those of them that predict several tokens (MTP)
     eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
     wrapper          place of the model in the checkpoint of a model around it, of which nothing else runs
@@ -89,11 +88,20 @@ class ModelArgs:
     max_position_embeddings: int
     dtype: str
     ends: EndArgs = EndArgs()
-    extra_layers: int = 0
-    draft_layers: int = 0
+    prediction: PredictionArgs = PredictionArgs()
     eagle: EagleArgs | None = None
     wrapper: WrapperArgs | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def extra_layers(self) -> int:
+        """The number of layers that predict several tokens. They stand behind the model's own."""
+        return self.prediction.layers
+
+    @property
+    def draft_layers(self) -> int:
+        """The number of these that an engine runs to draft tokens."""
+        return self.prediction.drafting
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +118,11 @@ class ModelArgs:
         """The mixers that attend to tokens; each model has one. The others are recurrent."""
         return tuple(one for one in self.mixers if isinstance(one, AttentionArgs))
 
+    @property
+    def keeps_states(self) -> bool:
+        """True if some layers are recurrent, and keep a state of each request."""
+        return len(self.attending) < len(self.mixers)
+
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """Each rotation of heads once, in the order of the layers."""
@@ -117,9 +130,12 @@ class ModelArgs:
 
     @cached_property
     def moe(self) -> MoEArgs | None:
-        """The experts of the layers that have experts, which are alike in all of them; None: no layer has."""
-        found = dict.fromkeys(one.experts for one in self.layers if one.experts is not None)
-        assert len(found) <= 1, "layers with other experts"
+        """The experts of the layers that have experts, which are alike in all of them; None: no layer has.
+
+        Those that predict several tokens may store them in another form.
+        """
+        found = [one.experts for one in self.layers if one.experts is not None]
+        assert len({structs.replace(one, stored="") for one in found}) <= 1, "layers with other experts"
         return next(iter(found), None)
 
     @cached_property
@@ -182,14 +198,15 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     alone = family.recurrent and not family.form.both
     recurrent = read_recurrent(keys, family.recurrent, layers) if alone else frozenset[int]()
     rules = read_layer_rules(_of_attention(keys, family), family, UNBOUNDED if eagle else context, layers)
-    extra = _extra_layers(keys, family)
+    ropes = rope, _sliding_rope(keys, family, max_positions, rope)
+    prediction = read_prediction(keys, family, MOST_LAYERS)
     dtype, dtype_notes = _dtype(keys, family)
     args = ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
-        layers=_layers(keys, family, (rope, _sliding_rope(keys, family, max_positions, rope)), rules, extra, recurrent),
+        layers=_layers(keys, family, ropes, rules, prediction.layers, recurrent),
         norm=NormArgs(
             eps=keys.positive(family.form.eps_key, family.form.eps),
             plus_one=family.form.plus_one,
@@ -199,11 +216,12 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         max_position_embeddings=context,
         dtype=dtype,
         ends=_ends(keys, family, hidden),
-        extra_layers=extra,
+        prediction=prediction,
         wrapper=wrapper,
         notes=(
             *([WRAPPED.format(wrapper.model_type)] if wrapper else ()),
-            *_notes(keys, family, layers, extra),
+            *_notes(keys, family),
+            *prediction.notes(layers),
             *rope_notes,
             *dtype_notes,
             *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ()),
@@ -242,11 +260,6 @@ def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
     return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
 
 
-def _extra_layers(keys: Keys, family: Family) -> int:
-    spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    return keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
-
-
 def _layers(
     keys: Keys,
     family: Family,
@@ -265,10 +278,8 @@ def _layers(
     for layer in recurrent:
         mixers[layer] = READERS[family.recurrent](keys)
     act = _activation(keys, family)
-    width, bias = (
-        keys.size(family.form.width_key, family.form.width),
-        keys.flag("mlp_bias") if "mlp_bias" in family.keys else False,
-    )
+    width = keys.size(family.form.width_key, family.form.width)
+    bias = keys.flag("mlp_bias") if "mlp_bias" in family.keys else False
     both = family.form.both
     dense = DenseArgs(width=width, bias=bias, act=act, gate_scale=gate_factor(keys) if both else 1.0)
     parts: list[FeedForwardArgs] = [dense] * len(mixers)
@@ -287,9 +298,8 @@ def _layers(
     form: dict[str, Any] = {"scaled": family.form.scaled, "residual": residual}
     form |= {"beside": READERS[family.recurrent](keys), "factors": read_factors(keys)} if both else {}
     form["inputs"] = _layer_inputs(keys, family)
-    norms = [family.form.norms] * len(mixers)
-    if family.form.norms == "by kind":
-        norms = ["before" if layer in recurrent else "after" for layer in range(len(mixers))]
+    kinds = ("after", "before") if family.form.norms == "by kind" else (family.form.norms,) * 2
+    norms = [kinds[layer in recurrent] for layer in range(len(mixers))]
     return tuple(
         LayerArgs(mixer=one, feed_forward=part, norms=places, **form)
         for one, part, places in zip(mixers, parts, norms, strict=True)
@@ -432,13 +442,8 @@ def _dtype(keys: Keys, family: Family) -> tuple[str, tuple[str, ...]]:
     return name, ()
 
 
-def _notes(keys: Keys, family: Family, layers: int, extra: int) -> Iterator[str]:
+def _notes(keys: Keys, family: Family) -> Iterator[str]:
     if keys.get("auto_map"):
         yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
-    if extra:
-        last = f" to {layers + extra - 1}" if extra > 1 else ""
-        yield (
-            f'{SKIPPED} (layer {layers}{last} of the checkpoint) without --speculative-config \'{{"method": "mtp"}}\''
-        )
     if unknown := sorted(set(keys) - family.reads - NEUTRAL.keys()):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

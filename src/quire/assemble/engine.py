@@ -388,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory)),
+        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory, plan)),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,

@@ -53,19 +53,19 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     """Return the arguments of the model in `folder`, with the layers that draft.
 
     head   method of the EAGLE head that the folder must hold; "": a model
-    Names of tensors decide the spelling of a head, the place inside another model, and the form of stored experts.
+    Names of tensors decide the spelling of a head, the place inside another model, the presence of layers that draft,
+    and the form of stored experts.
     """
     args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
-    args = with_draft_layers(args, config.scheduler.speculative_config)
-    if args.eagle is None and args.wrapper is None and args.moe is None:
-        return args
+    told_by_names = args.eagle or args.wrapper or args.moe or args.prediction.root
     try:
-        stored = _stored_names(config, folder)
+        stored = _stored_names(config, folder) if told_by_names else ()
     except (ModelNotFound, WeightsError):  # the loader tells
-        return args
+        stored = ()
     if args.eagle is not None:
         return with_spelling(args, stored)
-    return as_stored(args, stored, lambda name: _shape(config, folder, name))
+    args = as_stored(args, stored, lambda name: _shape(config, folder, name))
+    return with_draft_layers(args, config.scheduler.speculative_config)
 
 
 def read_model(

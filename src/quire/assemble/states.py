@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from quire.kv.states import StateCheckpoints
+from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -12,12 +13,13 @@ if TYPE_CHECKING:
 STATE_EVERY = 256  # tokens between two checkpoints of a decode
 
 
-def make_checkpoints(memory: MemoryPlan) -> StateCheckpoints | None:
+def make_checkpoints(memory: MemoryPlan, plan: EnginePlan) -> StateCheckpoints | None:
     """Return the checkpoints of an engine core; None: no layer keeps states."""
     if not memory.checkpoints:
         return None
-    unit = memory.geometry.hit_size
-    return StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit))
+    unit, draft = memory.geometry.hit_size, plan.draft
+    behind = plan.drafting.num_drafts if draft is not None and draft.args.keeps_states else 0
+    return StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit), behind)
 
 
 def keep_states(worker: "StepRunner", states: "StateArena") -> None:

@@ -9,16 +9,34 @@ from quire.kernels.triton_runtime import jit, tl
 
 
 @jit
-def taken(given, columns, i, past, channel, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, stride):
+def taken(
+    given,
+    columns,
+    i,
+    past,
+    channel,
+    inside,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    stride,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
+):
     """Return inputs of the convolution; those before the sequence's first token are zeros.
 
     given      the sequence's first row in the step;  stride  from row to row
     columns    [TAPS - 1, CHANNELS] of the sequence's state
     i          rows from the first one; a negative i is a column. past: the sequence's tokens before the step
     channel    channels; inside: those to load. i, channel and inside broadcast
+    pending    pending rows of the sequence's state, of WIDTH numbers. Rows count from the first of `replayed` ones;
+               None: there are none
     """
-    place = tl.where(i >= 0, given + i * stride + channel, columns + (i + TAPS - 1) * CHANNELS + channel)
-    return tl.load(place, mask=inside & ((i >= 0) | (past > 0)), other=0.0)
+    place, known = columns + (i + TAPS - 1) * CHANNELS + channel, (i >= 0) | (past > 0)
+    if pending is not None:
+        place = tl.where(i >= 0, pending + i * WIDTH + channel, place)
+    place = tl.where(i >= replayed, given + (i - replayed) * stride + channel, place)
+    return tl.load(place, mask=inside & known, other=0.0)
 
 
 @jit
@@ -35,6 +53,9 @@ def convolved(
     TAPS: tl.constexpr,
     stride,
     ONE: tl.constexpr,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
 ):
     """Return silu of the convolution of channels at rows i, in float32.
 
@@ -48,7 +69,8 @@ def convolved(
             else:
                 x = tl.load(columns + tap * CHANNELS + channel, mask=inside & (past > 0), other=0.0)
         else:
-            x = taken(given, columns, i + (tap - TAPS + 1), past, channel, inside, CHANNELS, TAPS, stride)
+            row = i + (tap - TAPS + 1)
+            x = taken(given, columns, row, past, channel, inside, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
         factor = tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
         total += x.to(tl.float32) * factor
     if bias is not None:
@@ -69,14 +91,18 @@ def keep_columns(
     TAPS: tl.constexpr,
     TAPSP: tl.constexpr,
     stride,
+    pending=None,
+    replayed=0,
+    WIDTH: tl.constexpr = 0,
 ):
-    """Write the columns [TAPS - 1, CHANNELS] of the sequence after `upto` rows of the step to `target`.
+    """Write the columns [TAPS - 1, CHANNELS] of the sequence after `upto` rows to `target`. See `taken`.
 
     `target` may be `columns`: the barrier ends all reads of the program before its first write.
     """
     tap = tl.arange(0, TAPSP)[:, None]
     within = (tap < TAPS - 1) & inside[None, :]
-    x = taken(given, columns, upto - TAPS + 1 + tap, past, channel[None, :], within, CHANNELS, TAPS, stride)
+    row, at = upto - TAPS + 1 + tap, channel[None, :]
+    x = taken(given, columns, row, past, at, within, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
     tl.debug_barrier()
     tl.store(target + tap * CHANNELS + channel[None, :], x, mask=within)
 

@@ -42,14 +42,15 @@ class StateCheckpoints:
 
     unit    a checkpoint stands at a multiple of so many tokens, where blocks of all KV groups end
     every   tokens between two copies of a decode, a multiple of `unit`
+    behind  tokens by which the states of a draft model may be behind those of the model; 0: it keeps none
     pool    the checkpoints, by number from 1 on
     restored   (slot, checkpoint) of the requests, admitted by the plan that is being made, that go on at a checkpoint
     hits    tokens found by checkpoints since the start; cut   tokens found in blocks and without a checkpoint
     """
 
-    def __init__(self, num_checkpoints: int, unit: int, every: int) -> None:
+    def __init__(self, num_checkpoints: int, unit: int, every: int, behind: int = 0) -> None:
         assert every % unit == 0, "copies of decodes stand at places of checkpoints"
-        self.pool, self.unit, self.every = BlockPool(num_checkpoints), unit, every
+        self.pool, self.unit, self.every, self._behind = BlockPool(num_checkpoints), unit, every, behind
         self.hits = self.cut = 0
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
@@ -122,7 +123,7 @@ class StateCheckpoints:
         self.restored = [one for one in self.restored if one[0] != slot]
         if (held := self._held.pop(slot, None)) is not None:
             checkpoint, length = held
-            self._settle(checkpoint, chain, length * (length <= computed))
+            self._settle(checkpoint, chain, length * (length <= computed - self._behind))
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Forget the checkpoints with these keys."""

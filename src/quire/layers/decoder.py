@@ -141,7 +141,8 @@ def _recurrent(own: RecurrentArgs, layer: int, args: ModelArgs, build: Build) ->
 
 
 class DraftLayer(nn.Module):
-    """A layer that predicts the token after the next (multi-token prediction, MTP), as DeepSeek-V3 and GLM-4.5 have it.
+    """A layer that predicts the token after the next (multi-token prediction, MTP), as DeepSeek-V3, GLM-4.5 and
+    Qwen3.5 have it.
 
     It joins the embedding of token i with the model's hidden state at i - 1, after the final norm, and runs a decoder
     layer on it. The head of the model turns its output, after `norm`, into logits of token i + 1.

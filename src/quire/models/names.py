@@ -192,3 +192,9 @@ PREDICTION: NameMap = (  # of the token after the next; the layer's copies of em
     ("model.layers.{i}.eh_proj.weight", "layers.{i}.join.weight", ""),
     ("model.layers.{i}.shared_head.norm.weight", "layers.{i}.norm.weight", ""),
 )
+MTP: NameMap = (  # likewise, of Qwen; the rest of the layer has the names of the model's behind "mtp.layers.0."
+    ("mtp.pre_fc_norm_embedding.weight", "layers.{i}.token_norm.weight", ""),
+    ("mtp.pre_fc_norm_hidden.weight", "layers.{i}.state_norm.weight", ""),
+    ("mtp.fc.weight", "layers.{i}.join.weight", ""),
+    ("mtp.norm.weight", "layers.{i}.norm.weight", ""),
+)

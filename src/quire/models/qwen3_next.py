@@ -5,6 +5,7 @@ from quire.models.names import (
     DENSE,
     EXPERTS,
     GATED_DELTA,
+    MTP,
     OUTPUT_BIAS,
     QK_NORM,
     QKV_BIAS,
@@ -23,4 +24,5 @@ NAME_MAP: NameMap = (
     *EXPERTS,
     *STACKED_EXPERTS,
     *SHARED_EXPERT,
+    *MTP,
 )

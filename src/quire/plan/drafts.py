@@ -6,22 +6,24 @@ from typing import Any
 
 import msgspec
 
-from quire.args.checkpoint import SKIPPED, ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.speculation import read_speculative_config
+from quire.plan.as_stored import with_prediction
 from quire.plan.engine import EnginePlan
+from quire.plan.kv_geometry import state_groups
 
 
 def with_draft_layers(args: ModelArgs, given: Mapping[str, Any] | None) -> ModelArgs:
     """Return the arguments of a model with the layers that the option `speculative_config` makes it draft with.
 
-    A model with no such layer, or several, keeps its arguments: a row of `plan/meetings.py` refuses the method for it.
+    A model without a layer that can draft keeps its arguments: a row of `plan/meetings.py` refuses the method for it.
     """
     speculation = read_speculative_config(given)
-    if speculation is None or speculation.method != "mtp" or args.extra_layers != 1:
+    if speculation is None or speculation.method != "mtp" or args.prediction.lack:
         return args
-    return replace(args, draft_layers=1, notes=tuple(note for note in args.notes if not note.startswith(SKIPPED)))
+    return with_prediction(args, drafting=1)
 
 
 def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
@@ -67,10 +69,10 @@ def with_spelling(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
 def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     """Return the plan of an engine with a draft model or EAGLE head, whose layers follow those of the model in each
     page."""
-    drafting = msgspec.structs.replace(plan.drafting, model=draft)
-    return msgspec.structs.replace(
-        plan, drafting=drafting, geometry=joined(plan.geometry, draft.geometry, plan.args.num_layers)
-    )
+    drafting, first = msgspec.structs.replace(plan.drafting, model=draft), plan.args.num_layers
+    states = state_groups(draft.args, draft.mesh.rank, draft.dtype.dtype, plan.drafting.num_drafts)
+    geometry = msgspec.structs.replace(draft.geometry, states=states)
+    return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, geometry, first))
 
 
 def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
@@ -111,4 +113,5 @@ def joined(geometry: KVGeometry, draft: KVGeometry, first: int | None = None) ->
             groups[groups.index(own)] = joint
         else:
             groups.append(joint)
-    return msgspec.structs.replace(geometry, groups=tuple(groups))
+    states = (msgspec.structs.replace(one, layers=tuple(first + layer for layer in one.layers)) for one in draft.states)
+    return msgspec.structs.replace(geometry, groups=tuple(groups), states=(*geometry.states, *states))

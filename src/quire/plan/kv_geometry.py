@@ -62,11 +62,15 @@ def rank_geometry(
             )
         )
     assert len(found) == len(grouped), "each group has a block size"
-    return KVGeometry(groups=tuple(found), states=_states(args, rank, activations or dtype, drafts))
+    return KVGeometry(groups=tuple(found), states=state_groups(args, rank, activations or dtype, drafts))
 
 
-def _states(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[StateGroup, ...]:
-    """Return the states of a rank's layers. Layers with equal states are together. dtype: of activations."""
+def state_groups(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[StateGroup, ...]:
+    """Return the states of a rank's layers. Layers with equal states are together.
+
+    dtype    of activations
+    drafts   most drafts that a decode verifies, or that a draft model makes
+    """
     found: dict[tuple[StateComponent, ...], list[int]] = {}
     for own, layer in enumerate(range(*rank.layers)):
         for one in args.layers[layer].mixers:

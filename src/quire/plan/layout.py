@@ -5,7 +5,7 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from quire.args.checkpoint import ModelArgs
@@ -27,13 +27,24 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
     experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.expert_ids`
     """
     rank = rank or alone(args)
-    names = placed(checkpoint_names(args.model_type), args.wrapper)
+    names = layer_names(args)
     if args.eagle is not None:
         at, fc = args.eagle.at, args.eagle.fc
         names = {key: one.replace("{at}", at).replace("{fc}", fc) for key, one in names.items()}
     stacked = rank.expert_ids if experts is None else experts
     write = ParamWriter(names, rank, stacked, args.hidden_size, args.model_type)
     return tuple(_params(args, write))
+
+
+def layer_names(args: ModelArgs, layer: int = 0) -> Mapping[tuple[str, str], str]:
+    """Return (parameter, part) -> checkpoint name of the tensors of a layer, and of those that belong to none.
+
+    Layers that predict several tokens may have names of their own.
+    """
+    names: Mapping[tuple[str, str], str] = checkpoint_names(args.model_type)
+    if layer >= args.num_layers:
+        names = {key: args.prediction.named(one) for key, one in names.items()}
+    return placed(names, args.wrapper)
 
 
 def alone(args: ModelArgs) -> Rank:
@@ -93,7 +104,7 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
     if not rank.last:
         return
     for layer in range(args.num_layers, args.num_layers + args.draft_layers):
-        yield from prediction_params(args, write, layer)
+        yield from prediction_params(args, write.naming(layer_names(args, layer)), layer)
     yield write.norm("norm.weight")
     if not args.tie_word_embeddings:
         yield write.param("head.weight", {"": vocab}, hidden, shard="rows")

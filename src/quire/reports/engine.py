@@ -375,7 +375,8 @@ class PlanReport:
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
         files, args = self.holdings.files, self.plan.args
-        layers = [f"model.layers.{args.num_layers + i}." for i in range(args.draft_layers, args.extra_layers)]
+        root, extra = args.prediction.root, range(args.draft_layers, args.extra_layers)
+        layers = [root or f"model.layers.{args.num_layers + i}." for i in extra]
         found = {f"{layer}*": 0 for layer in layers}
         read = set(stored_names(self.holdings.layout) if files else ()).union(*self.cache_scales)
         for name in sorted(files.keys() - read):

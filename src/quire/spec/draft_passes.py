@@ -6,19 +6,23 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels.attention import KVView
+from quire.layers.attention import Attention
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
+from quire.layers.latent import LatentAttention
 from quire.layers.stack import Model, embedded, run_layers
 
 
 class Pass(Protocol):
     """Layers that draft. Shapes: D decodes, T rows of a pass.
 
-    width    of the states that are kept of the model
-    groups   KV groups of the layers, ascending
+    width       of the states that are kept of the model
+    groups      KV groups of the layers, ascending
+    recurrent   True: some layers are recurrent, and keep states of their own
     """
 
     width: int
+    recurrent: bool
     groups: tuple[int, ...]
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
@@ -36,6 +40,8 @@ class Pass(Protocol):
 
 class PredictionPass:
     """A pass of the model's prediction layer. A `Pass`. Its states are the model's, after the final norm."""
+
+    recurrent = False
 
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._layer, self._kv = model, model.drafts[0], kv[0]
@@ -62,6 +68,8 @@ class PredictionPass:
 class HeadPass:
     """A pass of an EAGLE head. A `Pass`. Its states are the model's: after the final norm, or between several layers,
     joined (EAGLE-3)."""
+
+    recurrent = False
 
     def __init__(self, model: Model, head: Decoder, kv: list[KVView]) -> None:
         self._model, self._head, self._kv = model, head, kv[0]
@@ -101,7 +109,9 @@ class ModelPass:
 
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._kv = model, kv
-        self.groups = tuple(sorted({layer.attention.group for layer in model.layers}))
+        mixers = (layer.attention for layer in model.layers)
+        self.groups = tuple(sorted({one.group for one in mixers if isinstance(one, Attention | LatentAttention)}))
+        self.recurrent = model.args.keeps_states
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return states without numbers. See `Pass`."""

@@ -40,6 +40,7 @@ from quire.kernels.step import (
 from quire.layers.context import StepContext
 from quire.spec.draft_passes import Pass
 from quire.spec.drafter import Changes
+from quire.spec.pass_states import PassStates
 
 
 class LayerDrafter:
@@ -89,6 +90,7 @@ class LayerDrafter:
             drafts=rows.int(),
         )
         self._lanes = torch.arange(max(tokens, slots), device=device)
+        self._recurrent = PassStates(slots, device) if passes.recurrent else None
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         """Return the changes of `first`: the states before the first computed token are unknown. See `Drafter`."""
@@ -103,6 +105,8 @@ class LayerDrafter:
         rows = torch.where(live, known - self.first[slots], 0).clamp_(0, self._width)
         self._step.slots[:seqs] = step.slots[:seqs]
         torch.add(self.first, 1, out=self._past)
+        if self._recurrent is not None:
+            self._recurrent.first(slots, self._past[slots], rows)
         starts, tokens = self._cut(step, rows, self._width)
         owner = torch.searchsorted(starts[1:].long(), self._lanes[:tokens], right=True).clamp_(max=seqs - 1)
         places = slots[owner] * self._width + (self._lanes[:tokens] - starts[owner]).clamp_(0, self._width - 1)
@@ -122,10 +126,18 @@ class LayerDrafter:
             tables.history[
                 torch.where(wanted, slots, len(tables.computed) - 1), torch.where(wanted, known + ahead, 0)
             ] = self._sampling.tokens[:seqs].int()
-            if ahead < count:
-                self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
-                _, tokens = self._cut(step, live.long(), 1)
-                state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
+            if ahead == count:
+                continue
+            if self._recurrent is not None:
+                self._past[slots] = known
+                again = torch.where(planned > ahead + 1, ahead + 1, live.long())  # of others the last true token
+                starts, tokens = self._cut(step, again, ahead + 1)
+                out = self._run(state, seqs, tokens, ahead + 1)
+                state = self._pass.state(out[(starts[1:].long() - 1).clamp(min=0)])
+                continue
+            self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
+            _, tokens = self._cut(step, live.long(), 1)
+            state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
@@ -145,6 +157,9 @@ class LayerDrafter:
         rows = torch.minimum(begin[:, None] + self._lanes[: self._width], ends[:, None] - 1).clamp_(min=0)
         self.states[slots] = states[rows]
         self.first[slots] = buffers.seq_lens - (ends - begin)
+        if self._recurrent is not None:
+            assert ctx.states is not None, "the runner tells where states are"
+            self._recurrent.follow(slots, ctx.states)
 
     def _cut(self, step: StepWords, rows: Tensor, most: int) -> tuple[Tensor, int]:
         """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return starts and a pass's rows."""
@@ -184,5 +199,9 @@ class LayerDrafter:
             )
         own = metas[self._pass.groups[0]]  # in the place of groups whose layers draft nothing
         attention = tuple(metas.get(group, own) for group in range(len(blocks)))
-        ctx = StepContext(buffers.positions, attention, [], live=buffers.live)
+        kept = None
+        if self._recurrent is not None:
+            slots = self._step.slots[:seqs]
+            kept = self._recurrent.meta(own.query_start, own.seq_lens, slots, query)
+        ctx = StepContext(buffers.positions, attention, [], live=buffers.live, states=kept)
         return self._pass.run(buffers.token_ids, states, ctx)

@@ -70,6 +70,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     the embedding, scales of a quantized KV cache, projections of keys and values that another layer has, and the layers
     of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of embedding and head.
     """
+    if (root := args.prediction.root) and name.startswith(root):
+        return not args.draft_layers or name.endswith((*COPIES, *CACHE_SCALES))
     if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:
         return True
     if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (
@@ -125,7 +127,9 @@ def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
 def _hint(names: list[str], args: ModelArgs) -> str:
     if names == ["lm_head.weight"]:
         return " If the model shares its head with the embedding, set tie_word_embeddings to true in config.json."
-    if all((layer := _LAYER.match(name)) and int(layer[1]) >= args.num_layers for name in names):
+    root = args.prediction.root
+    behind = [(layer := _LAYER.match(name)) and int(layer[1]) >= args.num_layers for name in names]
+    if all(one or (root and name.startswith(root)) for one, name in zip(behind, names, strict=True)):
         return " Without --speculative-config the layer that drafts is not needed."
     return ""
 

@@ -120,6 +120,15 @@ def test_a_length_that_an_earlier_step_may_have_passed_is_left_out() -> None:
     assert states.find(chain, 30) == (0, 0)
 
 
+@pytest.mark.parametrize(("computed", "found"), [(10, 0), (11, 8)])
+def test_a_copy_is_found_if_the_states_of_a_draft_model_reach_it(computed: int, found: int) -> None:
+    """They may be three tokens behind."""
+    states, chain = StateCheckpoints(4, 4, 8, 3), KeyChain(bytes(32), 4, array("I", range(30)))
+    assert [one.length for one in states.of_decode(0, 0, chain, 5, 5, 9)] == [8]
+    states.leave(0, chain, computed)
+    assert states.find(chain, 30)[0] == found
+
+
 def test_a_request_that_ends_before_its_copy_leaves_none(Rig: Any, depth: int) -> None:
     """Drafts may pass 8 in each step, but the answer stops at the eighth token, whose state nobody computes."""
     drafts: dict[str, Any] = {"states": 8, "budget": 64, "drafts": 3, "accepts": (0,)}

@@ -1,7 +1,6 @@
 """Loading in `quire explain`: bytes in stored types, tensors that are not read, devices, the most memory it takes."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.entry.cli.main import main
+from quire.plan.as_stored import with_prediction
 from quire.plan.layout import layout, stored_names
 
 from ...support.quantized_checkpoints import FORMS
@@ -47,7 +47,7 @@ def test_a_layer_that_drafts_is_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "config.json").write_text(json.dumps(raw))
     args = parse_checkpoint_config(raw)
     copies = [f"model.layers.{args.num_layers}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
-    names = [*stored_names(layout(replace(args, draft_layers=1))), *copies]
+    names = [*stored_names(layout(with_prediction(args, drafting=1))), *copies]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     drafting = ("-sc", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))

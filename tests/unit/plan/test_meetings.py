@@ -81,12 +81,14 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("drafts over states", "a GPU"), ("host memory", "states"), ("CacheBlend", "states")},
+        {("host memory", "states"), ("CacheBlend", "states")},
     ),
     (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states without drafts")}),
-    (EXAMPLES["draft model"], {"recurrent": True}, {("draft model", "states")}),
-    (EAGLE, {"recurrent": True}, {("EAGLE", "states")}),
-    (EXAMPLES["draft model"], {"recurrent drafts": True}, {("drafts of another model", "states of drafts")}),
+    (
+        EXAMPLES["draft model"] | EXAMPLES["host memory"],
+        {"recurrent drafts": True},
+        {("host memory", "states")},
+    ),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
@@ -209,6 +211,12 @@ def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any],
     assert pairs <= pairs_of(inputs)
     for one in met(inputs, REQUEST if "request" in changes else "engine"):
         assert one.said.endswith(".") and "{" not in one.feature + one.said.replace('{"', ""), one
+
+
+@pytest.mark.parametrize("drafts", ["draft model", "EAGLE", "n-grams"])
+def test_layers_draft_for_recurrent_ones_on_a_cpu(drafts: str) -> None:
+    changes = {"recurrent": True, "recurrent drafts": drafts == "draft model", "device": "cpu"}
+    assert not [pair for pair in pairs_of(sample(EXAMPLES[drafts], changes)) if "states" in " ".join(pair)]
 
 
 def test_no_row_is_without_a_sample_and_no_feature_without_a_row() -> None:

@@ -17,6 +17,7 @@ from quire.kernels.sampling.rows import Mode, encode_row
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import ref as step_operations
 from quire.kernels.step.upload import InPlaceUpload
+from quire.plan.as_stored import with_prediction
 from quire.spec.ngram import NgramDrafter
 from quire.worker.synthetic import SyntheticAcceptance
 
@@ -42,7 +43,7 @@ def texts(kind: str) -> dict[int, list[int]]:
 
 def compared_drafts(kind: str, guesses: str, *, drafts: int, depth: int, blocks: int = 31) -> ComparedRunners:
     """Run requests of all kinds with drafts; every token is compared with the naive runner's."""
-    args = replace(model_args(kind), draft_layers=int(guesses == "layer"))
+    args = with_prediction(model_args(kind), drafting=int(guesses == "layer"))
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth, num_drafts=drafts))
     set_drafter(runner, NgramDrafter(ref, 1, 3))
     if guesses == "layer":

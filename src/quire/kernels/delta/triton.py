@@ -2,7 +2,9 @@
 
 Drafts are one launch, in which a program has a head of a sequence and keeps its matrix in registers, from its one read
 to its one write. Programs of a key head read the same columns of queries and keys. The last one to arrive writes the
-new columns, when all have read the old ones.
+new columns, when all have read the old ones. With pending rows (`quire.kernels.states`) a program first replays those
+that were accepted, and writes the matrix then. Sequences of longer chunks are replayed here, too, before the kernels
+for prompts go on.
 
 Floor: 8 Hv Dk Dv bytes a sequence and layer, the matrices read and written once. 32 sequences with 32 heads of
 128 x 128 move 134 MB: 31 us at 4.3 TB/s.
@@ -20,8 +22,7 @@ from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
-from quire.kernels.delta.triton_rows import log_decay, opened, unit
-from quire.kernels.state_rows import convolved, keep_columns
+from quire.kernels.delta.triton_rows import columns_of_head, keep_rows, log_decay, opened, row_of_head
 from quire.kernels.states import StateMeta, StateView, packed
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
@@ -45,7 +46,9 @@ def mix(
         return call.y
     by_channel = len(weights.shift) != form.heads
     limit = meta.max_rows if by_channel else meta.decode_rows
-    if limit == 1 and not by_channel:
+    if state.pending is not None and meta.max_rows > limit != state.pending.shape[1]:
+        raise ValueError(f"triton delta: {limit} rows of decodes, and {state.pending.shape[1]} pending ones")
+    if limit == 1 and not by_channel and state.pending is None:
         mix_decodes(call)
     elif limit:
         _mix_rows(call, limit, by_channel)
@@ -70,6 +73,15 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
             f"triton delta: columns must be {qkv.dtype} {own}, contiguous in a state; they are {columns.dtype} "
             f"{tuple(columns.shape)} with strides {columns.stride()}"
         )
+    pending, at = state.pending, state.at
+    if pending is None or at is None:
+        return
+    width = form.channels + len(weights.shift) + form.heads
+    if pending.dtype != qkv.dtype or pending.shape[2] != width or not packed(pending) or at.dtype != torch.int32:
+        raise ValueError(
+            f"triton delta: pending rows must be {qkv.dtype} [., ., {width}], contiguous in a state, and lengths "
+            f"int32; they are {pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}, and {at.dtype}"
+        )
 
 
 def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
@@ -88,14 +100,18 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         state.columns,
         state.matrix,
         call.y,
-        _counters(meta, num_seqs * form.key_heads, call.y.device),
+        _counters(meta, num_seqs * (form.key_heads + 1), call.y.device),
+        state.pending,
+        state.at,
         *call.strides,
+        *(0 if one is None else one.stride(0) for one in (state.pending, state.at)),
         form.eps,
         form.lowest,
         limit,
         **call.sizes,
         BY_CHANNEL=by_channel,
-        ONE=limit == 1,
+        MOST=0 if state.pending is None else state.pending.shape[1],
+        ONE=limit == 1 and state.pending is None,
         PDL=in_pdl,
         num_warps=warps,
         **pdl.options(in_pdl),
@@ -113,35 +129,50 @@ def _counters(meta: StateMeta, count: int, device: torch.device) -> Tensor:
 
 
 @jit
+def _stand(arrived, places, slot, past, rows, lazy, H: tl.constexpr):
+    """Write the lengths at which a sequence's state and its copies stand, when all its programs have read the old one.
+
+    arrived   the sequence's counter;  places  kept_at, kept, lengths and their stride
+    """
+    kept_at, kept, lengths, stride = places
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == H - 1:
+        tl.store(arrived, 0)
+        tl.store(lengths + slot * stride, tl.where(lazy, past, past + rows))
+        for n in range(0, 2):
+            length = tl.load(kept_at + 2 * slot + n)
+            if (length > past) & (length <= past + rows):
+                tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * stride, length)
+
+
+@jit
 def _advance(
     held,
-    decay,
-    strength,
-    shift,
-    gate,
-    norm,
-    y,
-    q,
-    k,
-    v,
-    head,
-    key,
-    value,
-    speed,
-    lowest,
-    eps,
+    rates,
+    factors,
+    outputs,
+    row,
+    place,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BOUNDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    READ: tl.constexpr,
 ):
-    """Compute a row of a head: write its result, return the matrix after it. held: the matrix before.
+    """Compute a row of a head: write its result if READ, return the matrix after it. held: the matrix before.
 
-    decay, strength, gate, y   the row
-    key, value   arange of the padded sizes;  speed  exp(rate)
+    rates     rows of decays and strengths;  row  q, k and v of the head
+    factors   shift, exp(rate) and lowest
+    outputs   rows of gate, norm and y, and eps
+    place     head, and arange of the padded sizes of a key and a value
     """
+    head, key, value = place
+    decay, strength = rates
+    shift, speed, lowest = factors
+    gate, norm, y, eps = outputs
+    q, k, v = row
     in_key, in_value = key < DK, value < DV
     if BY_CHANNEL:
         raw = tl.load(decay + head * DK + key, mask=in_key, other=0.0).to(tl.float32)
@@ -152,8 +183,6 @@ def _advance(
     b = tl.sigmoid(tl.load(strength + head).to(tl.float32))
     if DOUBLED:
         b *= 2
-    z = tl.load(gate + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
-    scale = tl.load(norm + value, mask=in_value, other=0.0) * opened(z, SIGMOID)
     # Both sums read the matrix before its update, so the second does not wait for the first.
     if BY_CHANNEL:
         held *= fade[:, None]
@@ -162,9 +191,12 @@ def _advance(
         said, read = fade * tl.sum(held * k[:, None], 0), fade * tl.sum(held * q[:, None], 0)
         held *= fade
     wrong = b * (v - said)
-    o = read + tl.sum(k * q) * wrong
-    o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
-    tl.store(y + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
+    if READ:
+        z = tl.load(gate + head * DV + value, mask=in_value, other=0.0).to(tl.float32)
+        scale = tl.load(norm + value, mask=in_value, other=0.0) * opened(z, SIGMOID)
+        o = read + tl.sum(k * q) * wrong
+        o *= tl.rsqrt(tl.sum(o * o) / DV + eps) * scale
+        tl.store(y + head * DV + value, o.to(y.dtype.element_ty), mask=in_value)
     return held + k[:, None] * wrong[None, :]
 
 
@@ -187,12 +219,16 @@ def _rows_kernel(
     matrix,
     y,
     arrived,
+    pending,
+    lengths,
     qkv_stride,
     gate_stride,
     decay_stride,
     strength_stride,
     columns_stride,
     matrix_stride,
+    pending_stride,
+    lengths_stride,
     eps,
     lowest,
     limit,
@@ -208,12 +244,16 @@ def _rows_kernel(
     SIGMOID: tl.constexpr,
     DOUBLED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    MOST: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the rows of a sequence of at most `limit` rows, for a head. Grid (H, sequences).
 
-    arrived         [sequences, G] int32 zeros: programs of a key head that have read its columns
+    arrived         [sequences, G + 1] int32 zeros: programs of a key head that have read its columns; at last those
+                    that have read the sequence's length
+    pending, lengths   `StateView.pending` and `at`, with MOST pending rows; MOST is 0: None. With them, a longer
+                    sequence is replayed
     strides         from row to row, and from state to state, in elements
     DKP, DVP        DK and DV, padded to powers of two;  TAPSP  the number of columns, padded likewise
     BOUNDED         form.lowest is not 0;  ONE  limit is 1
@@ -225,69 +265,78 @@ def _rows_kernel(
     head, s = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_start + s)
     rows = tl.load(query_start + s + 1) - first
-    if (rows <= 0) | (rows > limit):
+    if (rows <= 0) | ((rows > limit) & (MOST == 0)):
         return
-    PER: tl.constexpr = H // G
+    DECAYS: tl.constexpr = H * DK if BY_CHANNEL else H
     CHANNELS: tl.constexpr = 2 * G * DK + H * DV
-    key_head = head // PER
+    WIDTH: tl.constexpr = CHANNELS + DECAYS + H
     past = tl.load(seq_lens + s) - rows
     slot = tl.load(slots + s).to(tl.int64)
     key, value = tl.arange(0, DKP), tl.arange(0, DVP)
-    in_key, in_value = key < DK, value < DV
-    inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
+    inside = (key < DK)[:, None] & (value < DV)[None, :]
+    at = head * DK * DV + key[:, None] * DV + value[None, :]
     held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
     own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
-    q_at, k_at, v_at = key_head * DK + key, (G + key_head) * DK + key, 2 * G * DK + head * DV + value
-    # Queries and keys together: loads of a number for each thread stay in one layout, smaller ones are done by all.
-    is_key = tl.arange(0, 2)[:, None]
-    both_at, in_both, factor = (is_key * G + key_head) * DK + key[None, :], in_key[None, :] & (is_key < 2), DK**-0.5
-    speed = tl.exp(tl.load(rate + head))
-    for i in range(0, 1 if ONE else rows):
-        both = unit(given, own, conv, i, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, ONE, 1)
-        q, k = tl.sum(tl.where(is_key == 0, both * factor, 0.0), 0), tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-        v = convolved(given, own, conv, None, i, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, ONE)
-        row = (first + i).to(tl.int64)
-        held = _advance(
-            held,
-            decay + row * decay_stride,
-            strength + row * strength_stride,
-            shift,
-            gate + row * gate_stride,
-            norm,
-            y + row * (H * DV),
-            q,
-            k,
-            v,
-            head,
-            key,
-            value,
-            speed,
-            lowest,
-            eps,
-            DK,
-            DV,
-            BOUNDED,
-            SIGMOID,
-            DOUBLED,
-            BY_CHANNEL,
-        )
+    place, factors = (head, key, value), (shift, tl.exp(tl.load(rate + head)), lowest)
+    replayed, count, put_off = 0, rows, None
+    if MOST:
+        put_off = pending + slot * pending_stride
+        stood = tl.load(lengths + slot * lengths_stride)
+        replayed = tl.where(past > 0, tl.minimum(tl.maximum(past - stood, 0), MOST), 0)
+        count = tl.where(rows > limit, 0, rows)
+    source = (given, own, past, qkv_stride, put_off, replayed)
+    if MOST:
+        for i in range(0, replayed):
+            row = row_of_head(source, conv, i, head, key, value, G, H, DK, DV, TAPS, ONE, WIDTH)
+            rates = (put_off + i * WIDTH + CHANNELS, put_off + i * WIDTH + CHANNELS + DECAYS)
+            outputs = (gate, norm, y, eps)
+            held = _advance(
+                held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, False
+            )
+        if (rows <= MOST) | (count == 0):
+            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+    for i in range(0, 1 if ONE else count):
+        j, at_row = i + replayed, (first + i).to(tl.int64)
+        row = row_of_head(source, conv, j, head, key, value, G, H, DK, DV, TAPS, ONE, WIDTH)
+        rates = (decay + at_row * decay_stride, strength + at_row * strength_stride)
+        outputs = (gate + at_row * gate_stride, norm, y + at_row * (H * DV), eps)
+        held = _advance(held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, True)
         for n in range(0, 2):
             length = tl.load(kept_at + 2 * slot + n)
             if length == past + i + 1:
                 target = tl.load(kept + 2 * slot + n).to(tl.int64)
                 copied = columns + target * columns_stride
                 tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-                keep_columns(given, own, copied, i + 1, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
-                if head % PER == 0:
-                    keep_columns(given, own, copied, i + 1, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-                    keep_columns(given, own, copied, i + 1, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-    tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
-    keep_columns(given, own, own, rows, past, v_at, in_value, CHANNELS, TAPS, TAPSP, qkv_stride)
+                columns_of_head(source, copied, j + 1, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
+                if head % (H // G) == 0:
+                    columns_of_head(source, copied, j + 1, head, key, False, G, H, DK, DV, TAPS, TAPSP, WIDTH)
+    lazy = rows <= MOST
+    upto = tl.where(lazy, replayed, replayed + count)
+    if (MOST == 0) | ((count > 0) & (rows > MOST)):
+        tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+    columns_of_head(source, own, upto, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
+    if MOST:
+        if lazy:
+            keep_rows(given, put_off, rows, 2 * G * DK + head * DV + value, value < DV, qkv_stride, WIDTH)
+            decays, own_decay = decay + first.to(tl.int64) * decay_stride, head
+            in_decay = None
+            if BY_CHANNEL:
+                own_decay, in_decay = head * DK + key, key < DK
+            keep_rows(decays, put_off + CHANNELS, rows, own_decay, in_decay, decay_stride, WIDTH)
+            strengths = strength + first.to(tl.int64) * strength_stride
+            keep_rows(strengths, put_off + CHANNELS + DECAYS, rows, head, None, strength_stride, WIDTH)
+        _stand(
+            arrived + tl.num_programs(1) * G + s, (kept_at, kept, lengths, lengths_stride), slot, past, rows, lazy, H
+        )
     last = True
-    if PER > 1:
+    if H > G:
         tl.debug_barrier()  # all threads have read the columns of queries and keys
-        last = tl.atomic_add(arrived + s * G + key_head, 1, sem="acq_rel") == PER - 1
+        last = tl.atomic_add(arrived + s * G + head // (H // G), 1, sem="acq_rel") == H // G - 1
     if last:
-        tl.store(arrived + s * G + key_head, 0)
-        keep_columns(given, own, own, rows, past, q_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
-        keep_columns(given, own, own, rows, past, k_at, in_key, CHANNELS, TAPS, TAPSP, qkv_stride)
+        tl.store(arrived + s * G + head // (H // G), 0)
+        columns_of_head(source, own, upto, head, key, False, G, H, DK, DV, TAPS, TAPSP, WIDTH)
+        if MOST:
+            if lazy:
+                for side in tl.static_range(2):
+                    shared = (side * G + head // (H // G)) * DK + key
+                    keep_rows(given, put_off, rows, shared, key < DK, qkv_stride, WIDTH)

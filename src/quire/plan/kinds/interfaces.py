@@ -49,6 +49,10 @@ class ParamWriter:
         self.names, self.rank, self.experts, self.hidden = names, rank, experts, hidden
         self.family = family
 
+    def naming(self, names: Mapping[tuple[str, str], str]) -> "ParamWriter":
+        """Return a writer with other names."""
+        return ParamWriter(names, self.rank, self.experts, self.hidden, self.family)
+
     def share(self, size: int) -> tuple[int, int]:
         """Return start and count of this rank's part of `size` rows or columns."""
         first, end = share(size, self.rank.tp, self.rank.place)

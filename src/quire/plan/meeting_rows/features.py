@@ -1,6 +1,7 @@
 """Named features and conditions of the table of what works with what: predicates of a plan's inputs."""
 
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import RecurrentArgs
@@ -18,6 +19,7 @@ from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
 SPEC = "--speculative-config"
+RECURRENT: tuple[type[RecurrentArgs], ...] = get_args(RecurrentArgs)
 Test = Callable[[Inputs], bool]
 
 
@@ -52,12 +54,8 @@ def idle_placement(i: Inputs) -> str:
 
 
 def mtp_layers(i: Inputs) -> str:
-    """Return the prediction layers of the model in words, unless it has one, which can draft; then ""."""
-    if i.args is None or i.args.extra_layers == 1:
-        return ""
-    if not i.args.extra_layers:
-        return f"has none (no num_nextn_predict_layers in the config.json of a {i.args.model_type} model)"
-    return f"has {i.args.extra_layers} of them (num_nextn_predict_layers), and only 1 is implemented"
+    """Return the reason why the prediction layers of the model cannot draft; "": they can."""
+    return "" if i.args is None else i.args.prediction.lack
 
 
 def wrong_local(i: Inputs) -> bool:
@@ -124,9 +122,9 @@ def _many_slots(i: Inputs) -> bool:
     return i.num_experts > 0 and ranks > 1 and (i.parallel.redundant or 0) > i.num_experts * (ranks - 1)
 
 
-def _keeps_states(i: Inputs, args: ModelArgs) -> bool:
-    """Return True if some layers keep a state of each request."""
-    return any(isinstance(one, RecurrentArgs) for one in args.mixers)
+def _keeping(*kinds: type[RecurrentArgs]) -> Test:
+    """Return the predicate that layers of these kinds keep a state of each request, in the model or its draft model."""
+    return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
 
 
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
@@ -211,7 +209,7 @@ DRAFTS: Mapping[str, Feature] = {
     "other ranks": Feature(
         of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
     ),
-    "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer, or with several"),
+    "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
         of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
     ),
@@ -227,9 +225,8 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "states of drafts": Feature(of_draft(_keeps_states), "a draft model with recurrent layers"),
     "drafts over states": Feature(
-        of_drafts(lambda i, s: i.args is not None and _keeps_states(i, i.args)), "drafts for recurrent layers", SPEC
+        of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
     ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
@@ -241,11 +238,8 @@ CACHE: Mapping[str, Feature] = {
     "KV groups": Feature(
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
-    "states": Feature(of_model(_keeps_states), "recurrent layers"),
-    "states without drafts": Feature(
-        of_model(lambda i, m: any(isinstance(one, MambaArgs | ShortConvArgs) for one in m.mixers)),
-        "Mamba 2 or short convolutions",
-    ),
+    "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
+    "states without drafts": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
@@ -274,7 +268,6 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

@@ -101,12 +101,6 @@ DRAFTS: tuple[Row, ...] = (
         "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
-    Row("drafts over states", "a GPU", MISSING, "the kernels of a GPU have no pending rows",
-        "leave out --speculative-config, or use --device cpu"),
-    Row("drafts of another model", "states of drafts", MISSING,
-        "its states would have to be set back to the drafts that were accepted", NGRAM),
-    Row("draft model", "states", MISSING, "no draft model has been tried with recurrent layers", NGRAM),
-    Row("EAGLE", "states", MISSING, "no EAGLE head has been tried with recurrent layers", NGRAM),
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
     Row("drafts over states", "states without drafts", MISSING, "their kernels have no pending rows",
