@@ -112,6 +112,7 @@ def _finish(
     """Make the results of chunks, of which the part that comes from S is in y."""
     form, sizes, values, programs = call.form, call.sizes, padded(call.form.head_dim), plan.chunk_programs
     norm, width = NORMS.index(form.norm), form.width // form.groups
+    large = call.inner.dtype == torch.float32 or values > 64 or sizes["NP"] > 128
     squares = rates.new_empty(rates.shape[1:]) if norm else None
     _outputs_kernel[(form.heads, programs)](
         call.gate,
@@ -127,7 +128,7 @@ def _finish(
         **options,
         PP=values,
         NORM=norm,
-        num_warps=8 if call.inner.dtype == torch.float32 or values > 64 else 4,
+        num_warps=8 if large else 4,
         num_stages=1,
     )
     if norm:
