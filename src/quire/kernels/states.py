@@ -89,6 +89,11 @@ class StateMeta:
     plans: dict[object, object] = field(default_factory=dict)
 
 
+def packed(states: Tensor) -> bool:
+    """Return True if the numbers of each state are contiguous."""
+    return states.stride()[1:] == states[:1].contiguous().stride()[1:]
+
+
 def copies(meta: StateMeta, s: int) -> dict[int, int]:
     """Return the copies that are due of a sequence: its rows in the step up to the copy -> row of the arena."""
     slot, past = int(meta.slots[s]), int(meta.seq_lens[s] - (meta.query_start[s + 1] - meta.query_start[s]))

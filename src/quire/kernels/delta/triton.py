@@ -23,7 +23,7 @@ from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
 from quire.kernels.delta.triton_rows import columns_of_head, keep_rows, log_decay, opened, row_of_head
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.states import StateMeta, StateView, packed
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -62,13 +62,13 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
     matrix, columns = state.matrix, state.columns
     assert matrix is not None, "the layer keeps matrices"
     shape = form.heads, form.key_dim, form.value_dim
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not _packed(matrix):
+    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not packed(matrix):
         raise ValueError(
             f"triton delta: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
             f"{tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     own = len(weights.conv) - 1, form.channels
-    if columns.dtype != qkv.dtype or columns.shape[1:] != own or not _packed(columns):
+    if columns.dtype != qkv.dtype or columns.shape[1:] != own or not packed(columns):
         raise ValueError(
             f"triton delta: columns must be {qkv.dtype} {own}, contiguous in a state; they are {columns.dtype} "
             f"{tuple(columns.shape)} with strides {columns.stride()}"
@@ -77,16 +77,11 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
     if pending is None or at is None:
         return
     width = form.channels + len(weights.shift) + form.heads
-    if pending.dtype != qkv.dtype or pending.shape[2] != width or not _packed(pending) or at.dtype != torch.int32:
+    if pending.dtype != qkv.dtype or pending.shape[2] != width or not packed(pending) or at.dtype != torch.int32:
         raise ValueError(
             f"triton delta: pending rows must be {qkv.dtype} [., ., {width}], contiguous in a state, and lengths "
             f"int32; they are {pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}, and {at.dtype}"
         )
-
-
-def _packed(states: Tensor) -> bool:
-    """Return True if the numbers of a state are contiguous."""
-    return states.stride()[1:] == states[:1].contiguous().stride()[1:]
 
 
 def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:

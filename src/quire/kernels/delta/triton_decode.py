@@ -13,7 +13,8 @@ import torch
 
 from quire.kernels import pdl
 from quire.kernels.delta.triton_prompts import DeltaCall
-from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
+from quire.kernels.delta.triton_rows import log_decay, opened, unit
+from quire.kernels.state_rows import convolved, keep_columns
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 PART = 64  # most values of a part
@@ -173,7 +174,7 @@ def _decode_kernel(
             both = unit(given, own, conv, 0, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, True, 1)
             q = tl.sum(tl.where(is_key == 0, both * DK**-0.5, 0.0), 0)
             k = tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-            v = convolved(given, own, conv, 0, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, True)
+            v = convolved(given, own, conv, None, 0, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, True)
             raw = tl.load(decay + row * decay_stride + head).to(tl.float32) + tl.load(shift + head)
             fade = tl.exp(log_decay(raw, tl.exp(tl.load(rate + head)), lowest, BOUNDED))
             b = tl.sigmoid(tl.load(strength + row * strength_stride + head).to(tl.float32)) * (2.0 if DOUBLED else 1.0)

@@ -243,7 +243,7 @@ CACHE: Mapping[str, Feature] = {
     "states on a GPU": Feature(lambda i: i.device == "cuda" and _keeping(*RECURRENT)(i), "recurrent layers on a GPU"),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
-    "states on a CPU": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
+    "states without drafts": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
@@ -272,7 +272,6 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(
