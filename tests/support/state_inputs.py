@@ -40,8 +40,23 @@ def arena(meta: StateMeta, shape: tuple[int, ...], dtype: torch.dtype, seed: int
     return states
 
 
+def pending_rows(
+    sequences: Listed[Sequence], meta: StateMeta, room: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Pending rows and lengths of states: accepted rows are random, all others hold NaN."""
+    rows = torch.full((len(meta.kept), room, width), torch.nan, dtype=dtype)
+    at = torch.full((len(meta.kept), 64), -1, dtype=torch.int32)[:, :1]
+    draw = torch.Generator().manual_seed(3)
+    for one, slot in zip(sequences, meta.slots.tolist(), strict=True):
+        if one.past:
+            at[slot] = one.past - one.accepted
+            rows[slot, : one.accepted] = torch.randn(one.accepted, width, generator=draw).to(dtype)
+    return rows, at
+
+
 def run(mix: Any, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The result of a kernel, and the states after it; the states of `given` stay as they are."""
     own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
     state = next(one for one in own if isinstance(one, StateView))
-    return tuple(one for one in (mix(*own), state.columns, state.matrix) if one is not None)
+    parts = mix(*own), state.columns, state.matrix, state.pending, state.at
+    return tuple(one for one in parts if one is not None)
