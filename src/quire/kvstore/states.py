@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.contracts.blocks import PAGE_ALIGN, KVGeometry, StateComponent
 from quire.kernels.native import memory
+from quire.kernels.states import StateView
 
 
 class StateArena:
@@ -33,9 +34,10 @@ class StateArena:
                     self._places.setdefault(layer, []).append((one, at))
                     at += one.num_bytes
 
-    def views(self, layer: int) -> tuple[Tensor, ...]:
-        """Return a view of each component of a layer, [num_rows, *shape] in its own dtype; (): it has no states."""
-        return tuple(self._view(component, at) for component, at in self._places.get(layer, ()))
+    def view(self, layer: int) -> StateView | None:
+        """Return the states of a layer, [num_rows, *shape] of each component in its own dtype; None: it has none."""
+        own = {component.name: self._view(component, at) for component, at in self._places.get(layer, ())}
+        return StateView(**own) if own else None
 
     def _view(self, component: StateComponent, offset: int) -> Tensor:
         typed, item = self._data.view(getattr(torch, component.dtype)), component.item_bytes

@@ -1,7 +1,6 @@
 """The short convolution: the reference against transformers' layer, and a CPU's kernel against the reference."""
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +13,9 @@ from quire.kernels.shortconv import ShortConvWeights, native, ref
 from quire.kernels.states import StateMeta, StateView
 
 from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
-from ...support.state_inputs import STEPS, arena, meta_of, pending_rows, run
+from ...support.state_inputs import STEPS, conv_step, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
-
-
-def make(
-    sequences: tuple[Sequence, ...], channels: int, taps: int = 3, dtype: torch.dtype = torch.float32, room: int = 0
-) -> tuple[Any, ...]:
-    """Arguments of a kernel. room: for pending rows; 0: no drafts are verified."""
-    draw, meta = torch.Generator().manual_seed(1), meta_of(sequences)
-    rows = torch.randn(int(meta.query_start[-1]), 3 * channels + 8, generator=draw).to(dtype)[:, 8:]
-    bias = torch.randn(channels, generator=draw) if channels % 2 else None
-    weights = ShortConvWeights(torch.randn(taps, channels, generator=draw), bias)
-    later = pending_rows(sequences, meta, room, channels, dtype) if room else (None, None)
-    return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype), None, *later), meta
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 63, 64, 127])
@@ -61,7 +48,7 @@ def test_the_reference_equals_the_layer_of_transformers(length: int, cut: int) -
 @pytest.mark.parametrize(("channels", "taps"), [(24, 3), (531, 4), (1024, 2)])
 @pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, channels: int, taps: int, dtype: torch.dtype) -> None:
-    given = make((STEPS | PENDING)[step], channels, taps, dtype, ROOM * (step in PENDING))
+    given = conv_step((STEPS | PENDING)[step], channels, taps, dtype, ROOM * (step in PENDING))
     wanted, found = run(ref.mix, given), run(native.mix, given)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
@@ -73,13 +60,13 @@ def test_native(step: str, channels: int, taps: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("number", range(12))
 def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
     """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
-    plain, drafted = (make((Sequence(0, LENGTH),), 31, 2 + number % 3, room=room) for room in (0, ROOM))
+    plain, drafted = (conv_step((Sequence(0, LENGTH),), 31, 2 + number % 3, room=room) for room in (0, ROOM))
     check_schedule(implementation.mix, ref.mix, plain, drafted, number)
 
 
 @NO_COMPILER
 def test_what_the_code_cannot_read_is_an_error() -> None:
-    rows, weights, state, meta = make((Sequence(0, 4),), 16)
+    rows, weights, state, meta = conv_step((Sequence(0, 4),), 16)
     with pytest.raises(ValueError, match="rows must be"):
         native.mix(rows.half(), weights, state, meta)
     with pytest.raises(ValueError, match="columns must be"):

@@ -84,7 +84,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("host memory", "states"), ("CacheBlend", "states")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
-    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
+    (
+        EXAMPLES["n-grams"],
+        {"conv": True, "device": "cuda"},
+        {("a GPU", "states on a CPU"), ("drafts over states", "states without drafts")},
+    ),
     (
         EXAMPLES["draft model"] | EXAMPLES["host memory"],
         {"recurrent drafts": True},

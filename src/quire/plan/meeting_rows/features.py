@@ -240,6 +240,9 @@ CACHE: Mapping[str, Feature] = {
     ),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "states on a CPU": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
+    "states without drafts": Feature(
+        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
+    ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),

@@ -103,7 +103,7 @@ DRAFTS: tuple[Row, ...] = (
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
-    Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
+    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
         "leave out --speculative-config"),
     Row("a GPU", "states on a CPU", MISSING, "these layers have kernels for CPUs alone", "use --device cpu"),
 )  # fmt: skip
