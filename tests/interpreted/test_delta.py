@@ -195,7 +195,7 @@ def recurrent_runner(target: str, limits: Limits) -> StepRunner:
     model = Decoder(args, params, Build(torch.float32, CPU, kernels, shapes, linears, kv_groups=geometry.groups))
     fill(model, normal(0.3))
     arena, states = KVArena(geometry, 32, CPU), StateArena(geometry, limits.num_slots + 1, CPU)
-    views = model_views(model, arena.views, [], states.views)
+    views = model_views(model, arena.views, [], states.view)
     for part in (part for view in views for part in vars(view).values() if isinstance(part, Tensor)):
         part.fill_(float("nan"))
     runner = make_runner(model, views, limits, CPU, target=target)

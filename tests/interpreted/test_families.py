@@ -57,7 +57,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         if (source := args.kept_by(layer)) != layer:
             caches.append(caches[source])
             continue
-        if parts := states.views(layer):
+        if parts := states.view(layer):
             caches.append(parts)
             continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)

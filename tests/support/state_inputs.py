@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta.inputs import FORMS, Sequence, make
+from quire.kernels.mamba import MambaForm, MambaWeights
+from quire.kernels.shortconv import ShortConvWeights
 from quire.kernels.states import StateMeta, StateView
 
 STEPS = {
@@ -22,6 +24,12 @@ STEPS = {
         Sequence(2, 2, (3, 4)),
     ),
 }
+MAMBA = (
+    MambaForm(heads=4, groups=2, head_dim=16, state_dim=24),
+    MambaForm(heads=6, groups=1, head_dim=20, state_dim=9, norm="first", eps=1e-3, lowest=0.3, highest=0.9),
+    MambaForm(heads=2, groups=2, head_dim=72, state_dim=16, norm=""),
+)
+Rows = tuple[Any, ...]  # arguments of `mix`
 
 
 def meta_of(sequences: Listed[Sequence]) -> StateMeta:
@@ -40,8 +48,58 @@ def arena(meta: StateMeta, shape: tuple[int, ...], dtype: torch.dtype, seed: int
     return states
 
 
+def pending_rows(
+    sequences: Listed[Sequence], meta: StateMeta, room: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Pending rows and lengths of states: accepted rows are random, all others hold NaN."""
+    rows = torch.full((len(meta.kept), room, width), torch.nan, dtype=dtype)
+    at = torch.full((len(meta.kept), 64), -1, dtype=torch.int32)[:, :1]
+    draw = torch.Generator().manual_seed(3)
+    for one, slot in zip(sequences, meta.slots.tolist(), strict=True):
+        if one.past:
+            at[slot] = one.past - one.accepted
+            rows[slot, : one.accepted] = torch.randn(one.accepted, width, generator=draw).to(dtype)
+    return rows, at
+
+
 def run(mix: Any, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The result of a kernel, and the states after it; the states of `given` stay as they are."""
     own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
     state = next(one for one in own if isinstance(one, StateView))
-    return tuple(one for one in (mix(*own), state.columns, state.matrix) if one is not None)
+    parts = mix(*own), state.columns, state.matrix, state.pending, state.at
+    return tuple(one for one in parts if one is not None)
+
+
+def mamba_step(form: MambaForm, sequences: Listed[Sequence], dtype: torch.dtype = torch.float32, room: int = 0) -> Rows:
+    """Random arguments of Mamba 2 for a step. Rows are slices of longer rows. room: for pending rows; 0: no drafts."""
+    draw, meta = torch.Generator().manual_seed(2), meta_of(sequences)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    taps, widths = 4 - (form.groups == 1), [form.width, form.channels, form.heads]
+    gate, inner, step = random(int(meta.query_start[-1]), 8 + sum(widths)).to(dtype)[:, 8:].split(widths, 1)
+    weights = MambaWeights(
+        conv=random(taps, form.channels) * 0.5,
+        rate=random(form.heads) * 0.5,
+        shift=random(form.heads),
+        skip=random(form.heads),
+        bias=random(form.channels) if form.norm else None,
+        norm=1 + 0.2 * random(form.width) if form.norm else None,
+    )
+    columns = arena(meta, (taps - 1, form.channels), dtype)
+    matrix = arena(meta, (2 * form.heads, form.state_dim, form.head_dim), torch.float32)[:, form.heads :]
+    later = pending_rows(sequences, meta, room, form.channels + form.heads, dtype) if room else (None, None)
+    return inner, gate, step, weights, StateView(columns, matrix, *later), meta, form
+
+
+def conv_step(
+    sequences: Listed[Sequence], channels: int, taps: int = 3, dtype: torch.dtype = torch.float32, room: int = 0
+) -> Rows:
+    """Random arguments of a short convolution for a step. An odd number of channels has biases. room: see above."""
+    draw, meta = torch.Generator().manual_seed(1), meta_of(sequences)
+    rows = torch.randn(int(meta.query_start[-1]), 3 * channels + 8, generator=draw).to(dtype)[:, 8:]
+    bias = torch.randn(channels, generator=draw) if channels % 2 else None
+    weights = ShortConvWeights(torch.randn(taps, channels, generator=draw), bias)
+    later = pending_rows(sequences, meta, room, channels, dtype) if room else (None, None)
+    return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype), None, *later), meta

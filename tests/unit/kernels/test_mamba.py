@@ -1,6 +1,7 @@
 """Mamba 2: the reference against transformers' layers, and a CPU's kernel against the reference."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,35 +15,10 @@ from quire.kernels.mamba import MambaForm, MambaWeights, native, ref
 from quire.kernels.native.library import missing
 from quire.kernels.states import StateView
 
-from ...support.state_inputs import STEPS, arena, meta_of, run
+from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
+from ...support.state_inputs import MAMBA, STEPS, mamba_step, meta_of, pending_rows, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
-FORMS = (
-    MambaForm(heads=4, groups=2, head_dim=16, state_dim=24),
-    MambaForm(heads=6, groups=1, head_dim=20, state_dim=9, norm="first", eps=1e-3, lowest=0.3, highest=0.9),
-    MambaForm(heads=2, groups=2, head_dim=72, state_dim=16, norm=""),
-)
-
-
-def make(form: MambaForm, sequences: tuple[Sequence, ...], dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    draw, meta = torch.Generator().manual_seed(2), meta_of(sequences)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw)
-
-    taps, widths = 4 - (form.groups == 1), [form.width, form.channels, form.heads]
-    gate, inner, step = random(int(meta.query_start[-1]), 8 + sum(widths)).to(dtype)[:, 8:].split(widths, 1)
-    weights = MambaWeights(
-        conv=random(taps, form.channels) * 0.5,
-        rate=random(form.heads) * 0.5,
-        shift=random(form.heads),
-        skip=random(form.heads),
-        bias=random(form.channels) if form.norm else None,
-        norm=1 + 0.2 * random(form.width) if form.norm else None,
-    )
-    columns = arena(meta, (taps - 1, form.channels), dtype)
-    matrix = arena(meta, (2 * form.heads, form.state_dim, form.head_dim), torch.float32)[:, form.heads :]
-    return inner, gate, step, weights, StateView(columns, matrix), meta, form
 
 
 def layer_of(kind: str) -> tuple[Any, MambaForm]:
@@ -60,7 +36,7 @@ def layer_of(kind: str) -> tuple[Any, MambaForm]:
         for one in layer.parameters():
             one.copy_(torch.randn_like(one) * (0.3 if one.ndim > 1 else 0.5) + (one.ndim == 1))
     norm = "first" if kind == "falcon, norm first" else "gated"
-    return layer.eval(), replace(FORMS[0], norm=norm, eps=layer.layer_norm_epsilon)
+    return layer.eval(), replace(MAMBA[0], norm=norm, eps=layer.layer_norm_epsilon)
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon", "falcon, norm first"])
@@ -80,7 +56,7 @@ def test_the_reference_equals_the_layer_of_transformers(length: int, kind: str) 
             bias=layer.conv1d.bias,
             norm=layer.norm.weight,
         )
-        state, meta = make(form, (Sequence(0, length),))[4:6]
+        state, meta = mamba_step(form, (Sequence(0, length),))[4:6]
         columns = torch.full((4, len(weights.conv) - 1, form.channels), torch.nan)
         found = ref.mix(inner, gate, step, weights, StateView(columns, state.matrix), meta, form)
         torch.testing.assert_close(layer.out_proj(found), expected, rtol=1e-4, atol=1e-4)
@@ -89,35 +65,44 @@ def test_the_reference_equals_the_layer_of_transformers(length: int, kind: str) 
 @pytest.mark.parametrize("cut", [1, 2, 63, 64, 65, 127, 129])
 def test_a_step_goes_on_from_the_state_of_the_last_one(cut: int) -> None:
     """In two steps as in one, from a copy as from the state itself."""
-    whole = make(FORMS[0], (Sequence(0, 130, (cut, 0)),))
+    whole = mamba_step(MAMBA[0], (Sequence(0, 130, (cut, 0)),))
     y, columns, matrix = run(ref.mix, whole)
     first = meta_of((Sequence(0, cut),))
     rows = [one[:cut] for one in whole[:3]]
-    head, own, state = run(ref.mix, (*rows, whole[3], whole[4], first, FORMS[0]))
+    head, own, state = run(ref.mix, (*rows, whole[3], whole[4], first, MAMBA[0]))
     slot, copy = int(first.slots[0]), int(whole[5].kept[whole[5].slots[0], 0])
     torch.testing.assert_close((own[slot], state[slot]), (columns[copy], matrix[copy]))
     rest = replace(meta_of((Sequence(cut, 130 - cut),)), slots=first.slots)
-    tail = ref.mix(*(one[cut:] for one in whole[:3]), whole[3], StateView(own, state), rest, FORMS[0])
+    tail = ref.mix(*(one[cut:] for one in whole[:3]), whole[3], StateView(own, state), rest, MAMBA[0])
     torch.testing.assert_close(torch.cat((head, tail)), y)
 
 
 @NO_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("form", MAMBA, ids=range(len(MAMBA)))
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, form: MambaForm, dtype: torch.dtype) -> None:
-    given = make(form, STEPS[step], dtype)
+    given = mamba_step(form, (STEPS | PENDING)[step], dtype, ROOM * (step in PENDING))
     wanted, found = run(ref.mix, given), run(native.mix, given)
     bound = 2e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found[2], wanted[2], rtol=2e-5, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(found[3:], wanted[3:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", range(12))
+def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
+    """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
+    plain, drafted = (mamba_step(MAMBA[number % 3], (Sequence(0, LENGTH),), room=room) for room in (0, ROOM))
+    check_schedule(implementation.mix, ref.mix, plain, drafted, number)
 
 
 @NO_COMPILER
 def test_what_the_code_cannot_read_is_an_error() -> None:
-    inner, gate, step, weights, state, meta, form = make(FORMS[0], (Sequence(0, 4),))
+    inner, gate, step, weights, state, meta, form = mamba_step(MAMBA[0], (Sequence(0, 4),))
     with pytest.raises(ValueError, match="of one type"):
         native.mix(inner.half(), gate, step, weights, state, meta, form)
     with pytest.raises(ValueError, match="of widths"):
@@ -126,5 +111,8 @@ def test_what_the_code_cannot_read_is_an_error() -> None:
         native.mix(inner, gate, step, weights, StateView(state.columns, state.matrix.double()), meta, form)
     with pytest.raises(ValueError, match="columns must be"):
         native.mix(inner, gate, step, weights, StateView(state.columns.bfloat16(), state.matrix), meta, form)
+    later = pending_rows((Sequence(0, 4),), meta, ROOM, form.channels, torch.float32)
+    with pytest.raises(ValueError, match="native mamba: pending rows must be"):
+        native.mix(inner, gate, step, weights, StateView(state.columns, state.matrix, *later), meta, form)
     with pytest.raises(ValueError, match="norm must be float32"):
         native.mix(inner, gate, step, replace(weights, norm=None), state, meta, form)

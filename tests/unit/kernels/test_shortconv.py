@@ -1,6 +1,6 @@
 """The short convolution: the reference against transformers' layer, and a CPU's kernel against the reference."""
 
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,19 +12,10 @@ from quire.kernels.native.library import missing
 from quire.kernels.shortconv import ShortConvWeights, native, ref
 from quire.kernels.states import StateMeta, StateView
 
-from ...support.state_inputs import STEPS, arena, meta_of, run
+from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
+from ...support.state_inputs import STEPS, conv_step, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
-
-
-def make(
-    sequences: tuple[Sequence, ...], channels: int, taps: int = 3, dtype: torch.dtype = torch.float32
-) -> tuple[Any, ...]:
-    draw, meta = torch.Generator().manual_seed(1), meta_of(sequences)
-    rows = torch.randn(int(meta.query_start[-1]), 3 * channels + 8, generator=draw).to(dtype)[:, 8:]
-    bias = torch.randn(channels, generator=draw) if channels % 2 else None
-    weights = ShortConvWeights(torch.randn(taps, channels, generator=draw), bias)
-    return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype)), meta
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 63, 64, 127])
@@ -55,19 +46,27 @@ def test_the_reference_equals_the_layer_of_transformers(length: int, cut: int) -
 @NO_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("channels", "taps"), [(24, 3), (531, 4), (1024, 2)])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, channels: int, taps: int, dtype: torch.dtype) -> None:
-    given = make(STEPS[step], channels, taps, dtype)
+    given = conv_step((STEPS | PENDING)[step], channels, taps, dtype, ROOM * (step in PENDING))
     wanted, found = run(ref.mix, given), run(native.mix, given)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1:], wanted[1:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", range(12))
+def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
+    """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
+    plain, drafted = (conv_step((Sequence(0, LENGTH),), 31, 2 + number % 3, room=room) for room in (0, ROOM))
+    check_schedule(implementation.mix, ref.mix, plain, drafted, number)
 
 
 @NO_COMPILER
 def test_what_the_code_cannot_read_is_an_error() -> None:
-    rows, weights, state, meta = make((Sequence(0, 4),), 16)
+    rows, weights, state, meta = conv_step((Sequence(0, 4),), 16)
     with pytest.raises(ValueError, match="rows must be"):
         native.mix(rows.half(), weights, state, meta)
     with pytest.raises(ValueError, match="columns must be"):

@@ -89,7 +89,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
-    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states on a CPU")}),
+    (
+        EXAMPLES["n-grams"],
+        {"conv": True, "device": "cuda"},
+        {("a GPU", "states on a CPU"), ("drafts over states", "states without drafts")},
+    ),
     (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},

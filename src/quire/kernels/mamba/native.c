@@ -1,6 +1,7 @@
 /* Mamba 2: see quire.kernels.mamba. First the convolution of all channels, then one task for each head of each
    sequence, which goes through the sequence's rows in order, then one task for each row, which gates and normalizes it.
-   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. */
+   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. Rows that
+   may be rejected go through a copy of the matrix. */
 
 enum { MAMBA_COLUMNS = 4, NO_NORM = 0, GATE_FIRST = 1, NORM_FIRST = 2 };
 
@@ -9,7 +10,8 @@ typedef struct MambaJob {
     StateRows of;
     const void *step;
     const float *rate, *shift, *skip, *u;
-    float *matrix, *o;
+    float *matrix, *o, *scratch;
+    long scratches; /* claimed so far */
     long heads, per, dim, width, channels; /* per: heads of a group; dim: N; width: P */
     long step_stride, matrix_stride;
     float lowest, highest;
@@ -39,31 +41,50 @@ INLINE void mamba_columns(float *own, long stride, const float *b, const float *
     for (int j = 0; j < MAMBA_COLUMNS; j++) put_some(o + j * W, lanes[j], read[j]);
 }
 
-static void mamba_head(const MambaJob *job, long s, long head) {
-    const long dim = job->dim, width = job->width, heads = job->heads, first = job->of.starts[s];
-    const long rows = state_rows(&job->of, s), size = dim * width * (long)sizeof(float);
-    const long in = heads * width + head / job->per * dim, out = in + heads / job->per * dim;
-    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * dim * width;
-    const float rate = expf(job->rate[head]);
+/* Row i of a head through a matrix -> o; step: its raw step. */
+INLINE void mamba_row(const MambaJob *job, long s, long head, long replayed, long i, float raw, float *matrix,
+                      float *o) {
+    const long dim = job->dim, width = job->width;
+    const long in = job->heads * width + head / job->per * dim, out = in + job->heads / job->per * dim;
+    const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
+    const float shifted = raw + job->shift[head], soft = shifted > 20.0f ? shifted : log1pf(expf(shifted));
+    const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
+    const float fade = expf(-expf(job->rate[head]) * step);
+    for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
+        mamba_columns(matrix + c, width, u + in, u + out, fade, step, job->skip[head], u + head * width + c, o + c, dim,
+                      width - c);
+}
+
+static void mamba_head(const MambaJob *job, long s, long head, float *scratch) {
+    const long heads = job->heads, first = job->of.starts[s], numbers = job->dim * job->width;
+    const long rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s);
+    const int lazy = state_lazy(&job->of, s);
+    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * numbers;
     if (!rows) return;
-    if (!state_past(&job->of, s)) memset(matrix, 0, size);
+    if (!state_past(&job->of, s)) memset(matrix, 0, numbers * sizeof(float));
+    for (long i = 0; i < replayed; i++) { /* its output is written over by that of the step's first row */
+        const void *steps = pending_at(&job->of, s, i, job->channels, job->half);
+        mamba_row(job, s, head, replayed, i, number_at(steps, head, job->half), matrix,
+                  job->o + (first * heads + head) * job->width);
+    }
+    if (lazy) matrix = memcpy(scratch, matrix, numbers * sizeof(float));
     for (long i = 0; i < rows; i++) {
-        const float *u = job->u + (first + i) * job->channels;
-        const float raw = number_at(job->step, (first + i) * job->step_stride + head, job->half) + job->shift[head];
-        const float soft = raw > 20.0f ? raw : log1pf(expf(raw));
-        const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
-        for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
-            mamba_columns(matrix + c, width, u + in, u + out, expf(-rate * step), step, job->skip[head],
-                          u + head * width + c, job->o + ((first + i) * heads + head) * width + c, dim, width - c);
-        keep_copies(&job->of, s, i + 1, (char *)job->matrix, job->matrix_stride * (long)sizeof(float), (char *)matrix,
-                    size);
+        const void *steps = element(job->step, (first + i) * job->step_stride, job->half);
+        mamba_row(job, s, head, replayed, replayed + i, number_at(steps, head, job->half), matrix,
+                  job->o + ((first + i) * heads + head) * job->width);
+        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers);
+        if (lazy)
+            memcpy(pending_at(&job->of, s, i, job->channels + head, job->half), element(steps, head, job->half),
+                   job->half ? 2 : 4);
     }
 }
 
 static void mamba_heads(void *argument) {
     MambaJob *job = argument;
+    const long number = __atomic_fetch_add(&job->scratches, 1, __ATOMIC_RELAXED);
+    float *scratch = job->scratch + number * job->dim * job->width;
     long task;
-    while ((task = claim(&job->tasks)) >= 0) mamba_head(job, task / job->heads, task % job->heads);
+    while ((task = claim(&job->tasks)) >= 0) mamba_head(job, task / job->heads, task % job->heads, scratch);
 }
 
 typedef struct MambaEnd {
@@ -106,31 +127,30 @@ static void mamba_ends(void *argument) {
         else mamba_end(job, row, 0);
 }
 
-/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] is
-   scratch, as are the [rows, heads * width] numbers behind it. bias and norm may be NULL; order: 0 without a norm, 1
-   with the gate before the norm, 2 with the norm before the gate; half: as of quire_gated, and the type of columns. */
-void quire_mamba(const void *inner, const void *gate, const void *step, const float *conv, const float *bias,
-                 const float *rate, const float *shift, const float *skip, const float *norm, const int32_t *starts,
-                 const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,
-                 void *columns, float *matrix, float *u, void *y, long sequences, long rows, long heads, long groups,
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows + sequences *
+   most_pending, channels], o [rows, heads * width] and scratch [threads, width * dim] are scratch, the last only with
+   pending rows. bias and norm may be NULL; order: 0 without a norm, 1 with the gate before the norm, 2 with the norm
+   before the gate; half: as of quire_gated, and the type of columns and pending rows. */
+void quire_mamba(const StateRows *of, const void *inner, const void *gate, const void *step, const float *conv,
+                 const float *bias, const float *rate, const float *shift, const float *skip, const float *norm,
+                 void *columns, float *matrix, float *u, float *o, float *scratch, void *y, long heads, long groups,
                  long width, long dim, long inner_stride, long gate_stride, long step_stride, long columns_stride,
                  long matrix_stride, float eps, float lowest, float highest, int taps, int order, int half,
                  int threads) {
     const long channels = heads * width + 2 * groups * dim;
-    const StateRows of = {starts, lengths, slots, kept_at, kept};
-    float *o = u + rows * channels;
-    ConvJob before = {.of = of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
-                      .sequences = sequences, .channels = channels, .taps = taps, .stride = inner_stride,
-                      .columns_stride = columns_stride, .half = half};
+    ConvJob before = {.of = *of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
+                      .channels = channels, .taps = taps, .stride = inner_stride, .columns_stride = columns_stride,
+                      .half = half};
     convolve_all(&before, threads);
-    MambaJob job = {.of = of, .step = step, .rate = rate, .shift = shift, .skip = skip, .u = u, .matrix = matrix,
-                    .o = o, .heads = heads, .per = heads / groups, .dim = dim, .width = width, .channels = channels,
+    MambaJob job = {.tasks = {.count = of->sequences * heads}, .of = *of, .step = step, .rate = rate, .shift = shift,
+                    .skip = skip, .u = u, .matrix = matrix, .o = o, .scratch = scratch, .heads = heads,
+                    .per = heads / groups, .dim = dim, .width = width, .channels = channels,
                     .step_stride = step_stride, .matrix_stride = matrix_stride, .lowest = lowest, .highest = highest,
                     .half = half};
-    job.tasks.count = sequences * heads;
     RUN(mamba_heads, &job, threads);
-    MambaEnd end = {.tasks = {.count = rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
+    MambaEnd end = {.tasks = {.count = of->rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
                     .group = heads / groups * width, .gate_stride = gate_stride, .eps = eps, .order = order,
                     .half = half};
     RUN(mamba_ends, &end, threads);
+    settle(of);
 }

@@ -1,10 +1,13 @@
 """Mamba 2 in C, row by row, for decodes and prompts; native.c has the code."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from quire.kernels.mamba import MambaForm, MambaWeights
 from quire.kernels.native.library import loaded
+from quire.kernels.native.states import state_rows
 from quire.kernels.states import StateMeta, StateView
 
 ORDERS = ("", "gated", "first")  # in the order of their numbers in the C code
@@ -24,15 +27,16 @@ def mix(
     matrix = state.matrix
     _check((inner, gate, step), weights, state, form)
     y = inner.new_empty(len(inner), form.width)
-    scratch = inner.new_empty(len(inner) * (form.channels + form.width), dtype=torch.float32)
+    rows, threads = state_rows("mamba", inner, form.channels + form.heads, state, meta), torch.get_num_threads()
+    u = inner.new_empty((rows.scratch_rows, form.channels), dtype=torch.float32)
+    o = inner.new_empty((len(inner), form.width), dtype=torch.float32)
+    copies = inner.new_empty((threads if rows.pending else 0, form.head_dim * form.state_dim), dtype=torch.float32)
     own = (weights.conv, weights.bias, weights.rate, weights.shift, weights.skip, weights.norm)
     loaded().quire_mamba(
+        ctypes.byref(rows),
         *(one.data_ptr() for one in (inner, gate, step)),
         *(0 if one is None else one.data_ptr() for one in own),
-        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
-        *(one.data_ptr() for one in (state.columns, matrix, scratch, y)),
-        len(meta.slots),
-        len(inner),
+        *(one.data_ptr() for one in (state.columns, matrix, u, o, copies, y)),
         form.heads,
         form.groups,
         form.head_dim,
@@ -44,7 +48,7 @@ def mix(
         len(weights.conv),
         ORDERS.index(form.norm),
         inner.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+        threads,
     )
     return y
 

@@ -20,11 +20,11 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     added,
     read,
+    with_pending,
 )
 
 AT = "layers.{i}.delta."
 FLOAT_BYTES = 4  # of the matrices and rates, which stay float32
-LENGTH_BYTES = 4  # of the length at which a state stands
 
 
 class DeltaKind:
@@ -114,11 +114,7 @@ class DeltaKind:
             StateComponent("columns", (args.taps - 1, channels), dtype, item_bytes),
             StateComponent("matrix", (heads, args.key_dim, args.value_dim), "float32", FLOAT_BYTES),
         )
-        if not drafts:
-            return found
-        width = channels + heads * (args.decays + 1)
-        pending = StateComponent("pending", (1 + drafts, width), dtype, item_bytes)
-        return (*found, pending, StateComponent("at", (1,), "int32", LENGTH_BYTES))
+        return with_pending(found, channels + heads * (args.decays + 1), drafts, dtype, item_bytes)
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the key heads of a rank."""

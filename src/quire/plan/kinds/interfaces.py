@@ -14,6 +14,7 @@ from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Wire
 
 TOKEN = "token"  # a unit of messages
+LENGTH_BYTES = 4  # of the length at which a state stands
 CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
 RMS_NORM, LAYER_NORM = "norm.rms_norm", "norm.layer_norm"
 SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
@@ -353,6 +354,20 @@ def joined(half: str, step: LayerStep) -> Iterator[Call]:
 def product(name: str, bias: bool, features: Collection[str]) -> Call:
     """Return the call of a projection that adds the residual if its kernel can."""
     return Call("linear.run_add" if "add" in features else "linear.run", weights(name, bias))
+
+
+def with_pending(
+    states: tuple[StateComponent, ...], width: int, drafts: int, dtype: str, item_bytes: int
+) -> tuple[StateComponent, ...]:
+    """Return the states of a layer with room for the pending rows of a decode with drafts, if any are verified.
+
+    width    numbers of a pending row (`quire.kernels.states`)
+    drafts   most drafts that a decode verifies
+    """
+    if not drafts:
+        return states
+    pending = StateComponent("pending", (1 + drafts, width), dtype, item_bytes)
+    return (*states, pending, StateComponent("at", (1,), "int32", LENGTH_BYTES))
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool = False) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from quire.plan.kinds.interfaces import (
     added,
     read,
     weights,
+    with_pending,
 )
 
 AT = "layers.{i}.conv."
@@ -60,9 +61,10 @@ class ShortConvKind:
         return ()
 
     def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
-        """Return the last inputs of the convolution."""
+        """Return the last inputs of the convolution; with drafts, pending rows, too."""
         first, end = (0, self._args.width) if rank is None else self.kv_heads(rank.tp, rank.place)
-        return (StateComponent("columns", (self._args.taps - 1, end - first), dtype, item_bytes),)
+        columns = StateComponent("columns", (self._args.taps - 1, end - first), dtype, item_bytes)
+        return with_pending((columns,), end - first, drafts, dtype, item_bytes)
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the channels of a rank."""

@@ -244,6 +244,9 @@ CACHE: Mapping[str, Feature] = {
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "states on a CPU": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
+    "states without drafts": Feature(
+        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
+    ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),

@@ -102,7 +102,7 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("drafts over states", "states on a CPU", MISSING, "their kernels have no pending rows",
+    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
         "leave out --speculative-config"),
     Row("host memory", "states on a GPU", MISSING, "no GPU has copied checkpoints of states to host memory yet",
         "leave out --kv-offload-gb, or use --device cpu"),
