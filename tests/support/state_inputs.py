@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Listed
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,31 @@ def run(mix: Any, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     state = next(one for one in own if isinstance(one, StateView))
     parts = mix(*own), state.columns, state.matrix, state.pending, state.at
     return tuple(one for one in parts if one is not None)
+
+
+def in_bfloat16(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a kernel with the matrices of the states rounded to bfloat16."""
+
+    def rounded(state: StateView) -> StateView:
+        assert state.matrix is not None
+        wide = torch.cat((state.matrix, state.matrix), 1).bfloat16()
+        return replace(state, matrix=wide[:, state.matrix.shape[1] :])
+
+    return tuple(rounded(one) if isinstance(one, StateView) else one for one in given)
+
+
+def check_bfloat16(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Check outputs and states of a kernel against those of the reference, where matrices are bfloat16.
+
+    Sums in another order round a few numbers to the other neighbour, which later rows see.
+    """
+    torch.testing.assert_close(found[0], wanted[0], rtol=2e-2, atol=2e-2)
+    assert found[2].dtype == torch.bfloat16
+    torch.testing.assert_close(found[2], wanted[2], rtol=2e-2, atol=2e-2, equal_nan=True)
+    there = ~wanted[2].isnan()
+    assert (found[2] == wanted[2])[there].float().mean() > 0.97
+    for one, other in zip((found[1], *found[3:]), (wanted[1], *wanted[3:]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def mamba_step(form: MambaForm, sequences: Listed[Sequence], dtype: torch.dtype = torch.float32, room: int = 0) -> Rows:

@@ -7,6 +7,11 @@ Contract of the kernels that update states: a sequence whose first row in the st
 whatever its row of the arena holds. So no row is cleared when a request takes it. A sequence without rows in the step,
 as in the padding of a CUDA graph, reads and writes no state.
 
+Kernels compute in float32, also where matrices are bfloat16: they round what they write, to nearest and ties to even. An
+output is computed from the matrix before it is rounded. The reference and the kernels of CPUs write a matrix behind each
+row, so that a state depends on the tokens before it, and not on the steps that computed them. Kernels that take prompts
+in chunks write it at the end of a step, and where a copy is kept.
+
 Where decodes verify drafts, a state has pending rows: the inputs of the last rows of its sequence, of which the next
 step knows how many were accepted. It is then a state at length `at`, and pending row i is that of position at + i. With
 room for P pending rows, a sequence of n rows in a step, behind `past` others, does this:
@@ -35,7 +40,7 @@ class StateView:
     """The states of a layer, as views of the arena.
 
     columns   [rows, K - 1, C] the last inputs of a causal convolution over K tokens, the oldest first
-    matrix    [rows, heads, key dim, value dim] float32; None: the layer keeps columns alone
+    matrix    [rows, heads, key dim, value dim] float32 or bfloat16; None: the layer keeps columns alone
     pending   [rows, P, width] inputs of the last rows: those of the convolution, then others of the operation. None:
               no drafts are verified, and a state stands for all rows of a sequence
     at        [rows, 1] int32 length of the sequence at which columns and matrix stand; with `pending`
@@ -109,7 +114,7 @@ class Course(NamedTuple):
     copies: dict[int, int]
 
     def through(self, matrices: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield each row's index, its index in the step, and the matrix, which the caller updates in place.
+        """Yield each row's index, its index in the step, and the matrix in float32, which the caller updates in place.
 
         matrices   [rows, ...] of the arena. A copy is made after the caller's update. A pending row has index -1
         """
@@ -117,7 +122,9 @@ class Course(NamedTuple):
         for i in range(len(self.rows)):
             if i == self.replayed and self.lazy:
                 matrix = matrix.clone()
-            yield i, self.first + i - self.replayed if i >= self.replayed else -1, matrix
+            wide = matrix.float()  # the matrix itself, if it is float32
+            yield i, self.first + i - self.replayed if i >= self.replayed else -1, wide
+            matrix.copy_(wide)
             if i in self.copies:
                 matrices[self.copies[i]] = matrix
 

@@ -16,7 +16,7 @@ from quire.kernels.native.library import missing
 from quire.kernels.states import StateView
 
 from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
-from ...support.state_inputs import MAMBA, STEPS, mamba_step, meta_of, pending_rows, run
+from ...support.state_inputs import MAMBA, STEPS, check_bfloat16, in_bfloat16, mamba_step, meta_of, pending_rows, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
 
@@ -98,6 +98,22 @@ def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
     """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
     plain, drafted = (mamba_step(MAMBA[number % 3], (Sequence(0, LENGTH),), room=room) for room in (0, ROOM))
     check_schedule(implementation.mix, ref.mix, plain, drafted, number)
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
+def test_matrices_in_bfloat16(step: str, dtype: torch.dtype) -> None:
+    given = in_bfloat16(mamba_step(MAMBA[1], (STEPS | PENDING)[step], dtype, ROOM * (step in PENDING)))
+    check_bfloat16(run(native.mix, given), run(ref.mix, given))
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", [0, 3, 5, 8])
+def test_a_rounded_matrix_depends_on_the_tokens_alone(number: int, implementation: ModuleType) -> None:
+    """Chunks of any size, drafts and replays of them: outputs and copies are those of one token in each step."""
+    plain, drafted = (in_bfloat16(mamba_step(MAMBA[0], (Sequence(0, LENGTH),), room=room)) for room in (0, ROOM))
+    check_schedule(implementation.mix, implementation.mix, plain, drafted, number)
 
 
 @NO_COMPILER

@@ -89,6 +89,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
+    ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
     (
         EXAMPLES["n-grams"],
         {"conv": True, "device": "cuda"},

@@ -10,13 +10,12 @@ typedef struct DeltaJob {
     StateRows of;
     const void *gate, *decay, *strength;
     const float *rate, *shift, *norm, *u;
-    float *matrix, *scratch;
-    void *y;
+    void *matrix, *scratch, *y;
     long scratches; /* claimed so far */
     long key_heads, heads, key_dim, value_dim, channels;
     long gate_stride, decay_stride, strength_stride, matrix_stride;
     float eps, lowest;
-    int by_channel, sigmoid, doubled, half;
+    int by_channel, sigmoid, doubled, half, half_state;
 } DeltaJob;
 
 /* from [dim] times 1 / sqrt(sum of squares + 1e-6) times factor -> to */
@@ -48,9 +47,10 @@ INLINE Vec fading(const DeltaJob *job, Vec raw, float rate) {
     return exp_of(softplus_of(raw) * fill(-rate));
 }
 
-/* A row of columns c .. of a head: decay, correct and read the matrix. own [dim][stride], output o. */
-INLINE void turn_columns(float *own, long stride, const float *q, const float *k, const float *fade, float strength,
-                         const float *v, float *o, long dim, long count) {
+/* A row of columns c .. of a head: decay, correct and read the matrix. own [dim][stride], output o. half: the matrix is
+   bfloat16; its numbers are rounded when they are written. */
+INLINE void turn_columns(void *own, long stride, const float *q, const float *k, const float *fade, float strength,
+                         const float *v, float *o, long dim, long count, int half) {
     Vec said[4], read[4];
     Lanes lanes[4];
     for (int j = 0; j < 4; j++) {
@@ -59,14 +59,14 @@ INLINE void turn_columns(float *own, long stride, const float *q, const float *k
     }
     for (long d = 0; d < dim; d++) {
         const Vec key = fill(k[d] * fade[d]);
-        for (int j = 0; j < 4; j++) said[j] = madd(get_some(own + d * stride + j * W, lanes[j]), key, said[j]);
+        for (int j = 0; j < 4; j++) said[j] = madd(load(own, d * stride + j * W, lanes[j], half), key, said[j]);
     }
     for (int j = 0; j < 4; j++) said[j] = (get_some(v + j * W, lanes[j]) - said[j]) * fill(strength);
     for (long d = 0; d < dim; d++) {
         const Vec key = fill(k[d]), query = fill(q[d]), faded = fill(fade[d]);
         for (int j = 0; j < 4; j++) {
-            const Vec now = madd(key, said[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
-            put_some(own + d * stride + j * W, lanes[j], now);
+            const Vec now = madd(key, said[j], load(own, d * stride + j * W, lanes[j], half) * faded);
+            store(own, d * stride + j * W, lanes[j], now, half);
             read[j] = madd(now, query, read[j]);
         }
     }
@@ -99,7 +99,8 @@ INLINE const void *delta_rates(const DeltaJob *job, long s, long replayed, long 
 }
 
 /* Row i of a head through a matrix -> o */
-INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long i, float *matrix, float *o, int half) {
+INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long i, void *matrix, float *o, int half,
+                     int half_state) {
     float q[DELTA_DIM + W], k[DELTA_DIM + W], fade[DELTA_DIM];
     const long dim = job->key_dim, width = job->value_dim;
     const long key_head = head / (job->heads / job->key_heads);
@@ -121,7 +122,8 @@ INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long
     const float strength = (job->doubled ? 2.0f : 1.0f) /
                            (1.0f + expf(-number_at(delta_rates(job, s, replayed, i, 1, half), head, half)));
     for (long c = 0; c < width; c += DELTA_COLUMNS)
-        turn_columns(matrix + c, width, q, k, fade, strength, v + c, o + c, dim, width - c);
+        turn_columns((void *)element(matrix, c, half_state), width, q, k, fade, strength, v + c, o + c, dim, width - c,
+                     half_state);
 }
 
 /* Make the inputs of a head's decays and strengths of the step pending. */
@@ -135,20 +137,21 @@ INLINE void put_off(const DeltaJob *job, long s, long head, int half) {
     }
 }
 
-INLINE void go_through(const DeltaJob *job, long s, long head, float *scratch, int half) {
+INLINE void go_through(const DeltaJob *job, long s, long head, void *scratch, int half, int half_state) {
     float o[DELTA_DIM + W];
-    const long width = job->value_dim, numbers = job->key_dim * width;
+    const long width = job->value_dim, numbers = job->key_dim * width, bytes = numbers * (half_state ? 2 : 4);
     const long first = job->of.starts[s], rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s);
-    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * numbers;
+    const long own = job->of.slots[s] * job->matrix_stride + head * numbers;
+    void *matrix = (void *)element(job->matrix, own, half_state);
     if (!rows) return;
-    if (!state_past(&job->of, s)) memset(matrix, 0, numbers * sizeof(float));
-    for (long i = 0; i < replayed; i++) take_row(job, s, head, replayed, i, matrix, o, half);
-    if (state_lazy(&job->of, s)) matrix = memcpy(scratch, matrix, numbers * sizeof(float));
+    if (!state_past(&job->of, s)) memset(matrix, 0, bytes);
+    for (long i = 0; i < replayed; i++) take_row(job, s, head, replayed, i, matrix, o, half, half_state);
+    if (state_lazy(&job->of, s)) matrix = memcpy(scratch, matrix, bytes);
     for (long i = 0; i < rows; i++) {
-        take_row(job, s, head, replayed, replayed + i, matrix, o, half);
+        take_row(job, s, head, replayed, replayed + i, matrix, o, half, half_state);
         open_head(job, o, element(job->gate, (first + i) * job->gate_stride + head * width, half),
                   (void *)element(job->y, ((first + i) * job->heads + head) * width, half), half);
-        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers);
+        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers, half_state);
     }
     if (state_lazy(&job->of, s)) put_off(job, s, head, half);
 }
@@ -156,23 +159,25 @@ INLINE void go_through(const DeltaJob *job, long s, long head, float *scratch, i
 static void delta_tasks(void *argument) {
     DeltaJob *job = argument;
     const long number = __atomic_fetch_add(&job->scratches, 1, __ATOMIC_RELAXED);
-    float *scratch = job->scratch + number * job->key_dim * job->value_dim;
+    void *scratch = (void *)element(job->scratch, number * job->key_dim * job->value_dim, job->half_state);
     long task;
     while ((task = claim(&job->tasks)) >= 0)
-        if (job->half) go_through(job, task / job->heads, task % job->heads, scratch, 1);
-        else go_through(job, task / job->heads, task % job->heads, scratch, 0);
+        if (job->half && job->half_state) go_through(job, task / job->heads, task % job->heads, scratch, 1, 1);
+        else if (job->half_state) go_through(job, task / job->heads, task % job->heads, scratch, 0, 1);
+        else if (job->half) go_through(job, task / job->heads, task % job->heads, scratch, 1, 0);
+        else go_through(job, task / job->heads, task % job->heads, scratch, 0, 0);
 }
 
 /* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows + sequences *
    most_pending, channels] and scratch [threads, key_dim * value_dim] are scratch, the latter only with pending rows.
    by_channel: a decay for each number of a key; sigmoid: the gate's activation, else silu; half: as of quire_gated, and
-   the type of columns and pending rows. Dimensions are at most DELTA_DIM. */
+   the type of columns and pending rows; half_state: that of matrices. Dimensions are at most DELTA_DIM. */
 void quire_delta(const StateRows *of, const void *qkv, const void *gate, const void *decay, const void *strength,
                  const float *conv, const float *rate, const float *shift, const float *norm, void *columns,
-                 float *matrix, float *u, float *scratch, void *y, long key_heads, long heads, long key_dim,
+                 void *matrix, float *u, void *scratch, void *y, long key_heads, long heads, long key_dim,
                  long value_dim, long taps, long qkv_stride, long gate_stride, long decay_stride,
                  long strength_stride, long columns_stride, long matrix_stride, float eps, float lowest,
-                 int by_channel, int sigmoid, int doubled, int half, int threads) {
+                 int by_channel, int sigmoid, int doubled, int half, int half_state, int threads) {
     const long channels = 2 * key_heads * key_dim + heads * value_dim;
     ConvJob before = {.of = *of, .x = qkv, .conv = conv, .columns = columns, .result = u, .channels = channels,
                       .taps = taps, .stride = qkv_stride, .columns_stride = columns_stride, .half = half};
@@ -183,7 +188,7 @@ void quire_delta(const StateRows *of, const void *qkv, const void *gate, const v
                     .value_dim = value_dim, .channels = channels, .gate_stride = gate_stride,
                     .decay_stride = decay_stride, .strength_stride = strength_stride,
                     .matrix_stride = matrix_stride, .eps = eps, .lowest = lowest, .by_channel = by_channel,
-                    .sigmoid = sigmoid, .doubled = doubled, .half = half};
+                    .sigmoid = sigmoid, .doubled = doubled, .half = half, .half_state = half_state};
     RUN(delta_tasks, &job, threads);
     settle(of);
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.native.library import loaded
-from quire.kernels.native.states import state_rows
+from quire.kernels.native.states import MATRICES, state_rows
 from quire.kernels.states import StateMeta, StateView
 
 MOST_DIM = 512  # of a key or a value
@@ -31,7 +31,7 @@ def mix(
     own = state_rows("delta", qkv, form.channels + weights.shift.numel() + form.heads, state, meta)
     threads = torch.get_num_threads()
     u = qkv.new_empty((own.scratch_rows, form.channels), dtype=torch.float32)
-    copies = qkv.new_empty((threads if own.pending else 0, form.key_dim * form.value_dim), dtype=torch.float32)
+    copies = matrix.new_empty((threads if own.pending else 0, form.key_dim * form.value_dim))
     loaded().quire_delta(
         ctypes.byref(own),
         *(one.data_ptr() for one in (qkv, gate, decay, strength)),
@@ -49,6 +49,7 @@ def mix(
         form.act == "sigmoid",
         form.doubled,
         qkv.dtype == torch.bfloat16,
+        matrix.dtype == torch.bfloat16,
         threads,
     )
     return y
@@ -71,10 +72,10 @@ def _check(rows: tuple[Tensor, ...], weights: DeltaWeights, state: StateView, fo
     assert matrix is not None
     shape = form.heads, form.key_dim, form.value_dim
     packed = shape[1] * shape[2], shape[2], 1
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
+    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
         raise ValueError(
-            f"native delta: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
-            f"{tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"native delta: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
+            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     if state.columns.dtype != dtype or channels != form.channels or state.columns.stride()[1:] != (channels, 1):
         raise ValueError(

@@ -10,17 +10,19 @@ typedef struct MambaJob {
     StateRows of;
     const void *step;
     const float *rate, *shift, *skip, *u;
-    float *matrix, *o, *scratch;
+    float *o;
+    void *matrix, *scratch;
     long scratches; /* claimed so far */
     long heads, per, dim, width, channels; /* per: heads of a group; dim: N; width: P */
     long step_stride, matrix_stride;
     float lowest, highest;
-    int half;
+    int half, half_state;
 } MambaJob;
 
-/* A row of MAMBA_COLUMNS vectors of a head's columns: decay, add and read the matrix. own [dim][stride], output o. */
-INLINE void mamba_columns(float *own, long stride, const float *b, const float *c, float fade, float step, float skip,
-                          const float *x, float *o, long dim, long count) {
+/* A row of MAMBA_COLUMNS vectors of a head's columns: decay, add and read the matrix. own [dim][stride], output o.
+   half: the matrix is bfloat16; its numbers are rounded when they are written. */
+INLINE void mamba_columns(void *own, long stride, const float *b, const float *c, float fade, float step, float skip,
+                          const float *x, float *o, long dim, long count, int half) {
     Vec value[MAMBA_COLUMNS], read[MAMBA_COLUMNS];
     Lanes lanes[MAMBA_COLUMNS];
     const Vec faded = fill(fade);
@@ -33,8 +35,8 @@ INLINE void mamba_columns(float *own, long stride, const float *b, const float *
     for (long d = 0; d < dim; d++) {
         const Vec in = fill(b[d]), out = fill(c[d]);
         for (int j = 0; j < MAMBA_COLUMNS; j++) {
-            const Vec now = madd(in, value[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
-            put_some(own + d * stride + j * W, lanes[j], now);
+            const Vec now = madd(in, value[j], load(own, d * stride + j * W, lanes[j], half) * faded);
+            store(own, d * stride + j * W, lanes[j], now, half);
             read[j] = madd(now, out, read[j]);
         }
     }
@@ -42,8 +44,8 @@ INLINE void mamba_columns(float *own, long stride, const float *b, const float *
 }
 
 /* Row i of a head through a matrix -> o; step: its raw step. */
-INLINE void mamba_row(const MambaJob *job, long s, long head, long replayed, long i, float raw, float *matrix,
-                      float *o) {
+INLINE void mamba_row(const MambaJob *job, long s, long head, long replayed, long i, float raw, void *matrix,
+                      float *o, int half_state) {
     const long dim = job->dim, width = job->width;
     const long in = job->heads * width + head / job->per * dim, out = in + job->heads / job->per * dim;
     const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
@@ -51,28 +53,29 @@ INLINE void mamba_row(const MambaJob *job, long s, long head, long replayed, lon
     const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
     const float fade = expf(-expf(job->rate[head]) * step);
     for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
-        mamba_columns(matrix + c, width, u + in, u + out, fade, step, job->skip[head], u + head * width + c, o + c, dim,
-                      width - c);
+        mamba_columns((void *)element(matrix, c, half_state), width, u + in, u + out, fade, step, job->skip[head],
+                      u + head * width + c, o + c, dim, width - c, half_state);
 }
 
-static void mamba_head(const MambaJob *job, long s, long head, float *scratch) {
+INLINE void mamba_head(const MambaJob *job, long s, long head, void *scratch, int half_state) {
     const long heads = job->heads, first = job->of.starts[s], numbers = job->dim * job->width;
+    const long bytes = numbers * (half_state ? 2 : 4), own = job->of.slots[s] * job->matrix_stride + head * numbers;
     const long rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s);
     const int lazy = state_lazy(&job->of, s);
-    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * numbers;
+    void *matrix = (void *)element(job->matrix, own, half_state);
     if (!rows) return;
-    if (!state_past(&job->of, s)) memset(matrix, 0, numbers * sizeof(float));
+    if (!state_past(&job->of, s)) memset(matrix, 0, bytes);
     for (long i = 0; i < replayed; i++) { /* its output is written over by that of the step's first row */
         const void *steps = pending_at(&job->of, s, i, job->channels, job->half);
         mamba_row(job, s, head, replayed, i, number_at(steps, head, job->half), matrix,
-                  job->o + (first * heads + head) * job->width);
+                  job->o + (first * heads + head) * job->width, half_state);
     }
-    if (lazy) matrix = memcpy(scratch, matrix, numbers * sizeof(float));
+    if (lazy) matrix = memcpy(scratch, matrix, bytes);
     for (long i = 0; i < rows; i++) {
         const void *steps = element(job->step, (first + i) * job->step_stride, job->half);
         mamba_row(job, s, head, replayed, replayed + i, number_at(steps, head, job->half), matrix,
-                  job->o + ((first + i) * heads + head) * job->width);
-        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers);
+                  job->o + ((first + i) * heads + head) * job->width, half_state);
+        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers, half_state);
         if (lazy)
             memcpy(pending_at(&job->of, s, i, job->channels + head, job->half), element(steps, head, job->half),
                    job->half ? 2 : 4);
@@ -82,9 +85,11 @@ static void mamba_head(const MambaJob *job, long s, long head, float *scratch) {
 static void mamba_heads(void *argument) {
     MambaJob *job = argument;
     const long number = __atomic_fetch_add(&job->scratches, 1, __ATOMIC_RELAXED);
-    float *scratch = job->scratch + number * job->dim * job->width;
+    void *scratch = (void *)element(job->scratch, number * job->dim * job->width, job->half_state);
     long task;
-    while ((task = claim(&job->tasks)) >= 0) mamba_head(job, task / job->heads, task % job->heads, scratch);
+    while ((task = claim(&job->tasks)) >= 0)
+        if (job->half_state) mamba_head(job, task / job->heads, task % job->heads, scratch, 1);
+        else mamba_head(job, task / job->heads, task % job->heads, scratch, 0);
 }
 
 typedef struct MambaEnd {
@@ -130,13 +135,13 @@ static void mamba_ends(void *argument) {
 /* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows + sequences *
    most_pending, channels], o [rows, heads * width] and scratch [threads, width * dim] are scratch, the last only with
    pending rows. bias and norm may be NULL; order: 0 without a norm, 1 with the gate before the norm, 2 with the norm
-   before the gate; half: as of quire_gated, and the type of columns and pending rows. */
+   before the gate; half: as of quire_gated, and the type of columns and pending rows; half_state: that of matrices. */
 void quire_mamba(const StateRows *of, const void *inner, const void *gate, const void *step, const float *conv,
                  const float *bias, const float *rate, const float *shift, const float *skip, const float *norm,
-                 void *columns, float *matrix, float *u, float *o, float *scratch, void *y, long heads, long groups,
+                 void *columns, void *matrix, float *u, float *o, void *scratch, void *y, long heads, long groups,
                  long width, long dim, long inner_stride, long gate_stride, long step_stride, long columns_stride,
                  long matrix_stride, float eps, float lowest, float highest, int taps, int order, int half,
-                 int threads) {
+                 int half_state, int threads) {
     const long channels = heads * width + 2 * groups * dim;
     ConvJob before = {.of = *of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
                       .channels = channels, .taps = taps, .stride = inner_stride, .columns_stride = columns_stride,
@@ -146,7 +151,7 @@ void quire_mamba(const StateRows *of, const void *inner, const void *gate, const
                     .skip = skip, .u = u, .matrix = matrix, .o = o, .scratch = scratch, .heads = heads,
                     .per = heads / groups, .dim = dim, .width = width, .channels = channels,
                     .step_stride = step_stride, .matrix_stride = matrix_stride, .lowest = lowest, .highest = highest,
-                    .half = half};
+                    .half = half, .half_state = half_state};
     RUN(mamba_heads, &job, threads);
     MambaEnd end = {.tasks = {.count = of->rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
                     .group = heads / groups * width, .gate_stride = gate_stride, .eps = eps, .order = order,

@@ -49,12 +49,12 @@ INLINE long state_kept(const StateRows *of, long s, int n) {
 INLINE long state_copy(const StateRows *of, long s, int n) { return of->kept[STATE_COPIES * of->slots[s] + n]; }
 
 /* Write `count` numbers, those from `at` on of a matrix of `stride` numbers, to the copies that are due after `rows`
-   rows of the step. */
-INLINE void keep_copies(const StateRows *of, long s, long rows, float *matrices, long stride, long at,
-                        const float *from, long count) {
+   rows of the step. half: matrices are bfloat16, else float32. */
+INLINE void keep_copies(const StateRows *of, long s, long rows, void *matrices, long stride, long at, const void *from,
+                        long count, int half) {
     for (int n = 0; n < STATE_COPIES; n++)
         if (rows == state_kept(of, s, n))
-            memcpy(matrices + state_copy(of, s, n) * stride + at, from, count * sizeof(float));
+            memcpy((void *)element(matrices, state_copy(of, s, n) * stride + at, half), from, count * (half ? 2 : 4));
 }
 
 typedef struct SettleJob {

@@ -12,6 +12,7 @@ from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Wire
+from quire.plan.weight_bytes import ITEM_BYTES
 
 TOKEN = "token"  # a unit of messages
 LENGTH_BYTES = 4  # of the length at which a state stands
@@ -235,6 +236,36 @@ class LayerStep(NamedTuple):
         return self.layer is None or not (self.layer.after or self.layer.residual != 1)
 
 
+class StateTypes(NamedTuple):
+    """Types of what layers keep of a request whatever its length.
+
+    activations   dtype of the inputs that are kept: columns of convolutions, and pending rows
+    matrix        dtype of the matrices of heads, "float32" or "bfloat16"
+    drafts        most drafts that a decode verifies: with some, layers keep pending rows
+    """
+
+    activations: str
+    matrix: str = "float32"
+    drafts: int = 0
+
+    def inputs(self, name: str, rows: int, width: int) -> StateComponent:
+        """Return a component of so many rows of inputs."""
+        return StateComponent(name, (rows, width), self.activations, ITEM_BYTES[self.activations])
+
+    def matrices(self, heads: int, dim: int, width: int) -> StateComponent:
+        """Return the component with a matrix [dim, width] for each head."""
+        return StateComponent("matrix", (heads, dim, width), self.matrix, ITEM_BYTES[self.matrix])
+
+    def pending(self, width: int) -> tuple[StateComponent, ...]:
+        """Return room for the pending rows of a decode with drafts, if any are verified (`quire.kernels.states`).
+
+        width   numbers of a pending row
+        """
+        if not self.drafts:
+            return ()
+        return self.inputs("pending", 1 + self.drafts, width), StateComponent("at", (1,), "int32", LENGTH_BYTES)
+
+
 class Mixer(Protocol):
     """A kind of mixer: it reads the tokens before a token."""
 
@@ -272,12 +303,8 @@ class Mixer(Protocol):
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
-        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads.
-
-        dtype, item_bytes   of activations
-        drafts              most drafts that a decode verifies
-        """
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads."""
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the range of KV heads of the rank `place` of `tp`."""
@@ -354,20 +381,6 @@ def joined(half: str, step: LayerStep) -> Iterator[Call]:
 def product(name: str, bias: bool, features: Collection[str]) -> Call:
     """Return the call of a projection that adds the residual if its kernel can."""
     return Call("linear.run_add" if "add" in features else "linear.run", weights(name, bias))
-
-
-def with_pending(
-    states: tuple[StateComponent, ...], width: int, drafts: int, dtype: str, item_bytes: int
-) -> tuple[StateComponent, ...]:
-    """Return the states of a layer with room for the pending rows of a decode with drafts, if any are verified.
-
-    width    numbers of a pending row (`quire.kernels.states`)
-    drafts   most drafts that a decode verifies
-    """
-    if not drafts:
-        return states
-    pending = StateComponent("pending", (1 + drafts, width), dtype, item_bytes)
-    return (*states, pending, StateComponent("at", (1,), "int32", LENGTH_BYTES))
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool = False) -> tuple[int, ...]:
