@@ -50,6 +50,8 @@ def check(made: Made) -> None:
     """Decodes spill no register, prompts of two-byte numbers next to none; no product of the scan is a warpgroup's."""
     if made.name == "_scan_kernel":  # see its docstring
         assert "wgmma" not in made.ptx, made
+    if made.name == "_decode_kernel":
+        assert made.options["maxnreg"] == 128, made
     if made.name == "_decode_kernel" or "*bf16" in made.signature.values():
         assert made.stack <= (0 if made.name == "_decode_kernel" else 80), (made.stack, made)
 

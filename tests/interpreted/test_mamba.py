@@ -59,6 +59,13 @@ def test_norms(norm: str) -> None:
     check(mamba_step(replace(MAMBA[1], heads=9, groups=3, norm=norm), STEPS["mixed"]))
 
 
+@pytest.mark.parametrize("form", MAMBA[:2], ids=range(2))
+def test_programs_with_several_parts(form: MambaForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a part ahead, also past sequences that have no row."""
+    monkeypatch.setattr("quire.kernels.mamba.triton_decode.PROGRAMS", 5)
+    check(mamba_step(form, STEPS["decodes"] + STEPS["mixed"]))
+
+
 @pytest.mark.parametrize("step", ["decodes", "copies"])
 def test_half_precision(step: str) -> None:
     """The interpreter has no bfloat16."""
