@@ -13,6 +13,7 @@ from quire.kernels.delta.inputs import make as step_of
 from quire.kernels.states import StateView
 
 from ..support.drafted_steps import PENDING, ROOM
+from ..support.state_inputs import LONG as STEPS
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -25,13 +26,6 @@ FORMS = {
     "tiny": DeltaForm(key_heads=2, heads=4, key_dim=16, value_dim=24, eps=1e-6),
     "odd": DeltaForm(key_heads=1, heads=3, key_dim=12, value_dim=40, eps=1e-6),
     "wide": DeltaForm(key_heads=2, heads=4, key_dim=128, value_dim=256, eps=1e-6, lowest=-5.0),
-}
-STEPS = {
-    "one": (Sequence(70, 1),),
-    "decodes": tuple(Sequence(past, 1, (past + 1, 0) if past % 9 == 0 else (0, 0)) for past in range(0, 120, 3)),
-    "edges": tuple(Sequence(past, rows) for past in (0, 63, 64) for rows in (1, 63, 64, 65, 127, 129)),
-    "mixed": (*(Sequence(past, 1) for past in range(9)), Sequence(0, 0), Sequence(0, 300, (17, 256)), Sequence(70, 40)),
-    "prompt": (Sequence(0, 1000, (512, 1000)),),
 }
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -16,9 +16,6 @@ import pytest
 import torch
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.args.checkpoint import parse_checkpoint_config
-from quire.args.mamba import MambaArgs
-from quire.args.shortconv import ShortConvArgs
 from quire.config.bundled import bundled_model
 from quire.contracts.output import Logprob
 from quire.contracts.step import I32
@@ -40,7 +37,6 @@ from ..support.tiny_models import (
     make_oracle,
     mixed_prompts,
     quieten,
-    tiny_config,
 )
 
 DEVICE = "cuda"
@@ -75,21 +71,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # of families; others have those of `Tiny
     "qwen3": {"heads": (6, 3)}, "llama": {"head_dim": 64, "tied": True}, "qwen2": {"heads": (4, 1), "head_dim": 128},
     "mistral": {"heads": (5, 5), "head_dim": 32},
 }  # fmt: skip
-# Recurrent layers that have kernels for CPUs alone are refused on a GPU.
-REFUSED = {
-    family
-    for family in FAMILIES
-    if {type(one) for one in parse_checkpoint_config(tiny_config(Tiny(family=family))).mixers}
-    & {MambaArgs, ShortConvArgs}
-}
-RECURRENT = ("qwen3_next", "qwen3_5_text")
-TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENSE if family not in REFUSED}
+RECURRENT = ("qwen3_next", "qwen3_5_text", "granite_mamba", "nemotron_h", "falcon_h1", "lfm2")
+TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENSE}
 # In bfloat16 the routers of random models choose other experts: there is no truth to compare with.
 COMPARED = ("quire-tiny", *TINY)
 TINY |= {
-    family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default")
-    for family in EXPERTS
-    if family not in REFUSED
+    family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default") for family in EXPERTS
 }
 Oracles = Callable[[str], Oracle]
 SAMPLED: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.args.experts import Routing
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
-from quire.kernels.activation import ACTS
+from quire.kernels.activation import ACTS, UNGATED
 from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only, weight_only_hopper
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
@@ -35,6 +35,7 @@ DEEPSEEK = Routing(
 )
 INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
 GPT_OSS = ExpertForm("swiglu_oai", biased=True)
+NEMOTRON = 128, 6, 2688, 1856  # Nemotron 3 Nano: experts, those of a token, hidden and inner size
 MXFP4 = Scheme(values="e2m1", block=(1, 32))
 NVFP4 = Scheme(values="e2m1", block=(1, 16), factor=True)
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
@@ -84,9 +85,10 @@ def launch(
 ) -> None:
     """Launch experts of bfloat16."""
     x, ids = empty(tokens, hidden), empty(tokens, k, dtype=torch.int32)
-    packed = triton.empty(experts, empty(2 * inner, hidden), empty(hidden, inner), x.device, form)
+    gated = form.act not in UNGATED
+    packed = triton.empty(experts, empty(inner << gated, hidden), empty(hidden, inner), x.device, form)
     places = empty(2 * experts, dtype=torch.int32) if mapped else None
-    for module in (triton, hopper):
+    for module in (triton, hopper) if gated else (triton,):
         module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
 
 
@@ -124,6 +126,7 @@ def decodes() -> None:
     launch(64, 32, 8, 7168, 2048, mapped=True)
     for tokens in (1, 16):
         launch(tokens, 32, 4, 2880, 2880, form=GPT_OSS)
+        launch(tokens, *NEMOTRON, form=ExpertForm("relu2"))
 
 
 def prompts() -> None:
@@ -131,6 +134,7 @@ def prompts() -> None:
     DeepSeek-V2-Lite and of Mixtral 8x7B."""
     absent_gpu()
     launch(4096, 32, 4, 2880, 2880, form=GPT_OSS)
+    launch(4096, *NEMOTRON, form=ExpertForm("relu2"))
     for act in FULL * ACTS[1:]:
         launch(8192, 128, 8, 2048, 768, form=ExpertForm(act))
     for dependent in (False, True):

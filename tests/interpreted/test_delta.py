@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 
@@ -30,11 +30,13 @@ from quire.plan.layout import alone, layout
 from quire.plan.linears import linear_plans
 from quire.worker.construct import make_runner
 
+from ..support import state_inputs
 from ..support.compared import CPU, LIMITS, VOCAB
 from ..support.drafted_steps import PENDING, ROOM, check_decodes
 from ..support.filled_models import fill, normal
 from ..support.full import full_rows
 from ..support.naive_runner import agree
+from ..support.state_inputs import CHUNKED as STEPS
 from ..support.tiny_models import Tiny, tiny_config
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
@@ -43,30 +45,7 @@ __all__ = ["cuda_runner"]
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-STEPS = {
-    "decodes": (Sequence(5, 1), Sequence(0, 1), Sequence(0, 0), Sequence(70, 1, (71, 0))),
-    "edges": tuple(Sequence(0, rows) for rows in (63, 64, 65, 1)),
-    "two chunks": tuple(Sequence(0, rows) for rows in (127, 128, 129)),
-    "resumed": tuple(Sequence(past, 66) for past in (1, 63, 64, 65, 127)),
-    "mixed": (Sequence(7, 1), Sequence(0, 0), Sequence(64, 5), Sequence(0, 33), Sequence(2, 1), Sequence(0, 0)),
-    "copies": (
-        Sequence(7, 1, (8, 0)),
-        Sequence(0, 5, (2, 4)),
-        Sequence(64, 9, (64, 74)),  # before the step and after it: no copy
-        Sequence(0, 130, (64, 129)),
-        Sequence(2, 2, (3, 4)),
-        Sequence(60, 70, (62, 128)),
-    ),
-}
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+poisoned = pytest.fixture(autouse=True)(state_inputs.poisoned)
 
 
 def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tuple[Tensor, ...]:
@@ -108,6 +87,12 @@ def test_wherever_decodes_end(form: DeltaForm, decode_rows: int) -> None:
 def test_decays_of_channels(step: str) -> None:
     for form in FORMS:
         check(make(form, STEPS[step], by_channel=True, taps=3))
+
+
+def test_programs_with_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes read a part ahead, also past sequences that have no row."""
+    monkeypatch.setattr("quire.kernels.delta.triton_decode.PROGRAMS", 5)
+    check(make(FORMS[0], STEPS["decodes"] + STEPS["mixed"]))
 
 
 @pytest.mark.parametrize("step", ["decodes", "copies"])
@@ -183,9 +168,9 @@ def test_what_the_kernels_cannot_read_is_an_error() -> None:
         triton.mix(*given[:5], replace(given.state, columns=given.state.columns.half()), *given[6:])
 
 
-def recurrent_runner(target: str, limits: Limits) -> StepRunner:
+def recurrent_runner(target: str, limits: Limits, family: str) -> StepRunner:
     """A runner of a random model with recurrent layers, with the kernels of a GPU or the references; memory is NaN."""
-    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_5_text")) | {"vocab_size": VOCAB})
+    args = parse_checkpoint_config(tiny_config(Tiny(family=family)) | {"vocab_size": VOCAB})
     ops, params = operations(args), layout(args)
     forced = dict.fromkeys(ops, "ref") if target == "cpu" else None
     kernels = select_kernels(target, "float32", ops=ops, head_dim=args.attending[0].head_dim, forced=forced)
@@ -203,13 +188,19 @@ def recurrent_runner(target: str, limits: Limits) -> StepRunner:
     return runner
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), *full_rows([()])])
-def test_steps_of_a_gpu(cuda_runner: object, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3_5_text", (2, 4)), ("lfm2", (2, 4)), *full_rows((("falcon_h1", (2, 4)), ("qwen3_5_text", ())))],
+    ids=str,
+)
+def test_steps_of_a_gpu(
+    cuda_runner: object, monkeypatch: pytest.MonkeyPatch, family: str, sizes: tuple[int, ...]
+) -> None:
     """Chunks, decodes beside them and slots that change hands give the tokens of the references; steps are padded."""
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
     limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
-    plain, runner = recurrent_runner("cpu", LIMITS), recurrent_runner("cuda", limits)
+    plain, runner = (recurrent_runner(*one, family) for one in (("cpu", LIMITS), ("cuda", limits)))
     for one, found in zip(PLANS, run_ahead(runner, PLANS), strict=True):
         plain.submit(one)
         agree(found, plain.collect())

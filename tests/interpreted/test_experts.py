@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.args.experts import Routing
 from quire.kernels import triton_runtime
-from quire.kernels.activation import ACTS
+from quire.kernels.activation import ACTS, UNGATED
 from quire.kernels.experts import hopper, ref, triton
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.inputs import CASES, Case, make, make_biases, packed_by
@@ -95,6 +95,8 @@ def check(case: Case, dtype: torch.dtype, form: ExpertForm = PLAIN, **cut: Any) 
     """All experts, with and without a residual; then those of one rank, some without a place."""
     x, weights, ids, gate_up, down = make(case, dtype)
     biases = make_biases(case, dtype) if form.biased else None
+    if form.act in UNGATED:
+        gate_up, biases = gate_up[:, : case.inner], biases and (biases[0][:, : case.inner], biases[1])
     residual, before, local = torch.randn_like(x), x.clone(), max(2, case.experts // 2)
     places = torch.arange(case.experts, dtype=torch.int32) - 1
     places = torch.where(places < local, places, -1)
@@ -126,7 +128,7 @@ def test_few_tokens_of_two_bytes(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-FORMS = [ExpertForm(act, biased) for act in ACTS for biased in (False, True)][1:]
+FORMS = [ExpertForm(act, biased) for act in (*ACTS, *UNGATED) for biased in (False, True)][1:]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -1,13 +1,17 @@
 """Layers of every family by the kernels of a GPU, interpreted: hidden states are those of the reference kernels."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.layers import NONE
 from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import select_kernels
+from quire.kernels.states import BothViews
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import embedded, run_layers
@@ -24,7 +28,10 @@ from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # longer than the window of tiny models, 9
-FIRST = ("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text", "qwen3_next")
+FIRST = (
+    *("gemma3_text", "gpt_oss", "minimax_m2", "cohere2", "gemma4_moe", "ministral3", "llama4_text", "qwen3_next"),
+    *("falcon_h1", "lfm2", "nemotron_moe"),
+)
 
 
 def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
@@ -57,8 +64,9 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         if (source := args.kept_by(layer)) != layer:
             caches.append(caches[source])
             continue
-        if parts := states.view(layer):
-            caches.append(parts)
+        own = args.layers[layer]
+        if own.beside is None and (own.mixer == NONE or states.view(layer)):
+            caches.append(states.view(layer) or ())
             continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)
         components = kv_components(args.layers[layer].mixer, "float32")
@@ -75,8 +83,12 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
         )
         for number, group in enumerate(geometry.groups)
     )
-    own = state_meta(metas[0].query_start, [count], [0])
-    ctx = StepContext(positions, metas, kv_views([one.mixer for one in model.held], caches), states=own)
+    views: list[Any] = list(kv_views([one.mixer for one in model.held], caches))
+    views = [
+        one if layer.beside is None else BothViews(one, states.view(i))
+        for i, (one, layer) in enumerate(zip(views, args.layers, strict=True))
+    ]
+    ctx = StepContext(positions, metas, views, states=state_meta(metas[0].query_start, [count], [0]))
     return run_layers(model, *embedded(model, torch.tensor(TOKENS), ctx))
 
 

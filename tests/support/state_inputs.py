@@ -1,5 +1,6 @@
 """Steps of sequences with states, for tests of the kernels that update states."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 from copy import deepcopy
 from dataclasses import replace
@@ -24,6 +25,28 @@ STEPS = {
         Sequence(0, 33, (0, 33)),
         Sequence(2, 2, (3, 4)),
     ),
+}
+CHUNKED = {  # with rows around multiples of 64, where chunks of prompts end
+    "decodes": (Sequence(5, 1), Sequence(0, 1), Sequence(0, 0), Sequence(70, 1, (71, 0))),
+    "edges": tuple(Sequence(0, rows) for rows in (63, 64, 65, 1)),
+    "two chunks": tuple(Sequence(0, rows) for rows in (127, 128, 129)),
+    "resumed": tuple(Sequence(past, 66) for past in (1, 63, 64, 65, 127)),
+    "mixed": (Sequence(7, 1), Sequence(0, 0), Sequence(64, 5), Sequence(0, 33), Sequence(2, 1), Sequence(0, 0)),
+    "copies": (
+        Sequence(7, 1, (8, 0)),
+        Sequence(0, 5, (2, 4)),
+        Sequence(64, 9, (64, 74)),  # before the step and after it: no copy
+        Sequence(0, 130, (64, 129)),
+        Sequence(2, 2, (3, 4)),
+        Sequence(60, 70, (62, 128)),
+    ),
+}
+LONG = {  # for a GPU
+    "one": (Sequence(70, 1),),
+    "decodes": tuple(Sequence(past, 1, (past + 1, 0) if past % 9 == 0 else (0, 0)) for past in range(0, 120, 3)),
+    "edges": tuple(Sequence(past, rows) for past in (0, 63, 64) for rows in (1, 63, 64, 65, 127, 129)),
+    "mixed": (*(Sequence(past, 1) for past in range(9)), Sequence(0, 0), Sequence(0, 300, (17, 256)), Sequence(70, 40)),
+    "prompt": (Sequence(0, 1000, (512, 1000)),),
 }
 MAMBA = (
     MambaForm(heads=4, groups=2, head_dim=16, state_dim=24),
@@ -129,3 +152,69 @@ def conv_step(
     weights = ShortConvWeights(torch.randn(taps, channels, generator=draw), bias)
     later = pending_rows(sequences, meta, room, channels, dtype) if room else (None, None)
     return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype), None, *later), meta
+
+
+def resumed(given: Rows, states: tuple[Tensor, ...], past: int) -> Rows:
+    """The arguments of the step behind the first `past` rows of a sequence, of which `states` has a copy at `past`."""
+    place = next(i for i, one in enumerate(given) if isinstance(one, StateView))
+    meta = given[place + 1]
+    slot, total = int(meta.slots[0]), int(meta.query_start[-1])
+    copy = int(meta.kept[slot, 0])
+    state = deepcopy(given[place])
+    for target, source in zip((state.columns, state.matrix), states, strict=False):
+        target[slot] = source[copy]
+    rest = replace(
+        meta,
+        query_start=torch.tensor([0, total - past], dtype=torch.int32, device=meta.slots.device),
+        kept_at=torch.zeros_like(meta.kept_at),
+        plans={},
+    )
+    return (
+        *(one[past:] if isinstance(one, Tensor) else one for one in given[:place]),
+        state,
+        rest,
+        *given[place + 2 :],
+    )
+
+
+def with_meta(given: Rows, **fields: Any) -> Rows:
+    """The arguments of a step with other fields of its metadata, and no plans of it."""
+    return tuple(replace(one, plans={}, **fields) if isinstance(one, StateMeta) else one for one in given)
+
+
+def on_gpu(given: Rows) -> Rows:
+    """The arguments of a step in the GPU's memory. Rows stay slices of longer rows."""
+    own = [one for one in given if isinstance(one, Tensor)]
+    padded = torch.cat((own[0][:, :8], *own), 1).cuda()[:, 8:]
+    rows = iter(padded.split([one.shape[1] for one in own], 1))
+
+    def moved(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return next(rows)
+        tensors = {name: each.cuda() for name, each in vars(one).items() if isinstance(each, Tensor)}
+        return replace(one, **tensors) if tensors else one
+
+    return tuple(map(moved, given))
+
+
+def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:
+    """Capture a step in a CUDA graph; yield what `run` returns, of three replays from the same states."""
+    own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
+    before, state = (next(one for one in step if isinstance(one, StateView)) for step in (given, own))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mix(*own)
+    for _ in range(3):
+        for name, tensor in vars(state).items():
+            if tensor is not None:
+                tensor.copy_(getattr(before, name))
+        graph.replay()
+        yield tuple(one for one in (y, state.columns, state.matrix) if one is not None)
+
+
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written; of a fixture."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

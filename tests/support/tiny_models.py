@@ -599,7 +599,8 @@ def quieten(model: Any, largest: float, layers: float = 1.0) -> None:
         elif name.partition(".")[2] in after:
             scale(parameter, layers)
     peak = float(model(torch.arange(1, 60, device=model.device)[None]).logits.abs().max())
-    scale(model.model.norm.weight, 2.0 ** round(math.log2(largest / peak)))
+    last = names["norm.weight", ""].split(".")[-2]
+    scale(getattr(model.model, last).weight, 2.0 ** round(math.log2(largest / peak)))
 
 
 def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu") -> Oracle:

@@ -29,7 +29,7 @@ from quire.kernels.cases.operations import (
     step_cases,
 )
 from quire.kernels.cases.quantized import expert_cases, quantized_cases
-from quire.kernels.cases.recurrent import delta_cases
+from quire.kernels.cases.recurrent import delta_cases, mamba_cases, shortconv_cases
 from quire.kernels.sampling import ref, triton
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.sampling.table import SamplingTable
@@ -163,6 +163,8 @@ OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "attention": attention_cases,
     "shared": shared_cases,
     "delta": delta_cases,
+    "mamba": mamba_cases,
+    "shortconv": shortconv_cases,
     "sampler": sampler_cases,
     "step": step_cases,
 }

@@ -28,7 +28,8 @@ MODELS = ("qwen3-0.6b", "qwen3-8b")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, of the whole result
 ROTATED = 256 << 20  # bytes of all inputs together: several times a cache of 50 to 60 MB
 MAX_SETS = 64
-ROW_BY_ROW = ("heads", "attention", "shared", "delta")  # the reference is a loop over rows, for checks only
+RECURRENT = ("delta", "mamba", "shortconv")
+ROW_BY_ROW = ("heads", "attention", "shared", *RECURRENT)  # the reference is a loop over rows, for checks only
 TRITON_ONLY = ("shared", "sampler", "step")
 CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # operation -> operation of its kernel
 
@@ -41,7 +42,7 @@ def make_setup(model: str, device: str) -> Setup:
         device=torch.device(device),
         dtype=torch.bfloat16,
         kernels=select_kernels(
-            device, "bfloat16", ops=(*DENSE, "delta"), head_dim=max(one.head_dim for one in args.attending)
+            device, "bfloat16", ops=(*DENSE, *RECURRENT), head_dim=max(one.head_dim for one in args.attending)
         ),
         block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
     )

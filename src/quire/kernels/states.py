@@ -7,10 +7,10 @@ Contract of the kernels that update states: a sequence whose first row in the st
 whatever its row of the arena holds. So no row is cleared when a request takes it. A sequence without rows in the step,
 as in the padding of a CUDA graph, reads and writes no state.
 
-Kernels compute in float32, also where matrices are bfloat16: they round what they write, to nearest and ties to even. An
-output is computed from the matrix before it is rounded. The reference and the kernels of CPUs write a matrix behind each
-row, so that a state depends on the tokens before it, and not on the steps that computed them. Kernels that take prompts
-in chunks write it at the end of a step, and where a copy is kept.
+Kernels compute in float32, also where matrices are bfloat16: what they write is rounded to nearest, ties to even. The
+output of a row is computed from the matrix before that is rounded. The reference, the kernels of CPUs, and decodes round
+a matrix behind each row, so that a state depends on its tokens, and not on the steps that computed them. Kernels that
+take prompts in chunks round it at the end of a step, and where a copy is kept.
 
 Where decodes verify drafts, a state has pending rows: the inputs of the last rows of its sequence, of which the next
 step knows how many were accepted. It is then a state at length `at`, and pending row i is that of position at + i. With
@@ -33,6 +33,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from quire.kernels.attention import KVView
+
+
+MATRICES = (torch.float32, torch.bfloat16)  # types of the matrices of heads
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class StateMeta:
     max_rows: int = 1
     decode_rows: int = 1
     plans: dict[object, object] = field(default_factory=dict)
+
+
+def packed(states: Tensor) -> bool:
+    """Return True if the numbers of each state are contiguous."""
+    return states.stride()[1:] == states[:1].contiguous().stride()[1:]
 
 
 class Course(NamedTuple):

@@ -100,8 +100,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
     },
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
-    "mamba": {"native": NATIVE, "ref": REFERENCE},
-    "shortconv": {"native": NATIVE, "ref": REFERENCE},
+    "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
+    "shortconv": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES),
@@ -113,7 +113,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "quantize": {"ref": REFERENCE},
     "experts": {
         "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
                           features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},

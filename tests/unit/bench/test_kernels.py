@@ -28,8 +28,10 @@ from quire.kernels.cases.timing import Rates, measure_rates
 from quire.kernels.delta import triton as delta
 from quire.kernels.heads import triton as heads
 from quire.kernels.linear import cuda as linear
+from quire.kernels.mamba import triton as mamba
 from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
+from quire.kernels.shortconv import triton as shortconv
 from quire.kernels.supports import DENSE
 from quire.layers.linear import GatedLinear, Linear
 
@@ -54,7 +56,7 @@ def setup(dtype: str = "float32", **changes: object) -> Setup:
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
         block_size=8,
-        kernels=select_kernels("cpu", dtype, ops=(*DENSE, "delta"), head_dim=16),
+        kernels=select_kernels("cpu", dtype, ops=(*DENSE, *bench.RECURRENT), head_dim=16),
         rows=(1, 5),
         steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)),
         shared=((3, 21, 16),),
@@ -75,6 +77,8 @@ def on_gpu(dtype: str) -> Setup:
             linear=linear,
             attention=attention,
             delta=delta,
+            mamba=mamba,
+            shortconv=shortconv,
         ),
     )
 
@@ -89,7 +93,7 @@ def check(chosen: Setup, op: str) -> None:
     for row in rows:
         share = pytest.approx(100 * row["floor_us"] / row["us"], rel=0.5, abs=0.1)
         assert row["us"] > 0 and row["floor_percent"] == share
-        unlike = op == "step" or op == "delta" and find_spec("fla") is None
+        unlike = op in ("step", "mamba", "shortconv") or op == "delta" and find_spec("fla") is None
         assert row["library_us"] is None if unlike else row["library_us"] > 0 and row["library"]
 
 
@@ -102,9 +106,9 @@ def test_every_case_computes_what_the_library_computes(op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
-        *((op, "float32") for op in OPERATIONS),
+        *((op, "float32") for op in OPERATIONS if op != "mamba"),
         *(("layer", "bfloat16"), ("embedding", "bfloat16")),
-        *full_rows([("linear", "bfloat16")]),
+        *full_rows([("linear", "bfloat16"), ("mamba", "float32")]),
     ],
 )
 def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,18 +83,13 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"recurrent": True},
         {("CacheBlend", "states"), ("host memory", "states on a GPU")},
     ),
-    ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
     (
         {"state_checkpoint": "none", "state_memory_fraction": 0.5},
         {},
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
     ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
-    (
-        EXAMPLES["n-grams"],
-        {"conv": True, "device": "cuda"},
-        {("a GPU", "states on a CPU"), ("drafts over states", "states without drafts")},
-    ),
+    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states without drafts")}),
     (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},

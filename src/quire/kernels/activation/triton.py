@@ -70,6 +70,13 @@ def gated_of(gate, up, ACT: tl.constexpr):
     return gate / (1 + tl.exp(-z)) * _triton_up(up, ACT)
 
 
+@jit
+def squared_of(x):
+    """Return max(x, 0)^2, the activation "relu2", in float32."""
+    above = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return above * above
+
+
 @gluon_jit
 def gated_in_gluon(gate, up, ACT: gl.constexpr):
     """Return `gated_of` in a Gluon kernel, with the hardware's reciprocal.

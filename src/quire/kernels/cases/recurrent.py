@@ -1,20 +1,29 @@
-"""Cases of recurrent layers: the gated delta rule, for decodes and for prompts."""
+"""Cases of recurrent layers, for decodes and for prompts: the gated delta rule, Mamba 2, short convolutions."""
 
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quire.args.delta import DeltaArgs
-from quire.kernels.cases import EPS, KernelCase, KernelSetup, Pair, Result
+from quire.args.mamba import MambaArgs
+from quire.args.shortconv import ShortConvArgs
+from quire.kernels.cases import EPS, KernelCase, KernelSetup, Pair, Result, made
 from quire.kernels.delta import DeltaForm, DeltaWeights, ref
+from quire.kernels.mamba import MambaForm, MambaWeights
+from quire.kernels.mamba import ref as mamba
+from quire.kernels.shortconv import ShortConvWeights
+from quire.kernels.shortconv import ref as shortconv
 from quire.kernels.states import StateMeta, StateView
 
 TAPS, MOST_CPU_ROWS = 4, 2048
 QWEN = DeltaForm(key_heads=16, heads=32, key_dim=128, value_dim=128, eps=EPS)  # Qwen3.5 9B
+NEMOTRON = MambaForm(heads=64, groups=8, head_dim=64, state_dim=128, eps=EPS)  # Nemotron 3 Nano
+LFM = ShortConvArgs(width=2048, taps=3)  # LFM2 1.2B
 LIBRARY = "fla, rule alone"  # flash-linear-attention, without convolution, norms of heads and gates
 
 
@@ -22,9 +31,87 @@ def delta_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases with the sizes of the model's recurrent layers; of those of Qwen3.5 9B, if it has none."""
     own = next((one for one in setup.args.mixers if isinstance(one, DeltaArgs) and not one.low_rank), None)
     form = own and DeltaForm(own.key_heads, own.heads, own.key_dim, own.value_dim, EPS, own.act)
-    for seqs, rows in setup.recurrent:
-        if setup.device.type == "cuda" or rows <= MOST_CPU_ROWS:
-            yield _case(setup, form or QWEN, seqs, rows)
+    for seqs, rows in _steps(setup):
+        yield _case(setup, form or QWEN, seqs, rows)
+
+
+def mamba_cases(setup: KernelSetup) -> Iterator[KernelCase]:
+    """Yield cases with the sizes of the model's layers with Mamba 2; of those of Nemotron 3 Nano, if it has none."""
+    own = next((one for one in setup.args.mixers if isinstance(one, MambaArgs)), None)
+    form = MambaForm(own.heads, own.groups, own.head_dim, own.state_dim, own.norm, EPS) if own else NEMOTRON
+    matrix = form.heads * form.state_dim * form.head_dim
+    states = 2 * (4 * matrix + (TAPS - 1) * form.channels * setup.item)
+    per_row = (form.channels + 2 * form.width + form.heads) * setup.item
+    for seqs, rows in _steps(setup):
+        yield KernelCase(
+            shape=f"{seqs} x {rows}, {form.heads}x{form.state_dim}x{form.head_dim} in {form.groups}",
+            num_bytes=seqs * (states + rows * per_row) + 4 * TAPS * form.channels,
+            flops=4 * seqs * rows * matrix,
+            make=made(_mamba_pair, setup, form, seqs, rows),
+        )
+
+
+def shortconv_cases(setup: KernelSetup) -> Iterator[KernelCase]:
+    """Yield cases with the sizes of the model's short convolutions; of those of LFM2 1.2B, if it has none."""
+    own = next((one for one in setup.args.mixers if isinstance(one, ShortConvArgs)), LFM)
+    for seqs, rows in _steps(setup):
+        yield KernelCase(
+            shape=f"{seqs} x {rows}, {own.width}",
+            num_bytes=(seqs * 2 * (own.taps - 1) + 4 * seqs * rows) * own.width * setup.item,
+            make=made(_conv_pair, setup, own, seqs, rows),
+        )
+
+
+def _steps(setup: KernelSetup) -> Iterator[tuple[int, int]]:
+    """Yield the steps that are measured on the device: sequences, new tokens of each."""
+    yield from (one for one in setup.recurrent if setup.device.type == "cuda" or one[1] <= MOST_CPU_ROWS)
+
+
+def _step(device: torch.device, seqs: int, rows: int) -> StateMeta:
+    """Return a step of sequences that have 4096 tokens behind them."""
+    every = torch.arange(seqs + 1, dtype=torch.int32, device=device)
+    none = torch.zeros(seqs, 2, dtype=torch.int32, device=device)
+    return StateMeta(rows * every, every[1:] * 0 + 4096 + rows, every[:seqs], none, none, max_rows=rows)
+
+
+def _both(run: Callable[..., Result], ours: Any, theirs: Any, state: StateView) -> Pair:
+    """Return a pair of two implementations, each with states of its own."""
+    before = StateView(state.columns.clone(), None if state.matrix is None else state.matrix.clone())
+    return Pair(partial(run, ours.mix, state), None, partial(run, theirs.mix, before))
+
+
+def _mamba_pair(setup: KernelSetup, form: MambaForm, seqs: int, rows: int) -> Pair:
+    def floats(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, device=setup.device) * scale
+
+    widths = [form.width, form.channels, form.heads]
+    gate, inner, step = setup.randn(seqs * rows, sum(widths)).split(widths, 1)
+    weights = MambaWeights(
+        floats(TAPS, form.channels, scale=0.5),
+        *(floats(form.heads) for _ in range(3)),
+        floats(form.channels),
+        1 + floats(form.width, scale=0.2) if form.norm else None,
+    )
+    matrix = floats(seqs, form.heads, form.state_dim, form.head_dim, scale=0.1)
+    state, meta = StateView(setup.randn(seqs, TAPS - 1, form.channels), matrix), _step(setup.device, seqs, rows)
+
+    def run(mix: Callable[..., torch.Tensor], states: StateView) -> Result:
+        y = mix(inner, gate, step, weights, states, meta, form)
+        assert states.matrix is not None
+        return y, states.columns, states.matrix
+
+    return _both(run, setup.kernels.mamba, mamba, state)
+
+
+def _conv_pair(setup: KernelSetup, own: ShortConvArgs, seqs: int, rows: int) -> Pair:
+    given, meta = setup.randn(seqs * rows, 3 * own.width), _step(setup.device, seqs, rows)
+    weights = ShortConvWeights(torch.randn(own.taps, own.width, device=setup.device))
+
+    def run(mix: Callable[..., torch.Tensor], states: StateView) -> Result:
+        return mix(given, weights, states, meta), states.columns
+
+    state = StateView(setup.randn(seqs, own.taps - 1, own.width))
+    return _both(run, setup.kernels.shortconv, shortconv, state)
 
 
 def _case(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int) -> KernelCase:
@@ -55,9 +142,6 @@ def _pair(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, library: Ca
     def floats(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, device=device) * scale
 
-    def places(start: int) -> torch.Tensor:
-        return torch.arange(start, start + seqs, dtype=torch.int32, device=device)
-
     mixed, rates = setup.randn(tokens, form.channels + values), setup.randn(tokens, 2 * form.heads)
     weights = DeltaWeights(
         floats(TAPS, form.channels, scale=0.5), floats(form.heads), floats(form.heads), 1 + floats(form.value_dim)
@@ -65,11 +149,7 @@ def _pair(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, library: Ca
     state = StateView(
         setup.randn(seqs, TAPS - 1, form.channels), floats(seqs, form.heads, form.key_dim, form.value_dim, scale=0.1)
     )
-    none = torch.zeros(seqs, 2, dtype=torch.int32, device=device)
-    meta = StateMeta(
-        rows * torch.cat((places(0), places(seqs)[:1])), places(0) * 0 + 4096 + rows, places(0), none, none
-    )
-    meta.max_rows = rows
+    meta = _step(device, seqs, rows)
     given = mixed[:, : form.channels], mixed[:, form.channels :], rates[:, form.heads :], rates[:, : form.heads]
     before = StateView(state.columns.clone(), None if state.matrix is None else state.matrix.clone())
 

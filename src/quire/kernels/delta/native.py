@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.native.library import loaded
-from quire.kernels.native.states import MATRICES, state_rows
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.native.states import state_rows
+from quire.kernels.states import MATRICES, StateMeta, StateView
 
 MOST_DIM = 512  # of a key or a value
 

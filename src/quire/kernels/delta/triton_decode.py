@@ -13,7 +13,8 @@ import torch
 
 from quire.kernels import pdl
 from quire.kernels.delta.triton_prompts import DeltaCall
-from quire.kernels.delta.triton_rows import convolved, keep_columns, log_decay, opened, unit
+from quire.kernels.delta.triton_rows import log_decay, opened, unit
+from quire.kernels.state_rows import convolved, keep_columns, part_of, read_part
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 PART = 64  # most values of a part
@@ -55,41 +56,6 @@ def mix_decodes(call: DeltaCall) -> None:
         **({"maxnreg": REGISTERS} if REGISTERS and not INTERPRETED else {}),
         **pdl.options(in_pdl),
     )
-
-
-@jit
-def _part_of(n, places, G: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr):
-    """Return where part n is: its sequence, head, part of the head, row in the step, slot and length before the row.
-
-    Rows of sequences that have no row, or several, are negative. places: query_start, seq_lens, slots
-    """
-    query_start, seq_lens, slots = places
-    s, head, part = n // (H * PARTS), n // PARTS % H, n % PARTS
-    row = tl.load(query_start + s)
-    one = tl.load(query_start + s + 1) == row + 1
-    return s, head, part, tl.where(one, row, -1), tl.load(slots + s).to(tl.int64), tl.load(seq_lens + s) - 1
-
-
-@jit
-def _read(
-    n,
-    places,
-    matrix,
-    stride,
-    key,
-    value,
-    sizes,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Return the matrix of part n; zeros before a sequence's first token. sizes: of keys and values of a head."""
-    s, head, part, row, slot, past = _part_of(n, places, G, H, PARTS)
-    own = part * PART + value
-    inside = (key < sizes[0])[:, None] & (own < sizes[1])[None, :] & (past > 0) & (row >= 0)
-    at = head * sizes[0] * sizes[1] + key[:, None] * sizes[1] + own[None, :]
-    return tl.load(matrix + slot * stride + at, mask=inside, other=0.0)
 
 
 @jit(do_not_specialize=["num_seqs", "each"])
@@ -154,12 +120,12 @@ def _decode_kernel(
     in_key = key < DK
     begin = tl.program_id(0) * each
     end = tl.minimum(begin + each, num_seqs * (H * PARTS))
-    following = _read(begin, places, matrix, matrix_stride, key, span, size, G, H, PARTS, PART)
+    following = read_part(begin, places, matrix, matrix_stride, key, span, size, G, H, PARTS, PART)
     for n in range(begin, end):
-        held = following
+        held = following.to(tl.float32)
         last = tl.minimum(n + 1, end - 1)
-        following = _read(last, places, matrix, matrix_stride, key, span, size, G, H, PARTS, PART)
-        s, head, part, at_row, slot, past = _part_of(n, places, G, H, PARTS)
+        following = read_part(last, places, matrix, matrix_stride, key, span, size, G, H, PARTS, PART)
+        s, head, part, at_row, slot, past = part_of(n, places, G, H, PARTS)
         if at_row >= 0:
             row, key_head, value = at_row.to(tl.int64), head // PER, part * PART + span
             in_value = value < DV
@@ -173,7 +139,7 @@ def _decode_kernel(
             both = unit(given, own, conv, 0, past, both_at, in_both, 1.0, CHANNELS, TAPS, qkv_stride, True, 1)
             q = tl.sum(tl.where(is_key == 0, both * DK**-0.5, 0.0), 0)
             k = tl.sum(tl.where(is_key == 1, both, 0.0), 0)
-            v = convolved(given, own, conv, 0, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, True)
+            v = convolved(given, own, conv, None, 0, past, v_at, in_value, CHANNELS, TAPS, qkv_stride, True)
             raw = tl.load(decay + row * decay_stride + head).to(tl.float32) + tl.load(shift + head)
             fade = tl.exp(log_decay(raw, tl.exp(tl.load(rate + head)), lowest, BOUNDED))
             b = tl.sigmoid(tl.load(strength + row * strength_stride + head).to(tl.float32)) * (2.0 if DOUBLED else 1.0)
@@ -200,8 +166,8 @@ def _decode_kernel(
             for copy in tl.static_range(2):
                 if tl.load(kept_at + 2 * slot + copy) == past + 1:
                     target = tl.load(kept + 2 * slot + copy).to(tl.int64)
-                    tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+                    tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
+            tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
             tl.debug_barrier()  # all threads have written their part
             writers = counts + s * (G + H) + G + head
             if tl.atomic_add(writers, 1, sem="acq_rel") == PARTS - 1:

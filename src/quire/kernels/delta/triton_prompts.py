@@ -9,7 +9,7 @@ into steps. In a chunk with rows i and j, c the sum of g up to a row, S the matr
 The last formula with m < 64 gives the matrix after m rows of the chunk: copies may be at any length. No exponent is
 above 0.
 
-`_plan_kernel` lists the chunks, once per step. In a layer `_convolve_kernel` makes q, k and v of chunks; `solve_kernel`
+`planned` lists the chunks, once per step. In a layer `_convolve_kernel` makes q, k and v of chunks; `solve_kernel`
 (triton_solve.py) makes c and T of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part of
 the values of a head, with S in registers: it does what depends on S alone; `_states_kernel` finishes copies at lengths
 inside a chunk, and writes all columns; `_outputs_kernel` adds the part of O within the chunk and normalizes. Grids
@@ -28,22 +28,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
-from quire.kernels.delta.triton_rows import convolved, keep_columns, opened, unit
+from quire.kernels.delta.triton_rows import opened, unit
 from quire.kernels.delta.triton_solve import solve_kernel
+from quire.kernels.state_chunks import CHUNK, copied_behind, padded, planned
+from quire.kernels.state_rows import convolved, keep_columns
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import jit, tl
 
-CHUNK = 64  # tokens
 PART = 32  # numbers of keys that are multiplied at a time
 SPLIT = 32  # most values of a head in a program that goes through a sequence
-WIDTHS = (64, 256, 1024, 8192)  # the plan's kernel is compiled for at most so many slots
-SOME, SOME_CHUNKS = 32, 64  # programs take sequences and chunks in turn when there may be more than so many
 
 
 @dataclass(frozen=True)
@@ -101,32 +99,14 @@ class DeltaCall:
         }
 
 
-def padded(size: int) -> int:
-    """Return the next power of two that a product of matrices can have as a size."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-class Chunks(NamedTuple):
-    """Chunks of prompts, on the device.
-
-    counts      [2] int32: chunks, and sequences that have some
-    chunks      [., 4] int32: first row, rows, sequence, rows of the sequence before it in the step
-    sequences   [., 4] int32: sequence, its first chunk, number of its chunks, 0
-    """
-
-    counts: Tensor
-    chunks: Tensor
-    sequences: Tensor
-
-
 def mix_prompts(call: DeltaCall) -> None:
     """Compute the rows of sequences of more than `meta.decode_rows` rows, and update their states."""
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
-    plan, sizes = _planned(meta, rows), call.sizes
+    plan, sizes = planned(meta, rows, meta.decode_rows), call.sizes
     units, x = qkv.new_empty((rows, 2, form.key_heads, form.key_dim)), qkv.new_empty((rows, form.heads, form.value_dim))
     solved = qkv.new_empty((rows, form.heads, CHUNK))
     faded = qkv.new_empty((rows, form.heads), dtype=torch.float32)
-    programs, seqs = _programs(len(plan.chunks), SOME_CHUNKS), _programs(len(plan.sequences), SOME)
+    programs, seqs = plan.chunk_programs, plan.seq_programs
     exact = qkv.dtype == torch.float32
     products = "tf32x3" if exact else "tf32"
     _convolve_kernel[(2 * form.key_heads + form.heads, programs)](
@@ -221,55 +201,6 @@ def _but(sizes: dict[str, int | bool], *names: str) -> dict[str, int | bool]:
     return {name: size for name, size in sizes.items() if name not in names}
 
 
-def _programs(most: int, some: int) -> int:
-    """Return the number of programs for at most so many units of work, of which most may be empty."""
-    return min(most, some + most // 4)
-
-
-def _planned(meta: StateMeta, rows: int) -> Chunks:
-    """Return the chunks of a step of `rows` rows. Its first layer launches the kernel that lists them."""
-    key, num_seqs = ("delta chunks", rows), len(meta.slots)
-    found = meta.plans.get(key)
-    if not isinstance(found, Chunks):
-        most = max(1, min(num_seqs, rows // (meta.decode_rows + 1)))
-        sizes = (2, 4 * (rows // CHUNK + 2 * most), 4 * most)  # at most rows // CHUNK + 2 chunks of a sequence
-        counts, chunks, sequences = (torch.empty(size, dtype=torch.int32, device=meta.slots.device) for size in sizes)
-        meta.plans[key] = found = Chunks(counts, chunks.view(-1, 4), sequences.view(-1, 4))
-        width = next(one for one in WIDTHS if one >= max(num_seqs, len(meta.kept_at)))  # one kernel for all steps
-        _plan_kernel[(1,)](
-            meta.query_start, meta.seq_lens, *found, num_seqs, meta.decode_rows, CHUNK=CHUNK, WIDTH=width
-        )
-    return found
-
-
-@jit(do_not_specialize=["num_seqs", "limit"])
-def _plan_kernel(
-    query_start, seq_lens, counts, chunks, sequences, num_seqs, limit, CHUNK: tl.constexpr, WIDTH: tl.constexpr
-):
-    """List the chunks of the sequences of more than `limit` rows. Grid (1,). WIDTH: at least num_seqs."""
-    s = tl.arange(0, WIDTH)
-    first = tl.load(query_start + s, mask=s < num_seqs, other=0)
-    rows = tl.load(query_start + s + 1, mask=s < num_seqs, other=0) - first
-    end = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
-    past, prompt = end - rows, rows > limit
-    before = past // CHUNK
-    count = tl.where(prompt, (end + CHUNK - 1) // CHUNK - before, 0)
-    at = tl.cumsum(count, 0) - count
-    place = sequences + 4 * (tl.cumsum(prompt.to(tl.int32), 0) - 1)
-    tl.store(place, s, mask=prompt)
-    tl.store(place + 1, at, mask=prompt)
-    tl.store(place + 2, count, mask=prompt)
-    tl.store(counts, tl.sum(count, 0))
-    tl.store(counts + 1, tl.sum(prompt.to(tl.int32), 0))
-    for n in range(0, tl.max(count, 0)):
-        own, place = n < count, chunks + 4 * (at + n)
-        start = tl.maximum(past, (before + n) * CHUNK)
-        tl.store(place, first + start - past, mask=own)
-        tl.store(place + 1, tl.minimum(end, (before + n + 1) * CHUNK) - start, mask=own)
-        tl.store(place + 2, s, mask=own)
-        tl.store(place + 3, start - past, mask=own)
-
-
 @jit
 def _convolve_kernel(
     qkv,
@@ -316,7 +247,7 @@ def _convolve_kernel(
         else:
             own_value, shown = (part - 2 * G) * DV + value[None, :], (i < rows) & (value < DV)[None, :]
             channel = 2 * G * DK + own_value
-            v = convolved(given, own, conv, j, past, channel, shown, CHANNELS, TAPS, qkv_stride, False)
+            v = convolved(given, own, conv, None, j, past, channel, shown, CHANNELS, TAPS, qkv_stride, False)
             tl.store(values + row * (H * DV) + (i * (H * DV) + own_value), v.to(values.dtype.element_ty), mask=shown)
 
 
@@ -365,11 +296,10 @@ def _scan_kernel(
         past = end - (tl.load(query_start + s + 1) - first).to(tl.int32)
         slot = tl.load(slots + s).to(tl.int64)
         begin, chunks = past // CHUNK, (end + CHUNK - 1) // CHUNK
-        one, two = tl.load(kept_at + 2 * slot), tl.load(kept_at + 2 * slot + 1)
-        one = tl.where((one > past) & (one <= end), tl.where(one == end, chunks, one // CHUNK), -1)
-        two = tl.where((two > past) & (two <= end), tl.where(two == end, chunks, two // CHUNK), -1)
+        one = copied_behind(kept_at, slot, 0, past, end, CHUNK)
+        two = copied_behind(kept_at, slot, 1, past, end, CHUNK)
         lower, upper = tl.minimum(one, two), tl.maximum(one, two)
-        held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
+        held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0).to(tl.float32)
         for run in range(0, 3):
             since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
             upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
@@ -396,11 +326,11 @@ def _scan_kernel(
                 held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
             if (run < 2) & (upto >= 0) & (one == upto):
                 target = tl.load(kept + 2 * slot).to(tl.int64)
-                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
+                tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
             if (run < 2) & (upto >= 0) & (two == upto):
                 target = tl.load(kept + 2 * slot + 1).to(tl.int64)
-                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-        tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+                tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
+        tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -471,9 +401,9 @@ def _states_kernel(
                 then = tl.load(faded + (row + length - start - 1) * H + head)
                 part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
                 place = matrix + target * matrix_stride + at
-                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0)
+                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
-                tl.store(place, held, mask=inside)
+                tl.store(place, held.to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -1,75 +1,12 @@
-"""Parts of the kernels of the gated delta rule: the convolution, its columns, norms, decays and gates."""
+"""Parts of the kernels of the gated delta rule: queries and keys, decays and gates."""
 
 from __future__ import annotations
 
 from quire.kernels.delta import FLOOR
+from quire.kernels.state_rows import convolved, keep_columns, softplus
 from quire.kernels.triton_runtime import jit, tl
 
 FLOOR_OF_SQUARES = None if tl is None else tl.constexpr(FLOOR)
-
-
-@jit
-def taken(
-    given,
-    columns,
-    i,
-    past,
-    channel,
-    inside,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    stride,
-    pending=None,
-    replayed=0,
-    WIDTH: tl.constexpr = 0,
-):
-    """Return inputs of the convolution; those before the sequence's first token are zeros.
-
-    given      the sequence's first row in the step;  stride  from row to row
-    columns    [TAPS - 1, CHANNELS] of the sequence's state
-    i          rows from the first one; a negative i is a column. past: the sequence's tokens before the step
-    channel    channels; inside: those to load. i, channel and inside broadcast
-    pending    pending rows of the sequence's state, of WIDTH numbers. Rows count from the first of `replayed` ones;
-               None: there are none
-    """
-    place, known = columns + (i + TAPS - 1) * CHANNELS + channel, (i >= 0) | (past > 0)
-    if pending is not None:
-        place = tl.where(i >= 0, pending + i * WIDTH + channel, place)
-    place = tl.where(i >= replayed, given + (i - replayed) * stride + channel, place)
-    return tl.load(place, mask=inside & known, other=0.0)
-
-
-@jit
-def convolved(
-    given,
-    columns,
-    conv,
-    i,
-    past,
-    channel,
-    inside,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    stride,
-    ONE: tl.constexpr,
-    pending=None,
-    replayed=0,
-    WIDTH: tl.constexpr = 0,
-):
-    """Return silu of the convolution of channels at rows i, in float32. ONE: i is 0. See `taken`."""
-    total = tl.zeros_like(channel + i).to(tl.float32)
-    for tap in tl.static_range(TAPS):
-        if ONE:
-            if tap == TAPS - 1:
-                x = tl.load(given + channel, mask=inside, other=0.0)
-            else:
-                x = tl.load(columns + tap * CHANNELS + channel, mask=inside & (past > 0), other=0.0)
-        else:
-            row = i + (tap - TAPS + 1)
-            x = taken(given, columns, row, past, channel, inside, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
-        factor = tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
-        total += x.to(tl.float32) * factor
-    return total * tl.sigmoid(total)
 
 
 @jit
@@ -92,38 +29,11 @@ def unit(
     WIDTH: tl.constexpr = 0,
 ):
     """Return queries or keys: `convolved`, over the root of the sum of squares along AXIS, times factor."""
-    x = convolved(given, columns, conv, i, past, channel, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH)
+    x = convolved(
+        given, columns, conv, None, i, past, channel, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH
+    )
     x = tl.where(inside, x, 0.0)
     return x * (tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) + FLOOR_OF_SQUARES) * factor)
-
-
-@jit
-def keep_columns(
-    given,
-    columns,
-    target,
-    upto,
-    past,
-    channel,
-    inside,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    TAPSP: tl.constexpr,
-    stride,
-    pending=None,
-    replayed=0,
-    WIDTH: tl.constexpr = 0,
-):
-    """Write the columns [TAPS - 1, CHANNELS] of the sequence after `upto` rows to `target`. See `taken`.
-
-    `target` may be `columns`: the barrier ends all reads of the program before its first write.
-    """
-    tap = tl.arange(0, TAPSP)[:, None]
-    within = (tap < TAPS - 1) & inside[None, :]
-    row, at = upto - TAPS + 1 + tap, channel[None, :]
-    x = taken(given, columns, row, past, at, within, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
-    tl.debug_barrier()
-    tl.store(target + tap * CHANNELS + channel[None, :], x, mask=within)
 
 
 @jit
@@ -131,11 +41,7 @@ def log_decay(raw, speed, lowest, BOUNDED: tl.constexpr):
     """Return g of raw decays, shifts included. speed: exp(rate). See `quire.kernels.delta`."""
     if BOUNDED:
         return lowest * tl.sigmoid(speed * raw)
-    grown = tl.exp(tl.minimum(raw, 20.0))
-    above = 1.0 + grown
-    part = tl.where(above == 1.0, 1.0, above - 1.0)
-    soft = tl.where(above == 1.0, grown, tl.log(above) * (grown / part))  # log(1 + grown)
-    return -speed * tl.where(raw > 20.0, raw, soft)
+    return -speed * softplus(raw)
 
 
 @jit
@@ -179,7 +85,7 @@ def row_of_head(
     q = tl.sum(tl.where(is_key == 0, both * DK**-0.5, 0.0), 0)
     k = tl.sum(tl.where(is_key == 1, both, 0.0), 0)
     at, inside = 2 * G * DK + head * DV + value, value < DV
-    v = convolved(given, own, conv, i, past, at, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH)
+    v = convolved(given, own, conv, None, i, past, at, inside, CHANNELS, TAPS, stride, ONE, pending, replayed, WIDTH)
     return q, k, v
 
 

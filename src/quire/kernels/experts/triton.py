@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated_of
+from quire.kernels.activation.triton import gated_of, squared_of
 from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
@@ -250,8 +250,8 @@ def _product(
     act: str,
     cut: Tiles,
 ) -> None:
-    gated, in_pdl, pairs, experts, width = scales is None, pdl.in_use(), len(order), weight.shape[0], y.shape[1]
-    room = shared_memory() // (x.element_size() * cut.deep * (cut.rows + (cut.cols << gated)))
+    in_pdl, pairs, experts, width = pdl.in_use(), len(order), weight.shape[0], y.shape[1]
+    room = shared_memory() // (x.element_size() * cut.deep * (cut.rows + cut.cols * (weight.shape[1] // width)))
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
     _product_kernel[(most * -(-width // cut.cols),)](
         x,
@@ -309,11 +309,13 @@ def _few_up_kernel(
     """The activation of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
 
     x                  [T, K];  stride  elements from token to token
-    gate_up, bias      [experts, 2 N, K] contiguous, gate first; [experts, 2 N] or None
+    gate_up, bias      [experts, 2 N, K] contiguous, gate first; [experts, 2 N] or None. ACT "relu2": N rows of each
     ids, expert_map    [T, TOP_K] int32; [all experts] int32 or None, see `quire.kernels.experts`
     h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
-    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration;  ACT  see `gated_of`
+    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration
+    ACT                see `gated_of`, or "relu2", which has no gate
     """
+    GATED: tl.constexpr = ACT != "relu2"
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
@@ -323,25 +325,30 @@ def _few_up_kernel(
         return
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, :]
-    at = gate_up + place.to(tl.int64) * (2 * N * K) + tl.minimum(col, N - 1)[:, None] * K + lane
+    at = gate_up + place.to(tl.int64) * (N * K << GATED) + tl.minimum(col, N - 1)[:, None] * K + lane
     source = x + (pair // TOP_K).to(tl.int64) * stride + lane
     gate_tile = tl.load(at, mask=lane < K, other=0.0, eviction_policy="evict_first")
-    up_tile = tl.load(at + N * K, mask=lane < K, other=0.0, eviction_policy="evict_first")
+    up_tile = gate_tile
+    if GATED:
+        up_tile = tl.load(at + N * K, mask=lane < K, other=0.0, eviction_policy="evict_first")
     gate, up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32), tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
         given = tl.load(source + start, mask=start + lane < K, other=0.0).to(tl.float32)
         gate_now, up_now = gate_tile.to(tl.float32), up_tile.to(tl.float32)
         more = start + BLOCK_K + lane < K
         gate_tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
-        up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         gate += tl.sum(tl.reshape(gate_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
-        up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+        if GATED:
+            up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
     one, two = tl.sum(gate, 1), tl.sum(up, 1)
     if bias is not None:
-        bias += place.to(tl.int64) * (2 * N) + col
+        bias += place.to(tl.int64) * (N << GATED) + col
         one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
-        two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
-    value = gated_of(one, two, ACT)
+        if GATED:
+            two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
+    value = gated_of(one, two, ACT) if GATED else squared_of(one)
     tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
 
 
@@ -550,18 +557,19 @@ def _product_kernel(
 ):
     """A tile of ROWS pairs of an expert by BLOCK_N outputs, on tensor cores. Grid (tiles of pairs * tiles of columns,).
 
-    x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
+    x                  FIRST: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
     weight             [experts, 2 N, K] (gate first) if GATED, else [experts, N, K]; contiguous
     bias               [experts, 2 N] if GATED, else [experts, N]; or None
-    order, starts      see `_sort`;  scales  [T, TOP_K] float32 routing weights, None if GATED
-    y                  [pairs, N]: the activation in sorted order if GATED, else weighted results by pair; output
+    order, starts      see `_sort`;  scales  [T, TOP_K] float32 routing weights, None if FIRST
+    y                  [pairs, N]: the activation in sorted order if FIRST, else weighted results by pair; output
     EXPERTS, WIDTH     experts of this rank; padded to a power of two
     BLOCK_K            inputs of an iteration;  TALL  the weights are the tall operand
     BAND               tiles of pairs that share a column of weights
-    ACT                see `gated_of`, of the products that are GATED; "": of down
+    ACT                "": of down; else the product is the FIRST. See `gated_of`; "relu2" is not GATED
     """
-    GATED: tl.constexpr = ACT != ""
-    if PDL and GATED:
+    FIRST: tl.constexpr = ACT != ""
+    GATED: tl.constexpr = FIRST and ACT != "relu2"
+    if PDL and FIRST:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
     expert, first, left, tile = _find_tile(starts, EXPERTS, WIDTH, ROWS, (N + BLOCK_N - 1) // BLOCK_N, BAND)
@@ -569,14 +577,14 @@ def _product_kernel(
     pair = tl.load(order + first + row, mask=row < left, other=0)
     col = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight += expert.to(tl.int64) * (N * K << GATED)
-    if PDL and not GATED:
+    if PDL and not FIRST:
         if left > 0:
             prefetch(weight, col, N, K, BLOCK_N, 256)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if left <= 0:
         return
-    source = pair // TOP_K if GATED else first + tl.where(row < left, row, 0)
+    source = pair // TOP_K if FIRST else first + tl.where(row < left, row, 0)
     lane = tl.arange(0, BLOCK_K)
     x_at = x + source.to(tl.int64)[:, None] * stride + lane[None, :]
     at = weight + tl.minimum(col, N - 1)[:, None] * K + lane[None, :]
@@ -597,12 +605,12 @@ def _product_kernel(
         if GATED:
             own = tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
             up += own[:, None] if TALL else own[None, :]
-    if GATED:
-        acc = gated_of(acc, up, ACT)
+    if FIRST:
+        acc = gated_of(acc, up, ACT) if GATED else squared_of(acc)
     if TALL:
         acc = tl.trans(acc)
     to = first + row
-    if not GATED:
+    if not FIRST:
         to = pair
         acc = acc * tl.load(scales + pair, mask=row < left, other=0.0)[:, None]
     mask = (row < left)[:, None] & (col < N)[None, :]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.mamba import MambaForm, MambaWeights
 from quire.kernels.native.library import loaded
-from quire.kernels.native.states import MATRICES, state_rows
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.native.states import state_rows
+from quire.kernels.states import MATRICES, StateMeta, StateView
 
 ORDERS = ("", "gated", "first")  # in the order of their numbers in the C code
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quire.kernels.states import StateMeta, StateView
 
-MATRICES = (torch.float32, torch.bfloat16)  # types of the matrices of heads
 POINTERS = ("starts", "lengths", "slots", "kept_at", "kept", "pending", "at")
 NUMBERS = ("sequences", "rows", "most_pending", "pending_width", "pending_stride", "at_stride")
 
