@@ -37,6 +37,7 @@ from ..support.filled_models import fill, normal
 from ..support.full import full_rows
 from ..support.naive_runner import agree
 from ..support.state_inputs import CHUNKED as STEPS
+from ..support.state_inputs import in_bfloat16
 from ..support.tiny_models import Tiny, tiny_config
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
@@ -122,6 +123,16 @@ def test_keys_that_are_alike() -> None:
 def test_pending_rows(step: str, form: DeltaForm, by_channel: bool) -> None:
     """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
     check(make(form, PENDING[step], pending=ROOM, by_channel=by_channel), decode_rows=ROOM)
+
+
+@pytest.mark.parametrize("step", ["decodes", "mixed", "copies", *PENDING])
+def test_matrices_in_bfloat16(step: str) -> None:
+    """Chunks of prompts round less often than the reference, and the interpreter cuts where a GPU rounds."""
+    drafts = ROOM * (step in PENDING)
+    given = DeltaInputs(*in_bfloat16(make(FORMS[0], (STEPS | PENDING)[step], pending=drafts)))
+    wanted, found = run(ref, given), run(triton, given, drafts or 1)
+    torch.testing.assert_close(found[0], wanted[0], rtol=4e-2, atol=4e-2)
+    torch.testing.assert_close(found[2], wanted[2], rtol=4e-2, atol=4e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("number", [1, 2, 6, 7, *full_rows([0, 3, 4, 5])])

@@ -144,7 +144,10 @@ def read_part(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Return the matrix of part n, in its own type; zeros before a sequence's first token. sizes: of keys and values of a head."""
+    """Return the matrix of part n, in its own type; zeros before a sequence's first token.
+
+    sizes   of keys and values of a head
+    """
     s, head, part, row, slot, past = part_of(n, places, G, H, PARTS)
     own = part * PART + value
     inside = (key < sizes[0])[:, None] & (own < sizes[1])[None, :] & (past > 0) & (row >= 0)

@@ -8,8 +8,8 @@ whatever its row of the arena holds. So no row is cleared when a request takes i
 as in the padding of a CUDA graph, reads and writes no state.
 
 Kernels compute in float32, also where matrices are bfloat16: what they write is rounded to nearest, ties to even. The
-output of a row is computed from the matrix before that is rounded. The reference, the kernels of CPUs, and decodes round
-a matrix behind each row, so that a state depends on its tokens, and not on the steps that computed them. Kernels that
+output of a row is computed from the matrix before that is rounded. The reference, kernels of CPUs, and decodes round a
+matrix behind each row, so that a state depends on its tokens, and not on the steps that computed them. Kernels that
 take prompts in chunks round it at the end of a step, and where a copy is kept.
 
 Where decodes verify drafts, a state has pending rows: the inputs of the last rows of its sequence, of which the next
