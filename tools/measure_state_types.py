@@ -3,15 +3,14 @@
     python tools/measure_state_types.py [--tokens 2048] [--layers 12] [--hidden 512] [--longest 4096] [--threads 1]
 
 A model has random weights. Half-lives of its heads' states go from 1 to --longest tokens, as far as decays are random
-around them. Its own sampled text is scored by an engine with float32 states and one with bfloat16 ones. Printed, by
-position: mean and maximum of |difference| of log-probabilities, over the 20 likeliest tokens of both, and the share of
-positions with the same likeliest token. Then drafts by n-grams: accepted ones of those proposed, in greedy answers.
+around them. Its own sampled text is scored by engines with float32 and with bfloat16 states, and as a yardstick by one
+whose weights and activations are bfloat16 and its states float32. Printed, by position, against the first engine: mean
+and maximum of |difference| of log-probabilities, over the 20 likeliest tokens of both, and the share of positions with
+the same likeliest token, which is the share of drafts that stay right if all are right with float32 states.
 """
 
 import argparse
-import random
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from quire import LLM, SamplingParams
 
-TYPES = ("float32", "bfloat16")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+ENGINES = {
+    "float32": {"dtype": "float32"},
+    "bfloat16 states": {"dtype": "float32", "mamba_ssm_cache_dtype": "bfloat16"},
+    "bfloat16 weights and activations": {"dtype": "bfloat16"},
+}
 
 
 def write(folder: str, hidden: int, layers: int, longest: float) -> None:
@@ -54,12 +56,16 @@ def scores(llm: LLM, text: list[int]) -> list[dict[int, float]]:
     return [{token: one.logprob for token, one in place.items()} for place in found[1:]]
 
 
-def accepted(llm: LLM, prompts: list[list[int]]) -> str:
-    """Answer prompts, and tell the share of drafts that were right."""
-    params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, params, use_tqdm=False)
-    _, drafts, *right = llm.engine.core.scheduler.drafts.totals
-    return f"{sum(right):,} of {drafts:,}"
+def tell(places: list[tuple[dict[int, float], dict[int, float]]]) -> None:
+    """Print the differences of log-probabilities, by position."""
+    edges = [0, *(one for one in (16, 64, 256, 1024) if one < len(places)), len(places)]
+    for first, end in zip(edges, edges[1:], strict=False):
+        apart = [abs(one[k] - other[k]) for one, other in places[first:end] for k in one.keys() & other.keys()]
+        same = [max(one, key=one.__getitem__) == max(other, key=other.__getitem__) for one, other in places[first:end]]
+        print(
+            f"  positions {first + 1:5,} to {end:5,}: mean {sum(apart) / len(apart):.1e}, max {max(apart):.1e}, "
+            f"likeliest token the same in {sum(same) / len(same):.1%}"
+        )
 
 
 def main() -> None:
@@ -68,34 +74,23 @@ def main() -> None:
     for name, default in (("tokens", 2048), ("layers", 12), ("hidden", 512), ("longest", 4096), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    found, drafts, text = dict[str, list[dict[int, float]]](), dict[str, str](), list[int]()
+    found, text = dict[str, list[dict[int, float]]](), list[int]()
     with tempfile.TemporaryDirectory() as folder:
         write(folder, asked.hidden, asked.layers, asked.longest)
         options: dict[str, Any] = {
-            "dtype": "float32", "skip_tokenizer_init": True, "num_threads": asked.threads, "max_num_seqs": 4,
-            "use_tqdm_on_load": False, "kv_cache_memory_bytes": 1 << 28, "max_logprobs": 20, "max_model_len": 8192,
+            "skip_tokenizer_init": True, "num_threads": asked.threads, "max_num_seqs": 4, "use_tqdm_on_load": False,
+            "kv_cache_memory_bytes": 1 << 28, "max_logprobs": 20, "max_model_len": 8192,
         }  # fmt: skip
-        draw = random.Random(0)
-        prompts = [[draw.randrange(2048) for _ in range(16)] * 3 for _ in range(4)]
-        for dtype in TYPES:
-            with LLM(folder, **options, mamba_ssm_cache_dtype=dtype) as llm:
+        for name, types in ENGINES.items():
+            with LLM(folder, **options, **types) as llm:
                 if not text:
                     params = SamplingParams(max_tokens=asked.tokens - 1, ignore_eos=True, seed=0, detokenize=False)
                     text = [1, *llm.generate([[1]], params, use_tqdm=False)[0].outputs[0].token_ids]
-                found[dtype] = scores(llm, text)
-            with LLM(folder, **options, mamba_ssm_cache_dtype=dtype, speculative_config=NGRAM) as llm:
-                drafts[dtype] = accepted(llm, prompts)
-    print(f"{Path(__file__).stem}: {asked.layers} layers of {asked.hidden}, half-lives to {asked.longest} tokens")
-    places = list(zip(*found.values(), strict=True))
-    edges = [0, 16, 64, 256, 1024, len(places)] if len(places) > 1024 else [0, 16, len(places)]
-    for first, end in zip(edges, edges[1:], strict=False):
-        apart = [abs(one[k] - other[k]) for one, other in places[first:end] for k in one.keys() & other.keys()]
-        same = [max(one, key=one.__getitem__) == max(other, key=other.__getitem__) for one, other in places[first:end]]
-        print(
-            f"positions {first + 1:5,} to {end:5,}: mean {sum(apart) / len(apart):.1e}, max {max(apart):.1e}, "
-            f"likeliest token the same in {sum(same) / len(same):.2%}"
-        )
-    print(f"n-gram drafts accepted: {', '.join(f'{dtype} {one}' for dtype, one in drafts.items())}")
+                found[name] = scores(llm, text)
+    true = found.pop("float32")
+    for name, scored in found.items():
+        print(f"{name}: {asked.layers} layers of {asked.hidden}, half-lives to {asked.longest} tokens")
+        tell(list(zip(true, scored, strict=True)))
 
 
 if __name__ == "__main__":

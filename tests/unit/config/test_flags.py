@@ -114,6 +114,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
         "--all2all-backend": "nixl_ep",
         "--expert-placement-strategy": "round_robin",
         "--kv-cache-dtype": "fp8",
+        "--mamba-ssm-cache-dtype": "bfloat16",
         "--scheduling-policy": "priority",
         "--device": "cpu",
         "--override-generation-config": '{"top_k": 5}',
