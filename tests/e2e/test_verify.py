@@ -46,10 +46,6 @@ OPTIONS: dict[str, Any] = {"num_threads": 1, "use_tqdm_on_load": False, "kv_cach
 CONFIG = EngineConfig.from_flat(**OPTIONS)
 # Rows of models with layers whose steps verify does not know.
 UNKNOWN = (
-    "lfm2",
-    "lfm2_moe",
-    "granite_mamba",
-    "granite_moe",
     "nemotron_h",
     "nemotron_moe",
     "falcon_h1",
@@ -80,13 +76,20 @@ STEPS = {
     "inputs.norm": "product with its embedding",
 }  # fmt: skip
 NORM = r"(attention_|mlp_|mlp\.dense_|mlp\.experts_|input_|)(norm|after)"  # parameters of norms of hidden states
+RECURRENT = ("delta.", "mamba.", "conv.")  # parameters of recurrent mixers
 OUTSIDE = {
     "embed": "embed",
     "norm": "norm",
     "head": "logits",
     "inputs": "layer 0 feed-forward",  # is the first that reads embeddings for each layer
 }  # parameters of no layer -> their stage
-FIRST_NORM = {"olmo2": "queries", "olmo3": "queries", "exaone4": "q_norm"}  # others: input_layernorm
+FIRST_NORM = {
+    "olmo2": "queries",
+    "olmo3": "queries",
+    "exaone4": "q_norm",
+    "lfm2": "operator_norm",
+    "lfm2_moe": "operator_norm",
+}  # others: input_layernorm
 
 
 def peer_of(folder: Path) -> Path | None:
@@ -185,12 +188,13 @@ def place(stored: str, parameter: str, part: str) -> tuple[str, str]:
     inside = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter)
     own = parameter.startswith("layers.")
     norm = own and re.fullmatch(NORM, inside)
-    if inside.startswith("delta."):
-        step = {"rule": "recurrence", "output": "out_proj"}.get(inside.split(".")[1], stored.split(".")[-2])
+    if inside.startswith(RECURRENT):
+        steps = {"rule": "recurrence", "taps": "convolution", "output": "out_proj"}
+        step = steps.get(inside.split(".")[1], stored.split(".")[-2])
     else:
         side = re.sub(r"\d+$", "", part.rpartition(".")[2])  # of a head that is cut by itself, too
         step = stored.split(".")[-2] if norm else STEPS[f"{inside} {side}".strip()]
-    half = "attention" if inside.startswith(("attention", "delta.")) or inside == "norm" else "feed-forward"
+    half = "attention" if inside.startswith(("attention", *RECURRENT)) or inside == "norm" else "feed-forward"
     return f"layer {parameter.split('.')[1]} {half}" if own else OUTSIDE[inside.split(".")[0]], step
 
 

@@ -80,7 +80,7 @@ def run_alone(model: Any, token_ids: list[int], ours: Recording) -> dict[str, Te
         else:  # both halves read the same, and there is no sum between
             handles.append(layer.self_attn.register_forward_hook(keep(stage_name(index, ATTENTION))))
         handles.append(layer.register_forward_hook(keep(stage_name(index, FEED_FORWARD))))
-    handles.append(body.norm.register_forward_hook(keep("norm")))
+    handles.append(_final_norm(body).register_forward_hook(keep("norm")))
     kept["logits"] = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
     for handle in handles:
         handle.remove()
@@ -102,7 +102,7 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
         if fused is not None:
             _on_fused(fused, differences, stage_name(index, ATTENTION))
         _feed_products(layer, differences, index)
-    _on_result(body.norm, differences, "norm", "norm")
+    _on_result(_final_norm(body), differences, "norm", "norm")
     _register_attention(differences)
     model.set_attn_implementation(INTERFACE)
     result = model(torch.tensor([token_ids]), use_cache=False)
@@ -114,7 +114,7 @@ def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple
     """Yield (step, module) for the steps of a stage that are the result of a module."""
     kind = differences.ours.kinds[stage]
     for step in differences.ours.pieces.get(stage, {}):
-        whole = step.endswith("layernorm") or step in INPUT_STEPS  # of a layer, not of one of its halves
+        whole = step.endswith("norm") or step in INPUT_STEPS  # of a layer, not of one of its halves
         norm = _at(layer, step) if whole else None
         paths = kind.paths.get(step, (f"{kind.room}.{step}",))
         module = norm or (layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths))
@@ -167,6 +167,11 @@ def _body(model: Any) -> Any:
     base = model.base_model
     body = getattr(base, "language_model", base)
     return body if hasattr(body, "layers") else body.model  # Llama 4 names another base
+
+
+def _final_norm(body: Any) -> Any:
+    """Return the norm before the head."""
+    return _first_at(body, ("norm", "embedding_norm", "norm_f"))
 
 
 def _embedding_factor(model: Any) -> float:
