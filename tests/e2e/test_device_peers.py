@@ -58,7 +58,7 @@ def read(sharer: LLM) -> Callable[..., LLM]:
     def reader(**options: Any) -> LLM:
         llm = LLM(**SMALL | TIERS | options, kv_peers=(sharer.engine.config.share.kv_share,))
         store, theirs = llm.engine.core.scheduler.roster.store, sharer.engine.core.scheduler.roster.store
-        for tier, pool in zip(store._below, (theirs._pool, theirs.host), strict=True):
+        for tier, pool in zip(store.blocks.below, (theirs._pool, theirs.host), strict=True):
             until(lambda tier=tier, pool=pool: tier._peers[0].keys == set(pool._index))
         return llm
 
@@ -137,7 +137,7 @@ def test_blocks_that_leave_during_the_copy_cost_no_token(
         assert ask(sharer)[0] == truth
         theirs = sharer.engine.core.scheduler.roster.store
         with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:
-            devices = reader.engine.core.scheduler.roster.store._below[0]
+            devices = reader.engine.core.scheduler.roster.store.blocks.below[0]
             until(lambda: devices._peers[0].keys == set(theirs._pool._index))
             pages = mover_of(sharer.engine.worker)._arena.pages
 

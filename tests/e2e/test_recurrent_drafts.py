@@ -18,20 +18,19 @@ from ..support.full import FULL, full_rows
 from ..support.tiny_models import Oracle, Tiny
 
 TURNS, NEW, EVERY, DRAFTS = 3, 21, 16, 3
-BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4}
+STATES = {"state_checkpoint": f"prompt,branch,turn,every={EVERY}", "state_memory_fraction": 0.99}
+BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4} | STATES
 ROWS = [("random", 1, 2048, None), ("random", 2, 16, 26), ("right", 2, 16, None), ("ngram", 2, 2048, 26)]
 FAMILIES = ["kimi_linear", "olmo_hybrid", "lfm2", "granite_mamba", "nemotron_h", "falcon_h1"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 @pytest.fixture
-def folder(oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def folder(oracle: Callable[..., Oracle], request: pytest.FixtureRequest) -> Any:
     """The checkpoint of the family that the test names: pending rows of Kimi-Linear have a decay for each channel.
 
     Engines have room for the states of some requests, however few blocks they have.
     """
-    monkeypatch.setattr("quire.assemble.states.STATE_EVERY", EVERY)
-    monkeypatch.setattr("quire.plan.memory.num_checkpoints", lambda *sizes: 30)
     return oracle(Tiny(family=getattr(request, "param", "qwen3_5_text"))).folder
 
 

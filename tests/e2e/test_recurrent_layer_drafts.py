@@ -20,7 +20,9 @@ from ..support.tiny_models import VOCAB, Oracle, Tiny
 
 DRAFTS, EVERY, LONGEST = 3, 16, 120
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
-BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4}
+# Decodes take checkpoints often, and engines have room for some, however few blocks they have.
+STATES = {"state_checkpoint": f"prompt,branch,turn,every={EVERY}", "state_memory_fraction": 0.99}
+BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4} | STATES
 FORMS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {}),
     ("qwen3_5_text", {"around": "qwen3_5", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}),
@@ -29,13 +31,6 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
         [("qwen3_next", {"stacked": True}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {"around": "qwen3_5_moe"})]
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def checkpoints_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes take checkpoints often, and engines have room for some, however few blocks they have."""
-    monkeypatch.setattr("quire.assemble.states.STATE_EVERY", EVERY)
-    monkeypatch.setattr("quire.plan.memory.num_checkpoints", lambda *sizes: 30)
 
 
 @pytest.fixture(scope="module")

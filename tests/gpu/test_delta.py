@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights, ref, triton
-from quire.kernels.delta.inputs import DeltaInputs, Sequence, make
+from quire.kernels.delta.inputs import DeltaInputs, Sequence
+from quire.kernels.delta.inputs import make as step_of
 from quire.kernels.states import StateView
 
 from ..support.drafted_steps import PENDING, ROOM
@@ -78,21 +79,21 @@ def compare(given: DeltaInputs, decode_rows: int = 1) -> None:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps(form: str, step: str, dtype: torch.dtype) -> None:
-    compare(on_gpu(make(FORMS[form], STEPS[step], dtype)))
+    compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_decays_of_channels(step: str, dtype: torch.dtype) -> None:
     for form in ("qwen3.5-0.8b", "wide"):
-        compare(on_gpu(make(FORMS[form], STEPS[step], dtype, by_channel=True)))
+        compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype, by_channel=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
     steps = (*(Sequence(past, 1 + past % 9, (past + 1, 0)) for past in range(33)), Sequence(5, 100))
     for decode_rows in (0, 9):
-        compare(on_gpu(make(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
+        compare(on_gpu(step_of(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -101,17 +102,17 @@ def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["qwen3.5-9b", "qwen3.5-27b", "tiny", "wide"])
 def test_pending_rows(form: str, step: str, by_channel: bool, dtype: torch.dtype) -> None:
     """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
-    compare(on_gpu(make(FORMS[form], PENDING[step], dtype, pending=ROOM, by_channel=by_channel)), decode_rows=ROOM)
+    compare(on_gpu(step_of(FORMS[form], PENDING[step], dtype, pending=ROOM, by_channel=by_channel)), decode_rows=ROOM)
 
 
 def test_many_sequences() -> None:
     """More programs than run at once: those that share columns wait for each other."""
-    compare(on_gpu(make(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
+    compare(on_gpu(step_of(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
 
 
 def test_a_resumed_prompt_gives_the_same_bits() -> None:
     form, past = FORMS["qwen3.5-9b"], 640
-    whole = on_gpu(make(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
+    whole = on_gpu(step_of(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
     slot = int(whole.meta.slots[0])
     y, columns, matrix = run(triton, whole)
     copy, state = int(whole.meta.kept[slot, 0]), deepcopy(whole.state)
@@ -131,7 +132,7 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_a_captured_step(step: str) -> None:
     """A graph gives what launches give, each time that it runs: arrivals are counted from 0 again."""
-    given = on_gpu(make(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
+    given = on_gpu(step_of(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
     y, columns, matrix = run(triton, given)
     state = deepcopy(given.state)
     assert state.matrix is not None and given.state.matrix is not None

@@ -145,7 +145,7 @@ def test_memory_of_this_process_cannot_be_mapped_by_itself(device: torch.device)
 
 def tiers_below(llm: LLM) -> tuple[BlockPeers, BlockPeers]:
     """Return the tiers of other engines' GPUs and of their host memory, the nearest first."""
-    devices, peers = store_of(llm)._below
+    devices, peers = store_of(llm).blocks.below
     assert isinstance(devices, BlockPeers) and isinstance(peers, BlockPeers)
     return devices, peers
 
@@ -187,7 +187,7 @@ def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatc
             store = store_of(llm)
             flush(llm.engine.core)
             store.check()
-            assert not store.held() and not store._jobs.running, "nothing is left"
+            assert not store.held() and not store.blocks.jobs.running, "nothing is left"
 
 
 def test_memory_of_expandable_segments_is_read_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from quire.contracts.blocks import first_seen
-from quire.contracts.step import I32, BlendedChunk, StepPlan, StepResult
+from quire.contracts.step import I32, BlendedChunk, StepCopies, StepPlan, StepResult
 from quire.engine.mock_executor import FIRST, MASK, MockExecutor, _Slot, chain
 
-from .mock_copies import Memory, MockCopies
+from .mock_copies import GARBAGE, Memory, MockCopies
 
 
 @dataclass
@@ -41,7 +41,9 @@ class CheckedExecutor(MockExecutor):
     windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
     sizes     tokens of a block of each group; (): those of the facts
     tiers     makes the tiers below the device from the mock's memory; None: there are none
-    states    layers keep states: those of slots and checkpoints are digests of the tokens that they stand for
+    states    number of checkpoints, if layers keep states: those of slots and checkpoints are digests of the tokens
+              that they stand for. A slot is not cleared; layers take FIRST for a request that begins at position 0
+    state_tiers   makes the tiers of checkpoints from their memory; None: there are none
     computed  request id -> tokens computed for it so far, over all its admissions
     """
 
@@ -51,7 +53,8 @@ class CheckedExecutor(MockExecutor):
         windows: Sequence[int | None] = (None,),
         sizes: Sequence[int] = (),
         tiers: Callable[[Memory], MockCopies] | None = None,
-        states: bool = False,
+        states: int = 0,
+        state_tiers: Callable[[Memory], MockCopies] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -61,15 +64,20 @@ class CheckedExecutor(MockExecutor):
         self._memory = np.zeros((facts.num_blocks + 1, max(self._sizes)), np.uint64)
         self._copies = None if tiers is None else tiers(self._memory)
         self._tables: dict[str, _Table] = {}
-        self._states: dict[str, int] | None = {} if states else None  # by request; slots are not cleared
-        self._checkpoints: dict[int, int] = {}
+        self._states: dict[int, int] | None = {} if states else None  # by slot
+        self._checkpoints = np.full((states + 1, 1), GARBAGE, np.uint64)
+        self._state_copies = None if state_tiers is None else state_tiers(self._checkpoints)
         self._kept: dict[str, dict[int, int]] = {}  # request -> length after which a checkpoint gets its state
 
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         if self._copies is None:
             return super()._run(plan, masks)
-        self._copies.begin(plan.copies)
-        return msgspec.structs.replace(super()._run(plan, masks), copied=self._copies.end())
+        self._copies.begin(_of_kind(plan.copies, states=False))
+        if self._state_copies is not None:
+            self._state_copies.begin(_of_kind(plan.copies, states=True))
+        result = super()._run(plan, masks)
+        ended = self._copies.end() + (self._state_copies.end() if self._state_copies is not None else ())
+        return msgspec.structs.replace(result, copied=ended)
 
     def _enter(self, plan: StepPlan) -> None:
         super()._enter(plan)
@@ -87,14 +95,15 @@ class CheckedExecutor(MockExecutor):
             for slot in plan.slots[: plan.num_decodes].tolist():
                 self._draft(self._slots[slot])
 
-    def _enter_states(self, plan: StepPlan, states: dict[str, int]) -> None:
+    def _enter_states(self, plan: StepPlan, states: dict[int, int]) -> None:
         """Restore the states of admitted requests, and note the copies of this step."""
         copies, admitted = plan.features.states, {one.slot: one for one in plan.admitted}
         restored = dict(copies.restored.tolist()) if copies is not None else {}
         assert restored.keys() <= admitted.keys(), "a state is restored of a request that is not admitted"
         for slot, one in admitted.items():
             assert (slot in restored) == (one.num_computed > 0), "a state is missing, or one too many"
-            states[one.request_id] = self._checkpoints[restored[slot]] if slot in restored else FIRST
+            if slot in restored:
+                states[slot] = int(self._checkpoints[restored[slot], 0])
         self._kept = {}
         for slot, length, checkpoint in copies.kept.tolist() if copies is not None else ():
             places = self._kept.setdefault(self._slots[slot].request_id, {})
@@ -131,12 +140,13 @@ class CheckedExecutor(MockExecutor):
         table = self._tables[state.request_id]
         table.began = state.computed
         if self._states is not None:
+            (slot,) = [slot for slot, one in self._slots.items() if one is state]
             whole = state.digests[state.computed - 1] if state.computed else FIRST
-            assert self._states[state.request_id] == whole, f"{state.request_id} goes on with another state"
+            assert self._state_of(slot, state.computed) == whole, f"{state.request_id} goes on with another state"
             for length, checkpoint in self._kept.get(state.request_id, {}).items():
                 if 0 < length - state.computed <= len(digests):  # rejected drafts, too
                     self._checkpoints[checkpoint] = digests[length - state.computed - 1]
-            self._states[state.request_id] = digests[num_valid - 1]
+            self._states[slot] = digests[num_valid - 1]
         for group, (size, blocks) in enumerate(zip(self._sizes, table.blocks, strict=True)):
             for position, digest in enumerate(digests, state.computed):
                 block = blocks[position // size]
@@ -148,6 +158,11 @@ class CheckedExecutor(MockExecutor):
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
         super()._compute(state, digests, num_valid)
         table.drafted = table.began + 1 if state.decodes else state.computed
+
+    def _state_of(self, slot: int, computed: int) -> int:
+        """Return the state with which layers go on in a slot; `computed`: position of the first row."""
+        assert self._states is not None
+        return self._states[slot] if computed else FIRST
 
     def _attend(self, state: _Slot) -> None:
         end, table = state.computed, self._tables[state.request_id]
@@ -165,3 +180,11 @@ class CheckedExecutor(MockExecutor):
         expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
         expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
         assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+
+
+def _of_kind(copies: StepCopies | None, *, states: bool) -> StepCopies | None:
+    """Return the jobs for KV blocks, or those for checkpoints."""
+    if copies is None:
+        return None
+    before, after = (tuple(job for job in jobs if job.states == states) for jobs in (copies.before, copies.after))
+    return msgspec.structs.replace(copies, before=before, after=after)

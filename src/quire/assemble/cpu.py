@@ -12,7 +12,7 @@ import torch
 from quire.assemble.build import build_model
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
-from quire.assemble.offload import copy_blocks, make_mover
+from quire.assemble.offload import copy_blocks
 from quire.assemble.states import keep_states
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
@@ -77,7 +77,7 @@ def _finish(
         speculation=plan.speculation,
     )
     keep_states(worker, states)
-    shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
+    shards = copy_blocks(worker, plan, memory, (arena, states), namespace)
     return Parts(
         plan=plan,
         model=model,

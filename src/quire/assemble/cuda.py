@@ -13,7 +13,7 @@ from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Loaded, Loading, Parts, cache_scales, cache_words
-from quire.assemble.offload import copy_blocks, make_mover
+from quire.assemble.offload import copy_blocks
 from quire.assemble.states import keep_states
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
@@ -104,10 +104,10 @@ def load_cuda(
     def finish(memory: MemoryPlan, namespace: bytes) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
-            worker, arena = _worker(
+            worker, *arenas = _worker(
                 model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints
             )
-            shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
+            shards = copy_blocks(worker, plan, memory, (arenas[0], arenas[1]), namespace)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -151,14 +151,14 @@ def _worker(
     groups: RankGroups,
     *,
     checkpoints: int = 0,
-) -> tuple[StepRunner, KVArena]:
+) -> tuple[StepRunner, KVArena, StateArena]:
     """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints."""
     arena = KVArena(plan.geometry, num_blocks, DEVICE)
     states = StateArena(plan.geometry, limits.num_slots + 1 + checkpoints, DEVICE)
     views = model_views(model, arena.views, scales, states.view)
     worker = make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=plan.speculation)
     keep_states(worker, states)
-    return worker, arena
+    return worker, arena, states
 
 
 def _rehearse(
@@ -173,7 +173,7 @@ def _rehearse(
     geometry = plan.geometry
     blocks = geometry.table_entries(limits.step_tokens) + len(geometry.groups) * limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker, _ = _worker(model, plan, blocks, limits, scales, groups)
+    worker, _, _ = _worker(model, plan, blocks, limits, scales, groups)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = max(kind.past for kind in mixers(model.args))
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]

@@ -21,7 +21,7 @@ from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
 from quire.plan.memory import GIB
 from quire.plan.sharing import Place
-from quire.plan.sizing import host_blocks, resolve_sizing
+from quire.plan.sizing import host_bytes, resolve_sizing
 
 
 def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
@@ -42,7 +42,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
 
 
 def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
-    needed = sum(host_blocks(plan) * plan.geometry.page_bytes for plan in plans)
+    needed = sum(map(host_bytes, plans))
     if needed > free_memory:
         raise ConfigError(
             f"kv_offload_gb={plans[0].offload.host_bytes / GIB:g}: this host has {free_memory / GIB:.1f} GiB of free "
@@ -80,10 +80,13 @@ def check_folder(name: str, *, shared: bool) -> None:
 
 def _check_folder_size(plans: Sequence[EnginePlan]) -> None:
     offload, page = plans[0].offload, max(plan.geometry.page_bytes for plan in plans)
-    if offload.folder_bytes // plans[0].mesh.parallel.replica < page + HEADER.size:
+    state = max(plan.geometry.state_bytes for plan in plans)
+    needed = page + HEADER.size + (state + HEADER.size) * (state > 0)
+    if offload.folder_bytes // plans[0].mesh.parallel.replica < needed:
         raise ConfigError(
-            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {page / 2**20:.1f} MiB of "
-            "each rank: raise it."
+            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {page / 2**20:.1f} MiB "
+            + f"and a checkpoint of {state / 2**20:.1f} MiB " * (state > 0)
+            + "of each rank: raise it."
         )
 
 

@@ -354,8 +354,8 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
-    pool = BlockPool(memory.num_blocks)
-    store = make_store(plan, memory, pool, parts.shards, parts.namespace)
+    pool, states = BlockPool(memory.num_blocks), make_checkpoints(memory, plan)
+    store = make_store(plan, memory, pool, states, parts.shards, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
@@ -383,12 +383,12 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         }
         | parts.plans
         | rank_lines(report)
-        | turned_on(plan, store),
+        | turned_on(plan, store, memory),
     )
     core = EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=make_checkpoints(memory, plan)),
+        KVAllocator(pool, memory.geometry, num_slots=num_slots, states=states),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
@@ -427,7 +427,7 @@ def join_replicas(
 def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
     """Return the lines about ranks and about features that are on, for an engine without a banner."""
     ranks = ["{ranks} ({each rank}).".format(**plans)] if plans.get("ranks") else []
-    on = [title for title in FEATURES if plans[title] and not str(plans[title]).startswith(OFF)]
+    on = [title for title in ("states", *FEATURES) if plans[title] and not str(plans[title]).startswith(OFF)]
     return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 

@@ -4,16 +4,18 @@ from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
 from quire.plan.engine import EnginePlan
-from quire.plan.memory import GIB
+from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.sharing import Place
+from quire.reports.states import describe_states, state_words
 
 OFF = "off"  # with the option that turns it on
 
 
-def turned_on(plan: EnginePlan, store: KVStore | None) -> dict[str, str]:
+def turned_on(plan: EnginePlan, store: KVStore | None, memory: MemoryPlan) -> dict[str, str]:
     """Return the lines by their titles. Drafts and tiers have one also when they are off, so that a forgotten flag is
     seen. `store`: of the first replica; None: there is no tier below the device."""
     return {
+        "states": state_words(describe_states(plan, memory)),
         "drafts": str(plan.speculation or f"{OFF} (--speculative-config)"),
         "KV tiers": f"{OFF} (--kv-offload-gb)" if store is None else _tiers(plan, store),
         "sharing": "; ".join(_sharing(plan)),
@@ -22,7 +24,8 @@ def turned_on(plan: EnginePlan, store: KVStore | None) -> dict[str, str]:
 
 def _tiers(plan: EnginePlan, store: KVStore) -> str:
     offload, host = plan.offload, store.stats[Tier.HOST]
-    words = [f"host memory {offload.host_bytes / GIB:g} GiB = {host.num_blocks:,} blocks ({offload.policy})"]
+    states = f" and {store.states.host.num_blocks:,} checkpoints" if store.states is not None else ""
+    words = [f"host memory {offload.host_bytes / GIB:g} GiB = {host.num_blocks:,} blocks{states} ({offload.policy})"]
     if offload.folder:
         found = f"{store.num_found:,} block{'s' * (store.num_found != 1)} found there"
         words.append(f"disk {offload.folder}, at most {offload.folder_bytes / GIB:g} GiB, {found}")

@@ -161,6 +161,7 @@ def obtain_weights(
                 chunk=config.scheduler.token_budget(),
                 max_num_seqs=config.scheduler.sequences(),
                 free_bytes=free_bytes - weights,
+                states=config.state.state_memory_fraction,
             )
 
     fetch_weights(config, folder, check)

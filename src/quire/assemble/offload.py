@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire import __version__
 from quire.args.checkpoint import read_raw_config
+from quire.assemble.state_tiers import folder_bytes, make_state_mover, state_space, state_tiers
 from quire.config.env import cluster_key
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
@@ -15,6 +16,7 @@ from quire.kernels.ipc import IMPLEMENTATIONS
 from quire.kernels.mapped import export, mappable
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.kv.states import StateCheckpoints
 from quire.kv.store import KVStore
 from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
@@ -23,6 +25,7 @@ from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
+from quire.kvstore.states import StateArena
 from quire.plan.drafts import joined
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds import mixer
@@ -73,12 +76,18 @@ def _whole(plan: EnginePlan) -> KVGeometry:
 
 
 def make_store(
-    plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Sequence[Shard], space: bytes
+    plan: EnginePlan,
+    memory: MemoryPlan,
+    pool: BlockPool,
+    checkpoints: StateCheckpoints | None,
+    shards: Sequence[Shard],
+    space: bytes,
 ) -> KVStore | None:
     """Return the store of an engine core; None when there is no tier below the device.
 
-    shards   the parts of each block that other engines may read, in the order of the ranks
-    space    see `namespace`
+    checkpoints   of states on the device; None: no layer keeps states
+    shards        the parts of each block and checkpoint that other engines may read, in the order of the ranks
+    space         see `namespace`
     """
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
@@ -101,20 +110,25 @@ def make_store(
         promises=peers[-1] if peers else None,
         write_through=offload.write_through,
     )
-    store.num_found = sum(one.num_found for one in disks)
+    if (states := state_tiers(plan, memory, checkpoints, space, _names(plan))) is not None:
+        store.keep_states(states)
+        disks += [one for one in states.below if isinstance(one, DiskTier)]
+        peers += [one for one in states.below if isinstance(one, BlockPeers)]
+    store.num_found = sum(one.num_found for one in disks[: bool(offload.folder)])
     store.on_start += [one.follow for one in peers]
     store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
-        share = BlockShare(
-            sharing.place, *common, store, shards, device=pool if mappable(one.memory for one in shards) else None
-        )
+        own = [one for one in shards if not one.states]
+        device = pool if mappable(one.memory for one in own) else None
+        kept = (state_space(plan, space), [one for one in shards if one.states])
+        share = BlockShare(sharing.place, *common, store, own, device=device, states=kept)
         store.on_close.append(share.close)
     return store
 
 
 def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
     """Raise ConfigError when this host lacks memory for the host tiers of its ranks together. None has taken it yet."""
-    needed, free = sum(one.host_blocks * one.geometry.page_bytes for one in sizes), read_cpu_facts().free_memory
+    needed, free = sum(map(_host_bytes, sizes)), read_cpu_facts().free_memory
     if needed > free:
         raise ConfigError(
             f"kv_offload_gb: the ranks of this host need {needed / GIB:.1f} GiB of host memory, and "
@@ -122,23 +136,33 @@ def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
         )
 
 
-def copy_blocks(worker: StepRunner, mover: BlockMover | None) -> tuple[Shard, ...]:
-    """Let a runner copy blocks between tiers, if there are any. Return the shards that other engines may read."""
-    if mover is None:
-        return ()
-    worker.features.attach(TierCopies(mover))
-    return mover.shards
+def _host_bytes(memory: MemoryPlan) -> int:
+    """Return the bytes of the host tier of a rank."""
+    return memory.host_blocks * memory.geometry.page_bytes + memory.host_checkpoints * memory.geometry.state_bytes
 
 
-def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:
-    """Return the mover of a rank; None when there is no tier below the device. ConfigError if memory is short.
+def copy_blocks(
+    worker: StepRunner, plan: EnginePlan, memory: MemoryPlan, arenas: tuple[KVArena, StateArena], space: bytes
+) -> tuple[Shard, ...]:
+    """Let a runner copy blocks and checkpoints between tiers, if there are any. ConfigError if memory is short.
 
     space   see `namespace`
+    Returns the shards that other engines may read.
     """
+    mover = _make_mover(plan, memory, arenas[0], space)
+    if mover is None:
+        return ()
+    states = make_state_mover(plan, memory, arenas[1], space, _names(plan))
+    worker.features.attach(TierCopies(mover, states))
+    return mover.shards + (states.shards if states is not None else ())
+
+
+def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:
+    """Return the mover of a rank for KV blocks; None when there is no tier below the device."""
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
-    needed, free = memory.host_blocks * arena.page_bytes, read_cpu_facts().free_memory
+    needed, free = _host_bytes(memory), read_cpu_facts().free_memory
     if needed > free:
         raise ConfigError(
             f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
@@ -151,7 +175,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byte
             space,
             _names(plan)[plan.mesh.rank.number],
             page_bytes=arena.page_bytes,
-            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
+            most_bytes=folder_bytes(plan, memory)[0],
             system=FileSystem(),
             shared=offload.folder_shared,
         )

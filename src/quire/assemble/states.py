@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from quire.config.checkpoints import EVERY, read_places
 from quire.kv.states import StateCheckpoints
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
@@ -10,16 +11,15 @@ if TYPE_CHECKING:
     from quire.kvstore.states import StateArena
     from quire.worker.runner import StepRunner
 
-STATE_EVERY = 256  # tokens between two checkpoints of a decode
-
 
 def make_checkpoints(memory: MemoryPlan, plan: EnginePlan) -> StateCheckpoints | None:
     """Return the checkpoints of an engine core; None: no layer keeps states."""
     if not memory.checkpoints:
         return None
-    unit, draft = memory.geometry.hit_size, plan.draft
+    places, unit, draft = read_places(plan.config.state.state_checkpoint), memory.geometry.hit_size, plan.draft
     behind = plan.drafting.num_drafts if draft is not None and draft.args.keeps_states else 0
-    return StateCheckpoints(memory.checkpoints, unit, max(unit, STATE_EVERY // unit * unit), behind)
+    every = max(unit, (places.every or EVERY) // unit * unit)
+    return StateCheckpoints(memory.checkpoints, unit, every, behind, places)
 
 
 def keep_states(worker: "StepRunner", states: "StateArena") -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
+from quire.config.checkpoints import read_places
 from quire.contracts.errors import ConfigError
 
 
@@ -143,6 +144,24 @@ class CacheConfig:
         'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
         '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '
         "the role says whether prompts are computed for other engines, or taken from them",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """States of recurrent layers."""
+
+    state_checkpoint: str = option(
+        "prompt,branch,turn",
+        "places where states are kept for later requests, with commas: prompt = at the end of a prompt, branch = where "
+        "a prompt left a cached one, turn = in an answer the last multiple of 256 tokens, or of N; every=N = in a "
+        "prompt each multiple of N tokens, at most two in a step; none = nowhere",
+    )
+    state_memory_fraction: float | None = option(
+        None,
+        "share of the memory of states and KV cache that states take, at most half of them for running requests, the "
+        "others as checkpoints (default: computed; quire explain shows it)",
+        above=0,
     )
 
 
@@ -306,6 +325,7 @@ class EngineConfig:
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
     cache: CacheConfig = CacheConfig()
+    state: StateConfig = StateConfig()
     share: ShareConfig = ShareConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
@@ -355,6 +375,9 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={c.gpu_memory_utilization}: must be above 0 and at most 1.")
+    read_places(config.state.state_checkpoint)
+    if not (config.state.state_memory_fraction or 0.0) < 1.0:
+        raise ConfigError(f"state_memory_fraction={config.state.state_memory_fraction}: must be below 1, such as 0.3.")
     if not 0.0 <= config.device.mock_step_ms <= 60_000.0:
         raise ConfigError(f"mock_step_ms={config.device.mock_step_ms}: must be in [0, 60000].")
     if config.device.async_depth not in (None, 1, 2):

@@ -50,6 +50,33 @@ class TierStats(msgspec.Struct, kw_only=True, array_like=True):
     num_dropped: int = 0
 
 
+class StateStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Checkpoints of states of recurrent layers. All are 0 for a model without such layers.
+
+    hits     prompt tokens, since the start, that were not computed because a request went on at a checkpoint
+    cut      prompt tokens, since the start, that were computed although their KV blocks were found: no checkpoint stood
+             there
+    taken    checkpoints that requests have left since the start
+    num_checkpoints, num_used   checkpoints that there can be on the device, and those that can be found there now
+    tiers    tier of checkpoints below the device -> its counters; {}: there is none
+    """
+
+    hits: int = 0
+    cut: int = 0
+    taken: int = 0
+    num_checkpoints: int = 0
+    num_used: int = 0
+    tiers: dict[Tier, TierStats] = msgspec.field(default_factory=dict)
+
+
+class PrefixStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Use of the prefix cache since the start: prompt tokens that were looked up, and those of them that were found."""
+
+    queries: int = 0
+    hits: int = 0
+    states: StateStats = StateStats()
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Counters of a step and the engine's state after the step, for metrics and logs.
 
@@ -63,8 +90,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_preempted        preemptions since the start
     num_free_blocks      KV blocks that no request holds
     num_cached_blocks    of these, blocks that the prefix cache can still reuse
-    prefix_queries       prompt tokens looked up in the prefix cache since the start
-    prefix_hits          of these, tokens found
+    prefix               use of the prefix cache, and of checkpoints of states
     schedule_s           seconds to plan the step, grammar masks included
     execute_s            seconds in calls of the executor, which include the wait for the result
     finish_s             seconds to apply the result to the requests
@@ -89,8 +115,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_preempted: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    prefix: PrefixStats = PrefixStats()
     schedule_s: float = 0.0
     execute_s: float = 0.0
     finish_s: float = 0.0

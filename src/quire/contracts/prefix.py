@@ -28,7 +28,8 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     differs_at   for `Miss.TOKENS`: position of the first token that differs from the nearest prompt
     detail       for `Miss.EXTRAS`: names, not values, of the properties that differ, such as "salt";
                  for `Miss.DROPPED`: "evicted", "reset" or "distrusted" (the block's KV may be wrong)
-                 for `Miss.STATE`: why the last checkpoint there was dropped, such as "evicted"; "": none is known
+                 for `Miss.STATE`: reason why the last known checkpoint there cannot be used: "evicted", "reset",
+                 "distrusted", or "pending" (a running request takes it or holds it); "none": none was taken there
     seconds      for `Miss.DROPPED`: time since the block was dropped; for `Miss.STATE`: since the checkpoint was
     num_cached   for `Miss.STATE`: tokens whose blocks are cached
     """

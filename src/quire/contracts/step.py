@@ -116,6 +116,7 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
     sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key. Of peers: the number
               of the peer that has the block, or ~number if it has promised the block and may not have it yet
     targets   [n] int32 blocks in the target tier; empty likewise
+    states    True: the blocks are checkpoints of states, each of them whole
     """
 
     id: int
@@ -124,6 +125,7 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[bytes, ...]
     sources: I32
     targets: I32
+    states: bool = False
 
 
 class StepCopies(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,9 @@
 """Admission of waiting requests to the next step, with the blocks that they reuse."""
 
+import msgspec
 import numpy as np
 
+from quire.contracts.output import PrefixStats
 from quire.contracts.request import MovedTokens, Request, RequestState
 from quire.contracts.step import I32, Admission, Fetched, Tier
 from quire.engine.roster import MOST_FETCHES, Roster
@@ -23,6 +25,16 @@ class Admitter:
         self._table, self._queue, self._allocator = roster.table, roster.queue, roster.allocator
         self._by_priority, self._headroom = by_priority, headroom
         self.prefix_queries = self.prefix_hits = 0
+
+    def stats(self) -> PrefixStats:
+        """Return the counters of the prefix cache."""
+        states, store = self._allocator.states, self._roster.store
+        if states is None:
+            return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits)
+        found = states.stats()
+        if store is not None and store.states is not None:
+            found = msgspec.structs.replace(found, tiers=store.states.counters())
+        return PrefixStats(queries=self.prefix_queries, hits=self.prefix_hits, states=found)
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
         """Admit waiting requests in order, up to `room` tokens in all; stop at the first request that does not fit.
@@ -140,7 +152,7 @@ class Admitter:
             )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
         if (states := self._allocator.states) is not None:
-            states.enter(slot, match.checkpoint, match.num_tokens, match.reach)
+            states.enter(slot, self._roster.chain(request), match.checkpoint, match.num_tokens, match.reach)
         request.moved = moved
         if moved:
             self._allocator.loans.begin(slot, sources(moved), moved[0].first // size)

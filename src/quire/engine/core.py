@@ -54,8 +54,9 @@ class EngineCore:
         self.executor = executor
         self.facts = executor.facts()
         per_hit = allocator.hit_size // allocator.block_size
-        copies = None if allocator.states is None else allocator.states.pool
-        history = PrefixHistory(allocator.pool, enabled=prefix_caching, per_hit=per_hit, states=copies, clock=clock)
+        history = PrefixHistory(
+            allocator.pool, enabled=prefix_caching, per_hit=per_hit, states=allocator.states, clock=clock
+        )
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
         self._roster, self._store = self.scheduler.roster, store
         if store is not None:
@@ -291,7 +292,9 @@ class EngineCore:
             leaked = self.facts.num_blocks - pool.num_free - held
             assert not leaked, f"{leaked} blocks leaked"
             if (states := self.scheduler.allocator.states) is not None:
-                assert states.pool.num_free == states.pool.num_blocks, "a checkpoint of states leaked"
+                held = len(set(self._store.held_states())) if self._store is not None else 0
+                coming = 0 if self.in_flight else states.pool.num_blocks - states.pool.num_free - held
+                assert not coming, f"{coming} checkpoints of states leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.

@@ -151,8 +151,7 @@ class PlanWriter:
         if states is None or not (copies or states.restored):
             return None
         kept = np.array([(one.slot, one.length, one.checkpoint) for one in copies], np.int32).reshape(-1, 3)
-        restored = np.array(states.restored, np.int32).reshape(-1, 2)
-        states.restored.clear()
+        restored = np.array(states.take_restored(), np.int32).reshape(-1, 2)
         return StepStates(restored, kept)
 
     def _computed(self, prompts: I32, after: I32) -> list[Request]:

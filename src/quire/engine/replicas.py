@@ -17,7 +17,16 @@ import msgspec
 import numpy as np
 
 from quire.contracts.errors import EngineDead, QueueFull, UserError
-from quire.contracts.output import BY_HANDLE, NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
+from quire.contracts.output import (
+    BY_HANDLE,
+    NO_TOKENS,
+    Finish,
+    PrefixStats,
+    StateStats,
+    StepOutputs,
+    StepStats,
+    TierStats,
+)
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import StepSync, Tier
@@ -30,7 +39,7 @@ WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then 
 LIMITS = {"describe": 1.0}  # operation -> seconds for independent replicas to answer; one that hangs must not stop all
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start, as `drafts`
+TOTALS = ("num_preempted",)  # statistics since the start, as `prefix` and `drafts`
 STATES = (
     "num_running",
     "num_waiting",
@@ -301,8 +310,11 @@ class Replicas:
         self._died = True
         self._turns.remove(core)
         last = self._states[core]
-        tiers = {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in last.tiers.items()}
-        self._states[core] = StepStats(**{name: getattr(last, name) for name in (*TOTALS, "drafts")}, tiers=tiers)
+        states = last.prefix.states
+        states = msgspec.structs.replace(states, num_checkpoints=0, num_used=0, tiers=_without_sizes(states.tiers))
+        prefix = msgspec.structs.replace(last.prefix, states=states)
+        kept = {name: getattr(last, name) for name in (*TOTALS, "drafts")}
+        self._states[core] = StepStats(**kept, tiers=_without_sizes(last.tiers), prefix=prefix)
         self._ended += core.state().finished
         self._ended += [
             Finish(
@@ -324,6 +336,7 @@ class Replicas:
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
         states["tiers"] = _summed(one.tiers for one in self._states.values())
+        states["prefix"] = _prefixes([one.prefix for one in self._states.values()])
         states["replicas"] = {
             number: self._states[core].num_running for number, core in enumerate(self.cores) if core in self._turns
         }
@@ -364,6 +377,22 @@ def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
             **{name: getattr(known, name) + getattr(stats, name) for name in TierStats.__struct_fields__}
         )
     return found
+
+
+def _prefixes(parts: Sequence[PrefixStats]) -> PrefixStats:
+    """Return the sums of the counters of the prefix caches of several replicas."""
+    names = (name for name in StateStats.__struct_fields__ if name != "tiers")
+    counts = {name: sum(getattr(one.states, name) for one in parts) for name in names}
+    return PrefixStats(
+        queries=sum(one.queries for one in parts),
+        hits=sum(one.hits for one in parts),
+        states=StateStats(**counts, tiers=_summed(one.states.tiers for one in parts)),
+    )
+
+
+def _without_sizes(tiers: dict[Tier, TierStats]) -> dict[Tier, TierStats]:
+    """Return the counters of tiers that are gone."""
+    return {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in tiers.items()}
 
 
 def _excess(core: EngineCore) -> int:

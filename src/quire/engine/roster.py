@@ -94,8 +94,8 @@ class Roster:
         if self.store is not None and (transfer := request.new.transfer) is not None:
             self.store.sharing.settle(request.new.handle)
             if whole and before is RequestState.RUNNING and not transfer.address:
-                num_blocks = int(self.allocator.published[request.slot])
-                self.store.sharing.keep(transfer.name, self._chains[request.new.handle], num_blocks)
+                num_blocks, chain = int(self.allocator.published[request.slot]), self._chains[request.new.handle]
+                self.store.sharing.keep(transfer.name, chain, num_blocks, request.num_prompt)
         if before is RequestState.RUNNING:
             self._keep_state(request, sound=not distrust)
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
@@ -136,7 +136,7 @@ class Roster:
         """Let others find the last copy of a running request's state. sound: False if its results are invalid."""
         if self.allocator.states is not None:
             known = int(self.table.confirmed[request.slot]) - 1  # the state after the newest token is not known yet
-            self.allocator.states.leave(request.slot, self._chains[request.new.handle], known * sound)
+            self.allocator.states.leave(request.slot, self._chains[request.new.handle], known, sound=sound)
 
     def compiled(self, request: Request) -> None:
         """Record that the request's grammar is compiled. The request may run when nothing else blocks it."""
@@ -219,7 +219,8 @@ class Roster:
         """Assert every invariant of table and pool, and that only running requests hold slots and blocks."""
         self.table.check()
         if self.allocator.states is not None:
-            self.allocator.states.check([request.slot for request in self.table.active()])
+            held = self.store.held_states() if self.store is not None else ()
+            self.allocator.states.check([request.slot for request in self.table.active()], held)
         self.allocator.check(tuple(self.store.held()) if self.store is not None else ())
         if self.store is not None:
             self.store.check()

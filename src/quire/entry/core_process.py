@@ -26,6 +26,7 @@ from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
 
+LINES = ("cache", "states", "ranks", "each rank", *FEATURES)  # of the banner
 PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 
 
@@ -64,7 +65,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     phases = engine.phases | {"first steps": round(time.perf_counter() - began, 3)}
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
-    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank", *FEATURES)}
+    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in LINES}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
     ready = _ready(

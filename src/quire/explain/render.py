@@ -15,6 +15,7 @@ from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnabl
 from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
 from quire.reports.model import fact_lines, window_words
+from quire.reports.states import state_words
 
 
 def render(plan: Plan, full: bool = False) -> Group:
@@ -223,6 +224,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
         "all".format(**memory),
+        memory["states"] and f"states of recurrent layers: {state_words(memory['states'])}",
         *map(_tier_words, memory["tiers"]),
         *memory["notes"],
         memory["budget"],
@@ -282,7 +284,7 @@ def _tier_words(tier: Plan) -> str:
     where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
     return (
         f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
-        f"{tier['tokens']:,} tokens"
+        f"{tier['tokens']:,} tokens" + f", and {tier['checkpoints']:,} checkpoints" * bool(tier["checkpoints"])
     )
 
 

@@ -3,7 +3,7 @@
 Knows jobs, keys and links between tiers. Knows nothing of pools and references, which `store.py` holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,9 +38,10 @@ class CopyJobs:
     running   number of a job -> the job
     """
 
-    def __init__(self, links: Iterable[Link]) -> None:
+    def __init__(self, links: Iterable[Link], numbers: Iterator[int], *, states: bool = False) -> None:
+        """numbers: gives the numbers of jobs;  states: the jobs copy checkpoints."""
         self.running: dict[int, RunningJob] = {}
-        self.num_begun = 0
+        self._numbers, self._states = numbers, states
         self._moving: dict[Link, dict[bytes, tuple[int, int]]] = {link: {} for link in links}  # key -> job, its index
         self._before: list[CopyJob] = []
         self._after: list[CopyJob] = []
@@ -65,14 +66,14 @@ class CopyJobs:
     ) -> int:
         """Plan a job and return its number. `after`: see `StepCopies`."""
         job = CopyJob(
-            id=self.num_begun,
+            id=next(self._numbers),
             source=link[0],
             target=link[1],
             keys=tuple(keys),
             sources=np.array(sources, np.int32),
             targets=np.array(targets, np.int32),
+            states=self._states,
         )
-        self.num_begun += 1
         self.running[job.id] = RunningJob(job)
         self._moving[link].update({key: (job.id, index) for index, key in enumerate(keys)})
         (self._after if after else self._before).append(job)

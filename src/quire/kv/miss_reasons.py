@@ -14,6 +14,7 @@ from quire.contracts.prefix import Miss, PrefixReport
 from quire.kv.hashing import DIGEST_BYTES, TENANT, KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixMatch
+from quire.kv.states import StateCheckpoints
 
 PROMPTS = 32  # prompts to remember at most; the last one is always remembered
 TOKENS = 1 << 20  # of these prompts together, at admission: 4 MB, as much again for keys; outputs come on top
@@ -25,7 +26,7 @@ class PrefixHistory:
     """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`.
 
     Reports count blocks of the chain. A match grows by `per_hit` of them: above 1 if KV groups differ in block size.
-    states   pool of the checkpoints of states; None: no layer keeps states
+    states   checkpoints of states; None: no layer keeps states
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class PrefixHistory:
         *,
         enabled: bool,
         per_hit: int = 1,
-        states: BlockPool | None = None,
+        states: StateCheckpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.enabled, self._per_hit, self._clock = enabled, per_hit, clock
@@ -43,8 +44,9 @@ class PrefixHistory:
         self._dropped, self._states = Drops(), Drops()
         if enabled:
             pool.on_drop.append(partial(self._note_drop, self._dropped))
+        self._checkpoints = states
         if enabled and states is not None:
-            states.on_drop.append(partial(self._note_drop, self._states))
+            states.pool.on_drop.append(partial(self._note_drop, self._states))
 
     def admit(
         self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *, reads: bool
@@ -76,10 +78,15 @@ class PrefixHistory:
 
     def _no_state(self, chain: KeyChain, at: int, reach: int, say: Callable[..., PrefixReport]) -> PrefixReport:
         """Return the report about cached blocks from `at` to `reach` tokens, where there is no checkpoint."""
-        keys = chain.keys(reach // chain.block_size, at)
-        detail, since = next((self._states[key] for key in reversed(keys) if key in self._states), ("", None))
-        seconds = None if since is None else self._clock() - since
-        return say(why=Miss.STATE, num_cached=reach, detail=detail, seconds=seconds)
+        coming = set() if self._checkpoints is None else self._checkpoints.coming()
+        say = partial(say, why=Miss.STATE, num_cached=reach)
+        for key in reversed(chain.keys(reach // chain.block_size, at)):
+            if key in coming:
+                return say(detail="pending")
+            if key in self._states:
+                why, since = self._states[key]
+                return say(detail=why, seconds=self._clock() - since)
+        return say(detail="none")
 
     def _remember(self, name: str, chain: KeyChain) -> None:
         prompts, count = self._prompts, len(chain.tokens)

@@ -144,6 +144,11 @@ class BlockPool:
         assert known is None or known == key, f"block {block} is full and immutable, its key cannot change"
         return True
 
+    def demote(self, block: int) -> None:
+        """Let a block be the first to be evicted, if nobody holds it."""
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
+
     def next_evicted(self, num: int) -> list[int]:
         """Return the blocks whose content `take(num)` would evict now, the first one first."""
         return list(islice(self._cached, max(0, num - len(self._blank))))

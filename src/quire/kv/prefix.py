@@ -10,7 +10,6 @@ import msgspec
 
 from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.kv.hashing import KeyChain, group_keys
-from quire.kv.states import StateCheckpoints
 
 _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
 
@@ -43,6 +42,16 @@ class Lookup(Protocol):
         """Return the block with this key, a number above 0; None when there is none."""
 
 
+class StateFinder(Protocol):
+    """Finds checkpoints of states: those of the device, or those of several tiers together."""
+
+    def find(self, chain: KeyChain, most: int) -> tuple[int, int]:
+        """Return (length, checkpoint) of the longest beginning of a chain with a checkpoint; (0, 0): there is none.
+
+        most   most tokens of the beginning
+        """
+
+
 class PrefixIndex:
     """Longest-prefix lookup of full blocks over one pool, or over several tiers.
 
@@ -51,7 +60,7 @@ class PrefixIndex:
     groups end, that is at a multiple of `hit_size` tokens.
     """
 
-    def __init__(self, pool: Lookup, geometry: KVGeometry, states: StateCheckpoints | None = None) -> None:
+    def __init__(self, pool: Lookup, geometry: KVGeometry, states: StateFinder | None = None) -> None:
         self._pool, self._groups = pool, geometry.groups
         self._states = states
         self._block_size, self._hit_size = geometry.block_size, geometry.hit_size

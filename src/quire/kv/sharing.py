@@ -18,6 +18,18 @@ LEASE_SECONDS = 30.0
 MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 
 
+KeysOf = Callable[[KeyChain, int], list[bytes]]  # (chain, tokens of a prompt) -> keys of what continues it
+
+
+def block_keys(sizes: tuple[int, ...]) -> KeysOf:
+    """Return the function that gives the keys of all full blocks of a prompt. sizes: tokens of a block, by group."""
+
+    def keys_of(chain: KeyChain, num_tokens: int) -> list[bytes]:
+        return [key for group, size in enumerate(sizes) for key in group_keys(chain, group, size, num_tokens // size)]
+
+    return keys_of
+
+
 class KeyedTier(Protocol):
     """A tier below the host tier that finds blocks by key, such as files on a disk.
 
@@ -66,20 +78,22 @@ class _Lease:
 class Sharing:
     """Leases of host blocks by name, and the promises that requests count on. One thread calls it.
 
-    told   (name, True: renew the lease, False: end it), for `expire`; any thread may put
+    told     (name, True: renew the lease, False: end it), for `expire`; any thread may put
+    states   the same for the checkpoints at the ends of the prompts, or None
     """
 
     def __init__(
         self,
         pool: BlockPool,
         host: BlockPool,
-        block_sizes: tuple[int, ...],
+        keys_of: KeysOf,
         store: Callable[[int, bytes], None],
         promises: Promises | None,
         clock: Callable[[], float],
     ) -> None:
         self.told = SimpleQueue[tuple[str, bool]]()
-        self._pool, self._host, self._sizes, self._store = pool, host, block_sizes, store
+        self.states: Sharing | None = None
+        self._pool, self._host, self._keys_of, self._store = pool, host, keys_of, store
         self._promises, self._clock = promises, clock
         self._leases: dict[str, _Lease] = {}  # the oldest first
         self._num_held = 0
@@ -92,18 +106,29 @@ class Sharing:
                 self.told.put((new.transfer.name, False))
                 return
             tokens = min(new.transfer.num_tokens, len(chain.tokens))
-            self._promises.expect(new.handle, new.transfer, self._keys(chain, tokens // chain.block_size))
+            self._promises.expect(new.handle, new.transfer, self._keys_of(chain, tokens))
+            if self.states is not None:
+                self.states.expect(new, chain)
 
     def settle(self, handle: int) -> None:
         """Count on nothing more for a request, which runs or has ended."""
         if self._promises is not None:
             self._promises.settle(handle)
+        if self.states is not None:
+            self.states.settle(handle)
 
-    def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
-        """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""
+    def keep(self, name: str, chain: KeyChain, num_blocks: int, num_prompt: int = 0) -> None:
+        """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there.
+
+        num_prompt   tokens of the prompt, whose checkpoint is kept, too
+        """
+        self._keep(name, self._keys_of(chain, num_blocks * chain.block_size))
+        if self.states is not None:
+            self.states._keep(name, self.states._keys_of(chain, num_prompt))
+
+    def _keep(self, name: str, keys: list[bytes]) -> None:
         if name in self._leases:
             self._end(name)
-        keys = self._keys(chain, num_blocks)
         lease = self._leases[name] = _Lease(self._clock() + LEASE_SECONDS, set(keys))
         for key in keys:
             if (copy := self._host.lookup(key)) is not None:
@@ -114,21 +139,25 @@ class Sharing:
     def expire(self) -> None:
         """End the leases whose time is over and those that were given back."""
         while not self.told.empty():
-            name, renew = self.told.get()
-            if (lease := self._leases.get(name)) is not None:
-                lease.until = self._clock() + LEASE_SECONDS if renew else 0.0
-        for name in [name for name, lease in self._leases.items() if lease.until <= self._clock()]:
-            self._end(name)
+            told = self.told.get()
+            for one in (self, self.states):
+                if one is not None:
+                    one._hear(*told)
+        for one in (self, self.states):
+            if one is not None:
+                one._end_late()
 
     def held(self) -> list[int]:
         """Return the host blocks that leases reference, once per reference."""
         return [block for lease in self._leases.values() for block in lease.blocks]
 
-    def _keys(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
-        tokens, keys = num_blocks * chain.block_size, list[bytes]()
-        for group, size in enumerate(self._sizes):
-            keys += group_keys(chain, group, size, tokens // size)
-        return keys
+    def _hear(self, name: str, renew: bool) -> None:
+        if (lease := self._leases.get(name)) is not None:
+            lease.until = self._clock() + LEASE_SECONDS if renew else 0.0
+
+    def _end_late(self) -> None:
+        for name in [name for name, lease in self._leases.items() if lease.until <= self._clock()]:
+            self._end(name)
 
     def _came(self, block: int, key: bytes) -> None:
         for lease in [lease for lease in self._leases.values() if key in lease.missing]:

@@ -48,8 +48,8 @@ class BlockPeer:
     held      names of its promises that are still needed
     """
 
-    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier) -> None:
-        self.name, self._tier = f"{place[0]}:{place[1]}", tier
+    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier, what: str = "KV blocks") -> None:
+        self.name, self._tier, self._what = f"{place[0]}:{place[1]}", tier, what
         self.keys, self.failed = set[bytes](), dict[bytes, float]()
         self.held: dict[str, None] = {}
         self.ended = SimpleQueue[str]()
@@ -95,7 +95,7 @@ class BlockPeer:
                     raise NotMaster("it does not say which blocks it has")
             except (ConfigError, *BROKEN) as error:
                 if str(error) != said and self._tier == Tier.PEER and not self._closing.is_set():
-                    LOG.warning("the peer %s shares no KV blocks: %s", self.name, error)
+                    LOG.warning("the peer %s shares no %s: %s", self.name, self._what, error)
                 said, pause = str(error), REFUSED_SECONDS if isinstance(error, ConfigError) else RETRY_SECONDS
             finally:
                 self.keys = set()
@@ -111,13 +111,24 @@ class BlockPeer:
 
 
 class BlockPeers:
-    """Peers of an engine core: the tier of their host memory, or of their GPUs. See `KeyedTier` and `Promises`."""
+    """Peers of an engine core: the tier of their host memory, or of their GPUs. See `KeyedTier` and `Promises`.
+
+    what   blocks that are shared, in words
+    """
 
     takes = False
 
-    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, tier: Tier = Tier.PEER) -> None:
+    def __init__(
+        self,
+        places: Iterable[Place],
+        key: bytes,
+        namespace: bytes,
+        tier: Tier = Tier.PEER,
+        *,
+        what: str = "KV blocks",
+    ) -> None:
         self.tier = tier
-        self._peers = [BlockPeer(place, key, namespace, tier) for place in dict.fromkeys(places)]
+        self._peers = [BlockPeer(place, key, namespace, tier, what) for place in dict.fromkeys(places)]
         self._promises: dict[int, tuple[BlockPeer, str, list[bytes]]] = {}  # by request
         self._promised: dict[bytes, BlockPeer] = {}
 

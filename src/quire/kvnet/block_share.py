@@ -1,6 +1,7 @@
 """Blocks for other engines, over TCP: they hear which blocks there are, and read those of the host tier by key.
 
-    hello        proof of the cluster's key (`host_link.py`), and a namespace: engines with another one are refused
+    hello        proof of the cluster's key (`host_link.py`), and a namespace: engines with another one are refused.
+                 Checkpoints of states have a namespace of their own, and are read like blocks
     welcome      Shared, the layout of the pages of all ranks; or NotShared
     follow       Follow; then Blocks at once, at changes and each second; the other side answers each with Claims
     read         Read; then for each key a page header (crc32 of key and bytes, length; 0: no such block; number of the
@@ -209,6 +210,14 @@ class _ShownBlocks:
                 follower.put((key, False))
 
 
+class _Space:
+    """Blocks under a namespace: the parts that the ranks hold, those in host memory, and those of the device."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        self.host, self.device = _ShownBlocks(), _ShownBlocks()
+
+
 def listener_at(place: tuple[str, int]) -> socket.socket:
     """Return a socket that listens where other engines read blocks. Raises ConfigError when none can."""
     try:
@@ -227,6 +236,7 @@ class BlockShare:
     namespace   what the others must have, too
     shards      the parts of a block that the ranks hold, in the order of the ranks
     device      pool of the device, if other processes can map its pages
+    states      namespace and shards of checkpoints of states; None: no layer keeps states
     line        makes a connection from its socket
     """
 
@@ -241,20 +251,25 @@ class BlockShare:
         shards: Sequence[Shard],
         *,
         device: BlockPool | None = None,
+        states: tuple[bytes, Sequence[Shard]] | None = None,
     ) -> None:
-        self._key, self._namespace, self._shards = key, namespace, tuple(shards)
+        self._key, self._main = key, _Space(shards)
+        self._spaces = {namespace: self._main}
+        if states is not None and store.states is not None:
+            space = self._spaces[states[0]] = _Space(states[1])
+            store.states.host.on_publish.append(space.host.came)
+            store.states.host.on_drop.append(space.host.went)
         self._told = store.sharing.told
-        self._host, self._device = _ShownBlocks(), _ShownBlocks()
         self._lines: set[BlockLine] = set()  # of peers that have proved the key
         self._strangers: dict[socket.socket, None] = {}  # connections without a proof yet, the oldest first
         self._lock = threading.Lock()  # guards the fields above, and followers
         self._closed, self._said = False, ""  # the second: the last error of a read
         self._listener = listener_at(place)
-        store.host.on_publish.append(self._host.came)
-        store.host.on_drop.append(self._host.went)
+        store.host.on_publish.append(self._main.host.came)
+        store.host.on_drop.append(self._main.host.went)
         if device is not None:
-            store.on_whole.append(self._device.came)
-            device.on_drop.append(self._device.went)
+            store.on_whole.append(self._main.device.came)
+            device.on_drop.append(self._main.device.went)
         threading.Thread(target=self._accept, name="quire-kv-share", daemon=True).start()
 
     def close(self) -> None:
@@ -304,35 +319,35 @@ class BlockShare:
         line, follows = self.line(end), False
         with closing(line), suppress(*BROKEN):
             try:
-                same = welcome(end, self._key) == self._namespace
+                space = self._spaces.get(welcome(end, self._key))
                 end.settimeout(SILENT_SECONDS)
                 with self._lock:
                     if end not in self._strangers:  # ended meanwhile
                         return
                     del self._strangers[end]
                     self._lines.add(line)
-                if not same:
+                if space is None:
                     line.send(NotShared("it has another model, other weights, or another layout of its KV cache"))
                     return
-                line.send(Shared(self._shards))
+                line.send(Shared(space.shards))
                 while not self._closed:
                     message = line.receive(TO_SHARE)
                     if isinstance(message, Read):
                         try:
-                            self._send(line, message)
+                            self._send(line, message, space)
                         except BROKEN as error:
                             if str(error) != self._said:
                                 LOG.warning("KV blocks could not be sent to another engine: %s", error)
                             self._said = str(error)
                             return
                     elif isinstance(message, Locate):
-                        line.send(Located([self._device.places.get(key, (0, 0)) for key in message.keys]))
+                        line.send(Located([space.device.places.get(key, (0, 0)) for key in message.keys]))
                     elif isinstance(message, Claims):
                         self._hear(message)
                     elif isinstance(message, Follow):
                         if follows:
                             raise NotMaster("it follows twice")
-                        follows, known = True, self._device if message.device else self._host
+                        follows, known = True, space.device if message.device else space.host
                         threading.Thread(
                             target=self._tell, args=(line, known), name="quire-kv-tell", daemon=True
                         ).start()
@@ -347,19 +362,19 @@ class BlockShare:
         for one in told[: max(0, MOST_TOLD - self._told.qsize())]:
             self._told.put(one)
 
-    def _send(self, line: BlockLine, asked: Read) -> None:
+    def _send(self, line: BlockLine, asked: Read, space: _Space) -> None:
         until = time.monotonic() + min(asked.seconds, MOST_WAIT)
         starts = [*accumulate((one.length for one in asked.ranges), initial=0)]  # the bytes lie one behind the other
         ranges = [msgspec.structs.replace(one, target=at) for one, at in zip(asked.ranges, starts, strict=False)]
         with PageFiles() as files:
-            files.open(self._shards, ranges)
+            files.open(space.shards, ranges)
             page = memoryview(bytearray(starts[-1]))
             for key in asked.keys:
-                while (found := self._host.places.get(key)) is None and time.monotonic() < until:
+                while (found := space.host.places.get(key)) is None and time.monotonic() < until:
                     time.sleep(TICK_SECONDS)
                 if found is not None:
                     files.read(found[0], page)
-                whole = found is not None and self._host.places.get(key) is found  # else it was overwritten meanwhile
+                whole = found is not None and space.host.places.get(key) is found  # else it was overwritten meanwhile
                 line.send_page(key, page if whole else b"", found[0] if found else 0, bare=asked.bare)
 
     def _tell(self, line: BlockLine, known: _ShownBlocks) -> None:

@@ -26,7 +26,6 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kernels.native import memory
 from quire.kernels.page_copies import InlineCopies, PageCopies, StreamCopies, pin
-from quire.kvstore.arena import KVArena
 from quire.kvstore.file_threads import HANG_SECONDS, FileThreads, Lost
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.shards import Shard
@@ -56,6 +55,21 @@ class PageSource(Protocol):
         """
 
 
+class PagedMemory(Protocol):
+    """Memory of a device in pages: its KV cache (`KVArena`), or its checkpoints of states.
+
+    pages   [num_pages, page_bytes] uint8; page 0 is not copied
+    """
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The pages."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+
+
 class DeviceSource(Protocol):
     """Blocks on devices of other engines."""
 
@@ -81,7 +95,7 @@ class BlockMover:
 
     def __init__(
         self,
-        arena: KVArena,
+        arena: PagedMemory,
         num_host_blocks: int,
         files: BlockFiles | None = None,
         peers: PageSource | None = None,

@@ -27,6 +27,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     heads      number in the model of its first KV head, by KV group;  draft_heads  in the draft model or EAGLE head
     file       path of its host memory [num_pages, page_bytes], for processes of this host; "": it is not shared
     token      first bytes of that memory, by which the right file is known
+    states     True: it is the part of checkpoints of states, each a block of one component with one head
     memory     its KV cache on the device, for processes of this machine; None: it is not shared
     """
 
@@ -36,6 +37,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     draft_heads: tuple[int, ...] = (0,)
     file: str = ""
     token: bytes = b""
+    states: bool = False
     memory: ExportedPages | None = None
 
 

@@ -7,12 +7,24 @@ A row is contiguous, so a copy of all states of a request is one copy. Every com
 bytes.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from quire.contracts.blocks import PAGE_ALIGN, KVGeometry, StateComponent
 from quire.kernels.native import memory
 from quire.kernels.states import StateView
+
+
+class CheckpointPages(NamedTuple):
+    """The checkpoints of a `StateArena` as pages, by number from 1 on. See `quire.kvstore.mover.PagedMemory`.
+
+    pages   [checkpoints + 1, page_bytes] uint8
+    """
+
+    pages: Tensor
+    page_bytes: int
 
 
 class StateArena:
@@ -33,6 +45,13 @@ class StateArena:
                 for one in group.components:
                     self._places.setdefault(layer, []).append((one, at))
                     at += one.num_bytes
+
+    def checkpoints(self, count: int) -> CheckpointPages:
+        """Return the last `count` rows as pages. A device without states has pages of a few bytes, without a use."""
+        pages = self.rows[-count - 1 :]
+        if not pages.shape[1]:
+            pages = torch.zeros(count + 1, PAGE_ALIGN, dtype=torch.uint8, device=pages.device)
+        return CheckpointPages(pages, pages.shape[1])
 
     def view(self, layer: int) -> StateView | None:
         """Return the states of a layer, [num_rows, *shape] of each component in its own dtype; None: it has none."""

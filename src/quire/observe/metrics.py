@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.contracts.output import StepStats, TierStats
+from quire.contracts.output import StateStats, StepStats, TierStats
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
@@ -242,7 +242,7 @@ class Metrics(Collector):
     def snapshot(self) -> StatsLine:
         """Return the next periodic line of statistics, with rates since the last call."""
         stats = self._stats
-        now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix_queries, stats.prefix_hits)
+        now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix.queries, stats.prefix.hits)
         seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
         self._last_line = now
         seconds = max(seconds, 1e-9)
@@ -280,7 +280,7 @@ class Metrics(Collector):
 
     @property
     def _num_prompt_tokens(self) -> int:
-        return self._phase_tokens["prefill"] + self._stats.prefix_hits
+        return self._phase_tokens["prefill"] + self._stats.prefix.hits
 
     def _size_lengths(self, max_model_len: int) -> None:
         self._seen |= {f.name: Histogram(one_two_five(max_model_len)) for f in FAMILIES if f.bounds == "lengths"}
@@ -309,12 +309,13 @@ class Metrics(Collector):
                 role: held for role, pid in self._pids.items() if (held := resident_bytes(pid)) is not None
             },
             "prompt_tokens": self._num_prompt_tokens,
-            "prompt_tokens_by_source": {"local_compute": phases["prefill"], "local_cache_hit": s.prefix_hits},
-            "prompt_tokens_cached": s.prefix_hits,
+            "prompt_tokens_by_source": {"local_compute": phases["prefill"], "local_cache_hit": s.prefix.hits},
+            "prompt_tokens_cached": s.prefix.hits,
             "generation_tokens": self._generated,
             "delivered_tokens": self._delivered,
-            "prefix_cache_queries": s.prefix_queries,
-            "prefix_cache_hits": s.prefix_hits,
+            "prefix_cache_queries": s.prefix.queries,
+            "prefix_cache_hits": s.prefix.hits,
+            **_state_values(s.prefix.states),
             "num_preemptions": s.num_preempted,
             "spec_decode_num_drafts": runs,
             "spec_decode_num_draft_tokens": drafts,
@@ -328,6 +329,27 @@ class Metrics(Collector):
             "http_requests": self._http.counts,
             "internal_messages_dropped": self._dropped.counts,
         }
+
+
+def _state_values(states: StateStats) -> dict[str, Any]:
+    """Return the values of the metrics of checkpoints."""
+    return {
+        "state_checkpoints": {"all": states.num_checkpoints, "used": states.num_used},
+        "state_checkpoints_taken": states.taken,
+        "prefix_cache_state_hits": states.hits,
+        "prefix_cache_state_cut": states.cut,
+        "state_tier_checkpoints": {
+            (tier.value, state): count
+            for tier, stats in states.tiers.items()
+            for state, count in (("all", stats.num_blocks), ("used", stats.num_used))
+        },
+        "state_tier_copied_checkpoints": {
+            (tier.value, direction): count
+            for tier, stats in states.tiers.items()
+            for direction, count in (("load", stats.num_loaded), ("store", stats.num_stored))
+        },
+        "state_tier_failed_checkpoints": {tier.value: stats.num_failed for tier, stats in states.tiers.items()},
+    }
 
 
 def _tier_values(tiers: Mapping[Tier, TierStats]) -> dict[str, dict[Any, float]]:

@@ -7,7 +7,8 @@ from quire.config.engine import EngineConfig, SchedulerConfig, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention_limits import MOST_SEQUENCES
-from quire.plan.memory import GIB, DeviceBudget, MemoryPlan, num_checkpoints
+from quire.plan.memory import GIB, DeviceBudget, MemoryPlan
+from quire.plan.state_memory import beside, checkpoints_in, num_checkpoints
 
 CUDA_TOKENS = 8192  # of a step
 WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
@@ -15,7 +16,6 @@ LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # memory of a large GPU, and the re
 SPARE = 256 << 20  # bytes left free for late allocations of libraries
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
 MOST_UTILIZATION = 0.98  # the largest that a message proposes
-STATES_SHARE = 8  # states of running requests take at most total / 8, unless max_num_seqs is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ class DeviceMemory:
         return self.weights + self.working
 
 
-def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False, state_bytes: int = 0) -> SchedulerConfig:
+def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False, running: int = 0) -> SchedulerConfig:
     """Return `scheduler` with unset max_num_seqs and max_num_batched_tokens filled in for a GPU of `total` bytes.
 
     A GPU of 70 GiB or more runs more requests, because their KV caches fit.
     wide          take more tokens per step on such a GPU, for a mixture-of-experts model whose tokens are not streamed
-    state_bytes   of a running request, whatever its length; they limit the number of requests
+    running       most requests that states have room for; 0: no layer keeps states
     """
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
     if scheduler.max_num_seqs is None:
-        seqs = min(seqs, tokens or seqs, max(1, total // STATES_SHARE // state_bytes) if state_bytes else seqs)
+        seqs = min(seqs, tokens or seqs, running or seqs)
     most = WIDE_TOKENS if wide and total >= LARGE_GPU else CUDA_TOKENS
     return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(most, seqs))
 
@@ -177,15 +177,24 @@ def _budget(config: EngineConfig, memory: DeviceMemory, kv: int, checkpoints: in
 
 
 def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory) -> int:
-    """Return the number of checkpoints of states beside a KV cache of twice their bytes; 0: no layer keeps states."""
-    cache, seqs = config.cache, config.scheduler.sequences()
-    asked = cache.kv_cache_memory_bytes
+    """Return the number of checkpoints of states beside a KV cache of twice their bytes; 0: no layer keeps states.
+
+    With `state_memory_fraction`, slots and checkpoints have that share of the memory that both have with the KV cache.
+    """
+    cache, seqs, share = config.cache, config.scheduler.sequences(), config.state.state_memory_fraction
+    asked, slots = cache.kv_cache_memory_bytes, (seqs + 1) * geometry.state_bytes
     if cache.num_gpu_blocks_override is not None:
         asked = (cache.num_gpu_blocks_override + 1) * geometry.page_bytes
     if asked is not None:
-        return num_checkpoints(geometry, asked, memory.free - memory.later - SPARE - asked, seqs)
+        left = memory.free - memory.later - SPARE - asked
+        if share is None:
+            return num_checkpoints(geometry, asked, left, seqs)
+        return checkpoints_in(geometry, asked, min(left, beside(asked, share) - slots))
     left = _limit(memory, config) - memory.ours
-    return num_checkpoints(geometry, 2 * left // 3, left, seqs)
+    if share is None:
+        return num_checkpoints(geometry, 2 * left // 3, left, seqs)
+    room = int(share * (left + slots)) - slots
+    return checkpoints_in(geometry, left - room, room)
 
 
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:

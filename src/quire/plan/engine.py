@@ -46,6 +46,7 @@ from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
+from quire.plan.state_memory import slots_limit
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
 
@@ -309,8 +310,8 @@ def resolve_engine(
     check(meetings, planned=True)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
-        wide, states = args.moe is not None and not served and roomy, _state_bytes(args, parallel, kinds)
-        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, states))
+        wide, most = args.moe is not None and not served and roomy, _slots(config, machine, args, parallel, kinds)
+        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, most))
         check_sequences(config)
     pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
     bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
@@ -334,9 +335,13 @@ def resolve_engine(
     )
 
 
-def _state_bytes(args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:
-    """Return the bytes of a request's states on the rank that has most of them, so that all ranks decide alike."""
-    return max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
+def _slots(config: EngineConfig, machine: Machine, args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:
+    """Return the most requests for whose states a GPU has room, unless max_num_seqs is given; 0: no layer keeps some.
+
+    The rank counts that keeps most bytes of a request, so that all ranks decide alike.
+    """
+    size = max(rank_geometry(args, one, block_size=None, **kinds).state_bytes for one in ranks(args, parallel))
+    return slots_limit(machine.total_memory, config.state.state_memory_fraction, size) if size else 0
 
 
 def _experts(

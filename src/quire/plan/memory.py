@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from quire.config.engine import CacheConfig, ModelConfig, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
+from quire.plan.state_memory import divide
 
 GIB = 1024**3
 SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
-RUNNING = (
-    "{} requests run at once, not max_num_seqs={}: each has {} of states of recurrent layers, which take at most half "
-    "of the memory beside the KV cache."
-)
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 
@@ -47,7 +44,7 @@ class DeviceBudget:
 class MemoryPlan:
     """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
 
-    host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    host_blocks, host_checkpoints   blocks and checkpoints of the tier in host memory; 0: there is no such tier
     checkpoints   checkpoints of states; 0: no layer keeps states
     num_slots     requests that run at once: max_num_seqs, or as many as have room for their states; 0: max_num_seqs
     """
@@ -60,6 +57,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     budget: DeviceBudget | None = None
     host_blocks: int = 0
+    host_checkpoints: int = 0
     checkpoints: int = 0
     num_slots: int = 0
 
@@ -88,11 +86,13 @@ def resolve_memory(
     chunk: int,
     max_num_seqs: int,
     free_bytes: int,
+    states: float | None = None,
 ) -> MemoryPlan:
     """Size the KV cache and the context length.
 
     context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
     chunk                 most tokens of a request in unfinished steps
+    states                `state_memory_fraction`
     By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
     need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
     fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
@@ -101,10 +101,11 @@ def resolve_memory(
     check_context(model, context)
     length = asked or context
     whole = geometry.request_blocks(length, chunk)
-    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes)
+    share = states if geometry.states else None
+    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes, share)
     if asked and source.startswith(QUARTER) and num_blocks < whole:  # the default share grows
-        tables = max_num_seqs * slot_bytes(asked, geometry)
-        room = free_bytes - (min(tables, free_bytes // 2) if geometry.states else tables)
+        tables, most_states = max_num_seqs * slot_bytes(asked, geometry), int((share or 0.5) * free_bytes)
+        room = free_bytes - (min(tables, most_states) if geometry.states else tables)
         if (most := min(whole, room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
@@ -124,45 +125,26 @@ def resolve_memory(
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     each = slot_bytes(length, geometry)
-    slots = _running(geometry, max_num_seqs, (free_bytes - kv_bytes) // 2 // each)
-    if slots < max_num_seqs:
-        notes += (RUNNING.format(slots, max_num_seqs, as_gib(geometry.state_bytes)),)
+    slots, checkpoints = divide(geometry, share, kv_bytes, free_bytes - kv_bytes, (each, max_num_seqs))
     _check_free(source, kv_bytes, slots, each, free_bytes)
-    left = free_bytes - kv_bytes - slots * each
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
         max_model_len=length,
         kv_bytes=kv_bytes,
         free_bytes=free_bytes,
-        notes=notes,
-        checkpoints=num_checkpoints(geometry, kv_bytes, left, slots),
+        notes=notes + _running_note(geometry, slots, max_num_seqs, share),
+        checkpoints=checkpoints,
         num_slots=slots,
     )
-
-
-def _running(geometry: KVGeometry, max_num_seqs: int, room: int) -> int:
-    """Return how many requests run at once. room: as many as have room for their states; none are without states."""
-    return max(1, min(max_num_seqs, room)) if geometry.states else max_num_seqs
-
-
-def num_checkpoints(geometry: KVGeometry, kv_bytes: int, free_bytes: int, max_num_seqs: int) -> int:
-    """Return the number of checkpoints of states: as many as fit in half the bytes of the KV cache; 0: none are needed.
-
-    free_bytes   memory that is left
-    Each running request may hold one, and none leaves its prompt's behind if there is not one more.
-    """
-    if not geometry.states:
-        return 0
-    most = min(kv_bytes // 2, free_bytes) // geometry.state_bytes
-    return max(1, min(most, 8 * max_num_seqs))
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Return the plans of all ranks, changed to the fewest blocks and checkpoints and the shortest context."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     host = min(one.host_blocks for one in sizes)
-    copies = min((one.checkpoints for one in sizes if one.geometry.states), default=0)  # a stage may have no states
+    kept = [(one.checkpoints, one.host_checkpoints) for one in sizes if one.geometry.states]  # a stage may have none
+    copies, host_copies = (min(counts, default=0) for counts in zip(*(kept or [(0, 0)]), strict=True))
     return [
         replace(
             one,
@@ -170,6 +152,7 @@ def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
             max_model_len=length,
             kv_bytes=(blocks + 1) * one.geometry.page_bytes,
             host_blocks=host,
+            host_checkpoints=host_copies,
             checkpoints=copies,
             num_slots=min(one.num_slots for one in sizes),
         )
@@ -202,15 +185,32 @@ def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int,
         )
 
 
-def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
-    """Return (blocks, what set their number, how to get more). By default the number is at most `useful`."""
+def _budget(
+    geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int, states: float | None
+) -> tuple[int, str, str]:
+    """Return (blocks, what set their number, how to get more). By default the number is at most `useful`.
+
+    states   share of the memory that states have; None: none is given
+    """
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override, "num_gpu_blocks_override", "raise num_gpu_blocks_override"
     if cache.kv_cache_memory_bytes is not None:
         blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
         return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
     source = f"{QUARTER} of the {as_gib(free_bytes)} of free memory"
-    return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
+    most = min(free_bytes // 4, int((1 - (states or 0)) * free_bytes))
+    return min(most // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
+
+
+def _running_note(geometry: KVGeometry, slots: int, max_num_seqs: int, share: float | None) -> tuple[str, ...]:
+    """Return a line if fewer requests run at once than max_num_seqs."""
+    if slots == max_num_seqs:
+        return ()
+    whose = "beside the KV cache" if share is None else "of states: raise state_memory_fraction or the KV cache"
+    return (
+        f"{slots} requests run at once, not max_num_seqs={max_num_seqs}: each has {as_gib(geometry.state_bytes)} of "
+        f"states of recurrent layers, which take at most half of the memory {whose}.",
+    )
 
 
 def as_gib(count: int) -> str:

@@ -6,6 +6,7 @@ from quire.contracts.errors import ConfigError
 from quire.plan.cuda_memory import DeviceMemory, resolve_cuda_memory
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import GIB, MemoryPlan, resolve_memory
+from quire.plan.state_memory import divide_tier
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
@@ -38,17 +39,28 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
             chunk=chunk,
             max_num_seqs=config.scheduler.sequences(),
             free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
+            states=config.state.state_memory_fraction,
         )
-    return replace(sizes, host_blocks=host_blocks(plan))
+    blocks, checkpoints = _host_tier(plan, sizes)
+    return replace(sizes, host_blocks=blocks, host_checkpoints=checkpoints)
 
 
-def host_blocks(plan: EnginePlan) -> int:
-    """Return the blocks of the host tier of this rank. Raises ConfigError when it does not hold one."""
-    page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
-    blocks = plan.offload.host_bytes // ranks // page
-    if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
+def host_bytes(plan: EnginePlan) -> int:
+    """Return the bytes of the host tier of this rank."""
+    return plan.offload.host_bytes // plan.mesh.parallel.size
+
+
+def _host_tier(plan: EnginePlan, sizes: MemoryPlan) -> tuple[int, int]:
+    """Return the blocks and the checkpoints of the host tier of this rank. Raises ConfigError when it lacks room."""
+    if not plan.offload.host_bytes:
+        return 0, 0
+    geometry, ranks = plan.geometry, plan.mesh.parallel.size
+    for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, sizes.checkpoints)
+    blocks = for_blocks // geometry.page_bytes
+    if blocks < len(geometry.groups):
+        states = f" and a checkpoint of {geometry.state_bytes / 2**20:.1f} MiB" * bool(geometry.states)
         raise ConfigError(
             f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
-            f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
+            f"not hold a KV block of {geometry.page_bytes / 2**20:.1f} MiB{states} each: raise it."
         )
-    return blocks
+    return blocks, for_states // geometry.state_bytes if geometry.states else 0

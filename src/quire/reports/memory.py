@@ -10,8 +10,10 @@ from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.memory import MemoryPlan
+from quire.plan.state_memory import divide_tier
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS
+from quire.reports.states import describe_states
 from quire.weights.units import LoadUnit
 
 
@@ -67,6 +69,7 @@ def describe_memory(
             "max_model_len": plan.max_model_len,
             "notes": plan.notes,
             "sequences": whole.config.scheduler.sequences(),
+            "states": describe_states(whole, plan),
             "tiers": _tiers(whole, plan),
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
             "budget": str(plan.budget or ""),
@@ -137,7 +140,7 @@ def describe_loading(
 
 def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:
     """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
-    offload, page = whole.offload, memory.geometry.page_bytes
+    offload, page, state = whole.offload, memory.geometry.page_bytes, memory.geometry.state_bytes
     if not offload.host_bytes:
         return []
     host = {
@@ -146,14 +149,17 @@ def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:
         "blocks": memory.host_blocks,
         "tokens": memory.geometry.num_tokens(memory.host_blocks),
         "policy": offload.policy,
+        "checkpoints": memory.host_checkpoints,
         "folder": "",
     }
-    most = offload.folder_bytes // whole.mesh.parallel.replica
+    whole_disk = offload.folder_bytes // whole.mesh.parallel.replica
+    most, states = divide_tier(memory.geometry, whole_disk, memory.kv_bytes, memory.checkpoints)
     disk = {
         "name": "disk",
         "bytes": most,
         "blocks": most // page,
         "policy": offload.policy,
+        "checkpoints": states // state if state else 0,
         "tokens": memory.geometry.num_tokens(most // page),
         "folder": offload.folder,
     }

@@ -10,6 +10,7 @@ from quire.assemble.feature_lines import turned_on
 from quire.contracts.blocks import KVGeometry, KVGroup
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
+from quire.plan.memory import MemoryPlan
 from quire.procs.messages import FEATURES
 
 from ...support.filled_models import planned
@@ -27,12 +28,18 @@ def told(num_found: int = 0, **options: Any) -> dict[str, str]:
             BlockPool(8), KVGeometry(groups=(KVGroup(block_size=16, layers=(0,), components=()),)), num_host_blocks=1500
         )
         store.num_found = num_found
-    return turned_on(plan, store)
+    memory = MemoryPlan(geometry=plan.geometry, num_blocks=9, max_model_len=64, kv_bytes=9, free_bytes=9)
+    return turned_on(plan, store, memory)
 
 
 def test_what_is_off_names_the_option_that_turns_it_on() -> None:
-    assert told() == {"drafts": "off (--speculative-config)", "KV tiers": "off (--kv-offload-gb)", "sharing": ""}
-    assert tuple(told()) == FEATURES
+    assert told() == {
+        "states": "",
+        "drafts": "off (--speculative-config)",
+        "KV tiers": "off (--kv-offload-gb)",
+        "sharing": "",
+    }
+    assert tuple(told()) == ("states", *FEATURES)
     assert _lines(told()) == ()
 
 

@@ -33,7 +33,7 @@ FLAGS = """
 --kv-offload-dir-gb --kv-offload-dir-shared --no-kv-offload-dir-shared --kv-transfer-config --kv-events-config
 --kv-share --kv-peers --kv-cache-memory-bytes
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
---enable-prefix-caching --no-enable-prefix-caching
+--enable-prefix-caching --no-enable-prefix-caching --state-checkpoint --state-memory-fraction
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --speculative-config -sc
 --device --num-threads --async-depth --mock-step-ms

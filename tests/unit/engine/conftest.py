@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from quire.answers.grammar import Grammar, GrammarCompiler
+from quire.config.checkpoints import CheckpointPlaces
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import InvalidParameter
@@ -27,8 +28,8 @@ from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.kv.states import StateCheckpoints
-from quire.kv.store import KVStore
+from quire.kv.states import ALL_PLACES, StateCheckpoints
+from quire.kv.store import KVStore, StateTiers
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
@@ -103,7 +104,9 @@ class EngineRig:
     cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
     sizes      tokens of a block of each group, in turn, as multiples of `block_size`
-    states     checkpoints of states; None: no layer keeps states
+    states     checkpoints of states; None: no layer keeps states;  places  at which they are taken
+    host_states   checkpoints in host memory; 0: as many as blocks
+    state_disk, state_peers   tiers of checkpoints
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -136,11 +139,24 @@ class EngineRig:
         reserve: int = 8,
         blends: bool = False,
         states: int = 0,
+        places: CheckpointPlaces = ALL_PLACES,
+        host_states: int = 0,
+        state_disk: MockDisk | None = None,
+        state_peers: MockPeers | None = None,
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
         tiers = partial(
             copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays, faults=faults
+        )
+        self.state_peers = state_peers
+        below_states = tuple(one for one in (state_disk, state_peers) if one is not None)
+        state_tiers = partial(
+            MockCopies,
+            num_host_blocks=host_states or host_blocks,
+            below={one.tier: one for one in below_states},
+            delays=delays[::-1],
+            faults=faults[::-1],
         )
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
         groups = tuple(
@@ -163,13 +179,14 @@ class EngineRig:
             sizes=geometry.block_sizes,
             blends=blends,
             tiers=tiers if host_blocks else None,
-            states=states > 0,
+            states=states,
+            state_tiers=state_tiers if host_blocks and states else None,
         )
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, geometry.block_size, blocks, slots
         self.pool = BlockPool(blocks)
         unit = geometry.hit_size
-        self.states = StateCheckpoints(states, unit, 2 * unit) if states else None
+        self.states = StateCheckpoints(states, unit, 2 * unit, places=places) if states else None
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots, states=self.states)
         config = SchedulerConfig(
             max_num_batched_tokens=budget,
@@ -193,6 +210,15 @@ class EngineRig:
             if host_blocks
             else None
         )
+        if self.store is not None and self.states is not None:
+            self.store.keep_states(
+                StateTiers(
+                    checkpoints=self.states,
+                    num_host_blocks=host_states or host_blocks,
+                    below=below_states,
+                    promises=state_peers,
+                )
+            )
         self.compiler = GrammarCompiler(letters, vocab)
         self.core = EngineCore(
             self.mock,
@@ -307,6 +333,8 @@ class EngineRig:
         """Assert that the core holds nothing."""
         if self.store is not None:
             assert self.store.host.num_free == self.store.host.num_blocks and not self.store.busy(writes=True)
+            if (states := self.store.states) is not None:
+                assert states.host.num_free == states.host.num_blocks, "a checkpoint in host memory leaked"
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"

@@ -20,6 +20,7 @@ from quire.contracts.structured import StructuredOutputsParams
 from quire.kv.copy_jobs import CopyJobs
 from quire.kv.sharing import LEASE_SECONDS, Sharing
 from quire.kv.store import KVStore
+from quire.kv.tiered_pool import TieredPool
 
 from ...support.full import FULL, full_rows
 from ...support.mock_copies import FAULTS, MockDisk, MockPeers, MockRanksDisk
@@ -88,7 +89,8 @@ def tiers_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a rig with these tiers, a key of `BELOW`."""
     if kind == "none":
         return {}
-    return options | {name: {"disk": MockDisk, "peers": MockPeers}[name]() for name in BELOW[kind]}
+    made = {name: {"disk": MockDisk, "peers": MockPeers}[name] for name in BELOW[kind]}
+    return options | {f"{of}{name}": make() for name, make in made.items() for of in ("", "state_")}
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -116,8 +118,6 @@ class EngineMachine(RuleBasedStateMachine):
         setup = drawn | self.setup
         event(f"windows {setup['windows']}")
         event(f"tiers {setup['tiers']}")
-        if setup["tiers"] != "none":
-            setup["states"] = 0
         self.rig = self.rig_class(
             self.depth,
             blocks=blocks * len(setup["windows"]),
@@ -257,6 +257,8 @@ class EngineMachine(RuleBasedStateMachine):
     def peers_learn(self) -> None:
         """Other engines have computed the same."""
         self.rig.mock._copies.teach(self.rig.store.host._index, self.rig.peers)
+        if self.rig.store.states is not None:
+            self.rig.mock._state_copies.teach(self.rig.store.states.host._index, self.rig.state_peers)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -342,6 +344,8 @@ class TierEvents:
             rig.mock._copies.teach(rig.store.host._index, rig.peers)
             for key in rng.sample([*rig.peers], len(rig.peers) // 9):
                 del rig.peers[key]
+            if rig.state_peers is not None and rig.store.states is not None:
+                rig.mock._state_copies.teach(rig.store.states.host._index, rig.state_peers)
         self._seen["leased"] += len(sharing._leases)
         self._ledger.check()
 
@@ -399,16 +403,16 @@ def unfailed(store: Any, reports: Any) -> Any:
 
 def early(store: Any, keys: Any) -> int:
     """A store that publishes blocks before they are loaded."""
-    number = KVStore_load(store, keys)
-    job = store._jobs.running[number].job
-    store._pool.publish(int(job.targets[0]), job.keys[0])
+    number = TieredPool_load(store, keys)
+    job = store.jobs.running[number].job
+    store.pool.publish(int(job.targets[0]), job.keys[0])
     return int(number)
 
 
 def unreleased(store: Any, job: Any, *ended: Any) -> None:
     """A store that keeps the sources of jobs."""
     store.host.share(job.sources.tolist() if job.source == Tier.HOST else ())
-    KVStore_settle(store, job, *ended)
+    TieredPool_settle(store, job, *ended)
 
 
 def lost(jobs: Any) -> None:
@@ -429,17 +433,17 @@ def ended_lease(sharing: Any, name: str) -> None:
     Sharing_end(sharing, name)
 
 
-KVStore_finished, KVStore_load, KVStore_settle = KVStore.finished, KVStore._load, KVStore._settle
+TieredPool_load, TieredPool_settle, KVStore_finished = TieredPool._load, TieredPool._settle, KVStore.finished
 KVStore_forget, Sharing_end = KVStore.forget, Sharing._end
 BUGS = {
     "a failed block is published": (KVStore, "finished", unfailed, "does not add up|two contents of one key"),
     "void copies are published": (CopyJobs, "void", lambda *_: None, "two contents of one key|not its own prefix"),
-    "blocks are published early": (KVStore, "_load", early, "written in two states|not its own prefix"),
-    "sources are not released": (KVStore, "_settle", unreleased, "references of host blocks"),
+    "blocks are published early": (TieredPool, "_load", early, "written in two states|not its own prefix"),
+    "sources are not released": (TieredPool, "_settle", unreleased, "references of host blocks"),
     "matched blocks are not released": (KVStore, "forget", kept, "reference counts of blocks"),
     "jobs are lost": (CopyJobs, "take", lost, "a job is lost"),
     "waits are not forgotten": (KVStore, "forget", lambda *_: None, "a request waits for no"),
-    "failures are not counted": (KVStore, "_count", lambda *_: None, "does not add up"),
+    "failures are not counted": (TieredPool, "_count", lambda *_: None, "does not add up"),
     "leases do not expire": (Sharing, "expire", lambda *_: None, "outlived their time"),
     "leases leak": (Sharing, "_end", ended_lease, "references of host blocks"),
     "promises are not settled": (Sharing, "settle", lambda *_: None, "a promise has outlived"),

@@ -397,7 +397,7 @@ def count(rig: ReplicaRig, seen: Counter[str]) -> None:
     seen["prompts beside decodes"] += sum(0 < plan.num_decodes < len(plan.slots) for plan in plans)
     seen["drafted"] += sum(int(plan.num_tokens[: plan.num_decodes].sum()) - plan.num_decodes for plan in plans)
     seen["preempted"] += rig.totals.num_preempted
-    seen["hits"] += rig.totals.prefix_hits
+    seen["hits"] += rig.totals.prefix.hits
     seen["loaded"] += sum(tier.num_loaded for tier in rig.totals.tiers.values())
 
 
@@ -553,7 +553,7 @@ def test_outputs_of_all_replicas_are_those_of_one_step() -> None:
     assert (stats.num_scheduled, stats.num_prefills, stats.num_running, stats.num_waiting) == (2, 2, 2, 0)
     assert stats.replicas == {0: 1, 1: 1} and stats.num_blocks == 80 and outputs.homes == {first: 0, second: 1}
     assert stats.num_free_blocks == 2 * 40 - 2 and rig.core.facts.num_blocks == 80 and rig.core.facts.num_slots == 16
-    assert stats.prefix_queries == 5
+    assert stats.prefix.queries == 5
     rig.step()
     finished = rig.step().finished
     assert [one.handle for one in finished] == [first, second]
@@ -854,7 +854,7 @@ def test_totals_do_not_decrease_when_a_replica_dies() -> None:
     rig = apart(blocks=6, max_len=24)
     for i in range(8):
         rig.add([i % 4] * 6, 12)
-    while rig.totals.num_preempted < 2 or rig.totals.prefix_queries < 20:
+    while rig.totals.num_preempted < 2 or rig.totals.prefix.queries < 20:
         rig.step()
     rig.mocks[0].fault = "planted"
     rig.drain()  # the rig compares totals after every step

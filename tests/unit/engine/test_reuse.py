@@ -23,7 +23,7 @@ def test_second_request_reuses_every_full_block(Rig: Any, depth: int) -> None:
     rig.drain()
     assert (rig.cached[first], computed(rig, first)) == (0, 22)
     assert (rig.cached[second], computed(rig, second)) == (20, 2)
-    assert (rig.outputs.stats.prefix_hits, rig.outputs.stats.prefix_queries) == (20, 44)
+    assert (rig.outputs.stats.prefix.hits, rig.outputs.stats.prefix.queries) == (20, 44)
     rig.judge(second)
 
 

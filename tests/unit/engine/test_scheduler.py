@@ -489,4 +489,4 @@ def test_stats_count_what_the_step_saw(Rig: Any, depth: int) -> None:
         rig.step()
     stats = rig.outputs.stats
     assert (stats.step, stats.num_tokens, stats.num_running, stats.num_waiting) == (0, 6, 2, 1)
-    assert stats.num_free_blocks == rig.pool.num_free and stats.prefix_queries == 6
+    assert stats.num_free_blocks == rig.pool.num_free and stats.prefix.queries == 6

@@ -9,7 +9,8 @@ from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
-from quire.kv.store import FETCH_SECONDS, MOST_MOVING, REPORT_SECONDS
+from quire.kv.store import FETCH_SECONDS, REPORT_SECONDS
+from quire.kv.tiered_pool import MOST_MOVING
 
 from ...support.mock_copies import MockDisk, MockPeers
 

@@ -21,7 +21,7 @@ def test_an_engine_is_as_new_after_its_first_steps(options: dict[str, Any]) -> N
     core = build_mock_core(EngineConfig.from_flat(**options), bundled_model())
     warm_up(core)
     stats = core.state().stats
-    assert (stats.num_running, stats.num_waiting, stats.prefix_queries, stats.prefix_hits) == (0, 0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.prefix.queries, stats.prefix.hits) == (0, 0, 0, 0)
     assert stats.num_free_blocks == core.facts.num_blocks and not core.handles
     assert not any(core.scheduler.drafts.totals)
     core.check()

@@ -202,3 +202,8 @@ def test_what_options_turn_on_has_lines_of_its_own() -> None:
     found = rows(banner_lines(ready(plans=plans), config(), URL))
     assert (found["drafts"], found["KV tiers"]) == (plans["drafts"], plans["KV tiers"])
     assert "sharing" not in found and found["kernels"] == "norm: cpu (x)"
+
+
+def test_states_are_told_beside_the_requests_at_once() -> None:
+    found = rows(banner_lines(ready(plans={"states": "1 MiB for each request", "norm": "cpu (x)"}), config(), URL))
+    assert found["at once"].endswith("; states: 1 MiB for each request") and found["kernels"] == "norm: cpu (x)"

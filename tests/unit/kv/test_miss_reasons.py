@@ -24,8 +24,7 @@ class Cache:
         self.pool, self.now = BlockPool(num_blocks), 100.0
         group = KVGroup(block_size=SIZE, layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
         self.index = PrefixIndex(self.pool, KVGeometry(groups=(group,)), states)
-        copies = states and states.pool
-        self.history = PrefixHistory(self.pool, enabled=enabled, states=copies, clock=lambda: self.now)
+        self.history = PrefixHistory(self.pool, enabled=enabled, states=states, clock=lambda: self.now)
         self.count = 0
 
     def admit(self, tokens, tags=(), root=ROOT, *, published=None, reads=True, limit=None):
@@ -229,9 +228,18 @@ def test_a_prefix_without_a_state_there_says_so_and_what_became_of_the_last_one(
     cache = Cache(states=states)
     cache.admit(PROMPT)
     found = cache.admit(PROMPT)
-    assert (found.why, found.position, found.num_cached, found.detail, found.seconds) == (Miss.STATE, 0, 16, "", None)
+    assert (found.why, found.position, found.num_cached, found.detail, found.seconds) == (
+        Miss.STATE,
+        0,
+        16,
+        "none",
+        None,
+    )
     chain = KeyChain(ROOT, SIZE, array("I", PROMPT), ())
-    states.came(states.of_prompt(0, 0, chain, 0, 8, 9))
+    copies = states.of_prompt(0, 0, chain, 0, 8, 9)
+    found = cache.admit(PROMPT)
+    assert (found.why, found.position, found.detail, found.seconds) == (Miss.STATE, 0, "pending", None)
+    states.came(copies)
     found = cache.admit(PROMPT)
     assert (found.why, found.position, found.num_reused, found.num_cached) == (Miss.STATE, 8, 2, 16)
     other = KeyChain(ROOT, SIZE, array("I", [7] * 9), ())

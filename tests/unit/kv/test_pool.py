@@ -156,3 +156,16 @@ def test_check_notices(damage):
     damage(pool)
     with pytest.raises(AssertionError):
         pool.check()
+
+
+def test_a_demoted_block_is_evicted_first_unless_somebody_holds_it():
+    pool = BlockPool(3)
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.demote(blocks[0])  # held: nothing happens
+    pool.release(blocks)
+    first, *_, last = pool.next_evicted(3)
+    pool.demote(last)
+    assert pool.next_evicted(3)[:2] == [last, first]
+    pool.check()

@@ -10,7 +10,8 @@ from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
-from quire.kv.store import BlockPlace, KVStore
+from quire.kv.store import KVStore
+from quire.kv.tiered_pool import BlockPlace
 
 KEY = bytes(32)
 GROUP = KVGroup(

@@ -9,7 +9,8 @@ from quire.contracts.step import FinishedCopy, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
-from quire.kv.store import DISK_PART, FETCH_SECONDS, RETRY_SECONDS, BlockPlace, KVStore
+from quire.kv.store import FETCH_SECONDS, KVStore
+from quire.kv.tiered_pool import DISK_PART, RETRY_SECONDS, BlockPlace
 
 from .test_store import GROUP, Disk
 

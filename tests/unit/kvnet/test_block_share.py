@@ -303,9 +303,9 @@ def test_a_read_that_ends_early_is_told_once(node: Node, follow: Any, caplog: py
     for _ in range(2):
         read(Range(0, SIZE, SIZE, 0))
     assert caplog.text.count(f"{words}ranges outside of a page") == 1
-    node.share._shards = tuple(msgspec.structs.replace(one, token=b"") for one in node.share._shards)
+    node.share._main.shards = tuple(msgspec.structs.replace(one, token=b"") for one in node.share._main.shards)
     read(Range(0, 0, SIZE // 2, 0))
-    assert f"{words}{node.share._shards[0].file} is another file" in caplog.text
+    assert f"{words}{node.share._main.shards[0].file} is another file" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ def test_memory_that_cannot_be_opened(
     words = "on this host, cannot be opened (not for you): its KV blocks come over TCP"
     near = block_share.BlockLine.near is not False
     assert caplog.text.count(words) == near
-    node.share._shards = tuple(
-        msgspec.structs.replace(one, token=bytes([rank, 98])) for rank, one in enumerate(node.share._shards)
+    node.share._main.shards = tuple(
+        msgspec.structs.replace(one, token=bytes([rank, 98])) for rank, one in enumerate(node.share._main.shards)
     )
-    for rank, one in enumerate(node.share._shards):
+    for rank, one in enumerate(node.share._main.shards):
         node.write(0, one.token, rank)
     assert fetch(peers, 1, 2) == set() and caplog.text.count(words) == 2 * near, "a peer that was started again"
 

@@ -273,9 +273,9 @@ def test_memory_that_cannot_be_mapped_is_said_once(
 
 
 def test_a_peer_on_another_machine_is_read_in_another_way(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.share._shards = tuple(
+    node.share._main.shards = tuple(
         msgspec.structs.replace(one, memory=msgspec.structs.replace(one.memory, machine="another"))
-        for one in node.share._shards
+        for one in node.share._main.shards
     )
     node.put(1)
     with closing(Reader(node.place)) as reader, closing(BlockPeers([node.place], KEY, NAMESPACE)) as host:
@@ -294,7 +294,7 @@ def test_strangers_map_nothing(node: Node, other: dict[str, bytes]) -> None:
 
 
 def test_a_place_outside_of_the_memory_is_not_read(node: Node, reader: Reader) -> None:
-    node.share._device.places[name(2)] = BLOCKS + 1, 5
+    node.share._main.device.places[name(2)] = BLOCKS + 1, 5
     before = SharedIpc.num_copied
     assert reader.fetch(1, 2) == {1, 2} and SharedIpc.num_copied == before
 

@@ -143,7 +143,7 @@ def test_a_connection_follows_once(share: BlockShare) -> None:
         while line.receive(block_share.FROM_SHARE):
             pass
     line.close()
-    assert len(share._host.followers) <= 1
+    assert len(share._main.host.followers) <= 1
 
 
 def test_claims_that_nobody_takes_are_bounded(share: BlockShare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.contracts.output import StepStats, TierStats
+from quire.contracts.output import PrefixStats, StateStats, StepStats, TierStats
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.observe import metrics as module
@@ -21,6 +21,7 @@ inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_la
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prefill_kv_computed_tokens request_num_preemptions cache_config_info admission_rejections_total
 """.split()
+COPIES = {Tier.HOST: TierStats(num_blocks=9, num_used=3, num_loaded=5, num_stored=8, num_failed=2)}
 STEP = StepStats(
     step=7,
     num_running=3,
@@ -33,8 +34,9 @@ STEP = StepStats(
     num_preempted=6,
     num_free_blocks=60,
     num_cached_blocks=20,
-    prefix_queries=100,
-    prefix_hits=25,
+    prefix=PrefixStats(
+        queries=100, hits=25, states=StateStats(hits=25, cut=9, taken=7, num_checkpoints=6, num_used=4, tiers=COPIES)
+    ),
     schedule_s=0.0002,
     execute_s=0.02,
     finish_s=0.0001,
@@ -99,6 +101,12 @@ def test_a_step_is_counted() -> None:
         ("generation_tokens_total", ""): 4,
         ("prefix_cache_queries_total", ""): 100,
         ("prefix_cache_hits_total", ""): 25,
+        ("prefix_cache_state_hits_total", ""): 25,
+        ("prefix_cache_state_cut_total", ""): 9,
+        ("state_checkpoints_taken_total", ""): 7,
+        ("state_checkpoints", "state=all"): 6,
+        ("state_checkpoints", "state=used"): 4,
+        ("state_tier_failed_checkpoints_total", "tier=host"): 2,
         ("num_preemptions_total", ""): 6,
         ("steps_total", ""): 1,
         ("iteration_tokens_total_sum", ""): 42,
@@ -109,12 +117,15 @@ def test_a_step_is_counted() -> None:
     for (name, label), number in expected.items():
         key = "quire:" + name, frozenset([tuple(label.split("="))] if label else [])
         assert samples[key] == pytest.approx(number), (name, label)
+    for direction, number in (("load", 5), ("store", 8)):
+        labels = {("tier", "host"), ("direction", direction)}
+        assert samples["quire:state_tier_copied_checkpoints_total", frozenset(labels)] == number
 
 
 def test_outputs_without_a_step_change_the_state_only() -> None:
     metrics = ready()
     metrics.step(STEP, 4)
-    metrics.step(StepStats(num_free_blocks=100, num_preempted=6, prefix_queries=100, prefix_hits=25), 0)
+    metrics.step(StepStats(num_free_blocks=100, num_preempted=6, prefix=PrefixStats(queries=100, hits=25)), 0)
     assert value(metrics, "num_requests_running") == 0 and value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "steps_total") == 1 and value(metrics, "iteration_tokens_total_count") == 1
 

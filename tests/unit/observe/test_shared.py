@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.contracts.output import StepStats
+from quire.contracts.output import PrefixStats, StepStats
 from quire.contracts.sampling import SamplingParams
 from quire.observe.shared import SharedMetrics
 
-STATE = {"num_running": 3, "num_blocks": 10, "num_free_blocks": 4, "prefix_queries": 50, "prefix_hits": 20}
+STATE = {"num_running": 3, "num_blocks": 10, "num_free_blocks": 4, "prefix": PrefixStats(queries=50, hits=20)}
 
 
 def made(count: int = 3) -> list[SharedMetrics]:

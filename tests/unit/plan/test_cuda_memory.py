@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -21,6 +22,7 @@ from quire.plan.cuda_memory import (
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import CUDA_BLOCK_SIZE, resolve_geometry
 from quire.plan.memory import MemoryPlan
+from quire.plan.state_memory import slots_limit
 
 GIB = 1024**3
 COMPONENTS = tuple(KVComponent(name, 8, 128, "bfloat16", 2) for name in ("k", "v"))
@@ -206,5 +208,25 @@ def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seq
     for wait, most in ((False, tokens), (True, wide)):
         batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait)
         assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, most)
-        batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait, state_bytes=1 << 30)
+        batch = resolve_batch(
+            EngineConfig.from_flat(**asked).scheduler, gib << 30, wait, slots_limit(gib << 30, None, 1 << 30)
+        )
         assert batch.max_num_seqs == asked.get("max_num_seqs", gib // 8)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("given", [{}, {"kv_cache_memory_bytes": 8 * GIB}], ids=["default", "given"])
+def test_states_have_their_share_of_a_gpu(share: float, given: dict[str, Any]) -> None:
+    """Eight requests with 64 MiB of states each, and one for padding, are in the measured memory already."""
+    matrix = StateComponent("matrix", (16, 1 << 20), "float32", 4)
+    geometry = structs.replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(matrix,)),))
+    config = EngineConfig.from_flat(max_num_seqs=8, state_memory_fraction=share, **given)
+    found = resolve_cuda_memory(geometry, config, H200, context=1 << 20, chunk=64, dtype="")
+    states = (9 + found.checkpoints) * geometry.state_bytes
+    assert states / (states + found.kv_bytes) == pytest.approx(share, abs=0.02)
+    assert found.checkpoints > 1 and found.budget is not None and found.budget.states == states
+
+
+def test_slots_have_a_quarter_of_the_share_of_states() -> None:
+    assert slots_limit(64 * GIB, None, GIB) == 8 and slots_limit(64 * GIB, 0.5, GIB) == 8
+    assert slots_limit(64 * GIB, 0.25, GIB) == 4 and slots_limit(GIB, 0.1, GIB) == 1

@@ -81,7 +81,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("host memory", "states"), ("CacheBlend", "states")},
+        {("CacheBlend", "states"), ("host memory", "states on a GPU")},
     ),
     ({}, {"conv": True, "device": "cuda"}, {("a GPU", "states on a CPU")}),
     (
@@ -90,9 +90,14 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("a GPU", "states on a CPU"), ("drafts over states", "states without drafts")},
     ),
     (
-        EXAMPLES["draft model"] | EXAMPLES["host memory"],
+        {"state_checkpoint": "none", "state_memory_fraction": 0.5},
+        {},
+        {("places of checkpoints", "no states"), ("state memory", "no states")},
+    ),
+    (
+        EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},
-        {("host memory", "states")},
+        {("CacheBlend", "states")},
     ),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
     (

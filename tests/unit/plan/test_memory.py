@@ -113,14 +113,16 @@ def test_the_tables_of_a_slot_are_all_counted() -> None:
     assert used <= num_slots * slot_bytes(length, GEOMETRY) <= 1.1 * used
 
 
+MATRIX = StateComponent("matrix", (16, 1 << 20), "float32", 4)
+WITH_STATES = replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(MATRIX,)),))
+
+
 def test_as_many_requests_run_as_have_room_for_their_states() -> None:
     """Of 1 GiB, half of what the KV cache leaves has room for 6 states of 64 MiB, and not for 8."""
-    matrix = StateComponent("matrix", (16, 1 << 20), "float32", 4)
-    geometry = replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(matrix,)),))
 
     def sized(free: int, seqs: int) -> MemoryPlan:
         return resolve_memory(
-            geometry, ModelConfig(), CacheConfig(), context=4096, chunk=64, max_num_seqs=seqs, free_bytes=free
+            WITH_STATES, ModelConfig(), CacheConfig(), context=4096, chunk=64, max_num_seqs=seqs, free_bytes=free
         )
 
     found = sized(1 << 30, 8)
@@ -129,3 +131,31 @@ def test_as_many_requests_run_as_have_room_for_their_states() -> None:
     assert sized(1 << 32, 8).num_slots == 8
     with pytest.raises(ConfigError, match="max_num_seqs=1 needs .* of tables and states"):
         sized(1 << 26, 8)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("cache", [CacheConfig(), CacheConfig(kv_cache_memory_bytes=1 << 30)], ids=["default", "given"])
+def test_states_have_their_share_of_the_memory(share: float, cache: CacheConfig) -> None:
+    """States of 64 MiB: slots take at most half of the share, and checkpoints the rest, as far as memory goes."""
+    free = 1 << 36
+    found = resolve_memory(
+        WITH_STATES,
+        ModelConfig(),
+        cache,
+        context=1 << 20,
+        chunk=64,
+        max_num_seqs=4,
+        free_bytes=free,
+        states=share,
+    )
+    states = (found.num_slots + found.checkpoints) * WITH_STATES.state_bytes
+    assert states / (states + found.kv_bytes) == pytest.approx(share, abs=0.05)
+    assert states + found.kv_bytes <= free and found.num_slots <= max(1, found.checkpoints)
+
+
+def test_no_more_checkpoints_are_made_than_the_cache_has_places() -> None:
+    few = CacheConfig(num_gpu_blocks_override=20)
+    found = resolve_memory(
+        WITH_STATES, ModelConfig(), few, context=256, chunk=64, max_num_seqs=4, free_bytes=1 << 38, states=0.9999
+    )
+    assert found.checkpoints <= 21

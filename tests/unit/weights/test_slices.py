@@ -20,6 +20,7 @@ from quire.plan.placement import ranks
 from quire.weights.load import load_weights
 
 from ...support.filled_models import Taken, sliced, stored_tensors
+from ...support.thinned import thinned
 from ...support.tiny_models import EXPERTS, FAMILIES, Tiny, tiny_config
 
 CUTS = [Parallel(tp=2), Parallel(tp=4), Parallel(pp=2), Parallel(tp=2, pp=2)]
@@ -48,8 +49,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), thinned(FAMILIES, [False, True], every=2))
 def test_ranks_make_the_model_again(tmp_path: Path, bytes_read: list[int], family: str, tied: bool) -> None:
     args = arguments(family, tied)
     whole = layout(args)

@@ -20,7 +20,7 @@ from quire.procs.messages import FEATURES, Loading, Ready
 
 QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
 # Plans with a line of their own.
-ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank", *FEATURES)
+ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "states", "ranks", "each rank", *FEATURES)
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
@@ -137,9 +137,10 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
 def _at_once(ready: Ready) -> str:
     share, slots = ready.num_blocks * ready.block_size / ready.max_model_len, ready.num_slots
     full = f"of the full {ready.max_model_len:,} tokens"
+    states = f"; states: {ready.plans['states']}" if ready.plans.get("states") else ""
     if share >= slots:
-        return f"{slots} request{'s'[: slots != 1]}, even {full}"
-    return f"at most {slots} request{'s'[: slots != 1]}; the KV cache holds {share:.1f} {full}"
+        return f"{slots} request{'s'[: slots != 1]}, even {full}{states}"
+    return f"at most {slots} request{'s'[: slots != 1]}; the KV cache holds {share:.1f} {full}{states}"
 
 
 def _kernels(ready: Ready) -> str:

@@ -239,6 +239,10 @@ CACHE: Mapping[str, Feature] = {
         lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
     ),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
+    "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
+    "states on a GPU": Feature(lambda i: i.device == "cuda" and _keeping(*RECURRENT)(i), "recurrent layers on a GPU"),
+    "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
+    "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "states on a CPU": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
     "states without drafts": Feature(
         lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"

@@ -102,9 +102,12 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("host memory", "states", MISSING, "checkpoints of states stay on the device", "leave out --kv-offload-gb"),
     Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
         "leave out --speculative-config"),
+    Row("host memory", "states on a GPU", MISSING, "no GPU has copied checkpoints of states to host memory yet",
+        "leave out --kv-offload-gb, or use --device cpu"),
+    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
+    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("a GPU", "states on a CPU", MISSING, "these layers have kernels for CPUs alone", "use --device cpu"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (

@@ -1,0 +1,50 @@
+"""The states of recurrent layers in a plan, as plain values and in words. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.checkpoints import read_places
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan, as_gib
+
+
+def describe_states(plan: EnginePlan, memory: MemoryPlan) -> dict[str, Any]:
+    """Return the states that layers of a rank keep of requests, as plain values; {}: no layer keeps some.
+
+    bytes         of a running request, and of a checkpoint
+    tokens        tokens whose KV takes as much in the layers of full attention; 0: there are no such layers
+    slots         requests that run at once
+    checkpoints   copies of states, for later requests
+    num_bytes     of slots and checkpoints together
+    fraction      their share of the memory that they have with the KV cache
+    places        see `CheckpointPlaces`
+    """
+    geometry = memory.geometry
+    if not geometry.states:
+        return {}
+    size, slots = geometry.state_bytes, memory.num_slots or plan.config.scheduler.sequences()
+    per_token = sum(one.page_bytes / one.block_size for one in geometry.groups if one.window is None)
+    whole = (slots + memory.checkpoints) * size
+    return {
+        "bytes": size,
+        "tokens": round(size / per_token) if per_token else 0,
+        "slots": slots,
+        "checkpoints": memory.checkpoints,
+        "num_bytes": whole,
+        "fraction": round(whole / (whole + memory.kv_bytes), 3),
+        "places": str(read_places(plan.config.state.state_checkpoint)),
+    }
+
+
+def state_words(states: Mapping[str, Any]) -> str:
+    """Return what `describe_states` has found, in a line; "" for nothing."""
+    if not states:
+        return ""
+    size = as_gib(states["bytes"])
+    tokens = f" (as much as the KV of {states['tokens']:,} tokens)" * bool(states["tokens"])
+    slots, checkpoints = states["slots"], states["checkpoints"]
+    return (
+        f"{size} for each request and checkpoint{tokens}, {slots:,} request{'s' * (slots > 1)} at once and "
+        f"{checkpoints:,} checkpoint{'s' * (checkpoints > 1)} ({states['places']}) in {as_gib(states['num_bytes'])}, "
+        f"{states['fraction']:.1%} of states and KV cache"
+    )

@@ -1,0 +1,45 @@
+"""The option `state_checkpoint`: its words, and what is refused."""
+
+import pytest
+
+from quire.config.checkpoints import CheckpointPlaces, read_places
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("prompt,branch,turn", CheckpointPlaces()),
+        ("turn", CheckpointPlaces(prompt=False, branch=False)),
+        ("every=64, prompt", CheckpointPlaces(branch=False, turn=False, every=64)),
+        ("none", CheckpointPlaces(prompt=False, branch=False, turn=False)),
+    ],
+)
+def test_places_are_read(text: str, places: CheckpointPlaces) -> None:
+    assert read_places(text) == places and read_places(str(places)) == places
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is no place: name some of prompt, branch, turn and every=N"),
+        ("prompt,turns", "'turns' is no place"),
+        ("none,turn", "none excludes the others"),
+        ("turn,turn", "names a place twice"),
+        ("every=64,every=128", "names a place twice"),
+        ("every=0", "above 0, such as every=1024"),
+        ("every=-1", "above 0"),
+        ("every=x", "above 0"),
+        ("every=", "above 0"),
+    ],
+)
+def test_other_words_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.from_flat(state_checkpoint=text)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.0, 2.0, float("nan"), float("inf")])
+def test_a_share_lies_between_0_and_1(share: float) -> None:
+    with pytest.raises(ConfigError, match="state_memory_fraction"):
+        EngineConfig.from_flat(state_memory_fraction=share)

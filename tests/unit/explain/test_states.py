@@ -1,0 +1,61 @@
+"""States of recurrent layers, as they are explained: sizes in closed form, and what the options change."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quire.config.engine import EngineConfig
+from quire.explain.describe import plan_engine
+from quire.explain.render import render
+
+from ...support.tiny_models import Tiny, tiny_config
+
+
+def plan(tmp_path: Path, family: str, **options: Any) -> dict[str, Any]:
+    """The described plan of a tiny model with these options."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(Tiny(family=family))))
+    given = {"device": "cpu", "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "float32"} | options
+    return plan_engine(EngineConfig.from_flat(model=str(tmp_path), **given)).describe()
+
+
+def text(found: dict[str, Any]) -> str:
+    """The plan, as it is printed."""
+    console = Console(width=400, file=StringIO(), record=True)
+    console.print(render(found))
+    return console.export_text()
+
+
+def test_sizes_of_states_are_told(tmp_path: Path) -> None:
+    """Two layers with 8 value heads of 16 x 24, and 3 columns of 4 x 16 (q), 4 x 16 (k) and 8 x 24 (v) channels."""
+    options = {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 22, "block_size": 16}
+    found = plan(tmp_path, "qwen3_5_text", **options)
+    states, memory = found["memory"]["states"], found["memory"]
+    assert states["bytes"] == 2 * (8 * 16 * 24 + 3 * (2 * 4 * 16 + 8 * 24)) * 4
+    assert states["tokens"] == round(states["bytes"] / memory["kv_bytes_per_token"])
+    assert (states["slots"], states["places"]) == (4, "prompt,branch,turn")
+    assert states["num_bytes"] == states["bytes"] * (4 + states["checkpoints"])
+    assert "states of recurrent layers: 0.03 MiB for each request and checkpoint (as much as the KV of " in text(found)
+    half = plan(tmp_path, "qwen3_5_text", **options, state_memory_fraction=0.5, state_checkpoint="turn")
+    states = half["memory"]["states"]
+    assert states["fraction"] == pytest.approx(0.5, abs=0.02) and states["places"] == "turn"
+    assert "4 requests at once and " in text(half) and " checkpoints (turn) in " in text(half)
+
+
+def test_tiers_hold_checkpoints_beside_blocks(tmp_path: Path) -> None:
+    options = {"kv_cache_memory_bytes": 1 << 22, "kv_offload_gb": 0.5, "kv_offload_dir": str(tmp_path / "kv")}
+    found = plan(tmp_path, "qwen3_5_text", **options)
+    host, disk = found["memory"]["tiers"]
+    assert host["checkpoints"] > 0 and disk["checkpoints"] > host["checkpoints"]
+    said = text(found)
+    for tier in (host, disk):
+        assert f"{tier['tokens']:,} tokens, and {tier['checkpoints']:,} checkpoints" in said
+
+
+def test_a_model_without_recurrent_layers_has_no_line(tmp_path: Path) -> None:
+    found = plan(tmp_path, "qwen3", state_checkpoint="turn")
+    assert found["memory"]["states"] == {} and "states of recurrent layers" not in text(found)
+    assert "state_checkpoint changes nothing: no layer keeps states" in found["model"]["notes"]
