@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.kernels.native.library import missing
 
 from ..support.drafters import KnownAnswers
 from ..support.features import set_drafter
@@ -84,9 +85,13 @@ def test_turns(
 
 
 def test_completions_of_a_prompt(engine: Callable[..., LLM], folder: Any, prompts: Any) -> None:
+    """By steps that are replayed, with drafts and without."""
     plain, llm = engine(folder, **BATCH), drafting(engine, folder, "ngram", {})
     texts = [
         [tuple(one.token_ids) for one in answers(one, [prompts[0]], n=3, temperature=1.0)[0].outputs]
         for one in (plain, llm)
     ]
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    for one in (plain, llm):
+        counts = one.engine.worker.programs.recorder.counts
+        assert (counts["replayed"] > counts["recorded"]) == (not missing()), counts

@@ -43,42 +43,35 @@ INLINE void mamba_columns(void *own, long stride, const float *b, const float *c
     for (int j = 0; j < MAMBA_COLUMNS; j++) put_some(o + j * W, lanes[j], read[j]);
 }
 
-/* Row i of a head through a matrix -> o; step: its raw step. */
-INLINE void mamba_row(const MambaJob *job, long s, long head, long replayed, long i, float raw, void *matrix,
-                      float *o, int half_state) {
-    const long dim = job->dim, width = job->width;
-    const long in = job->heads * width + head / job->per * dim, out = in + job->heads / job->per * dim;
-    const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
-    const float shifted = raw + job->shift[head], soft = shifted > 20.0f ? shifted : log1pf(expf(shifted));
-    const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
-    const float fade = expf(-expf(job->rate[head]) * step);
-    for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
-        mamba_columns((void *)element(matrix, c, half_state), width, u + in, u + out, fade, step, job->skip[head],
-                      u + head * width + c, o + c, dim, width - c, half_state);
-}
-
 INLINE void mamba_head(const MambaJob *job, long s, long head, void *scratch, int half_state) {
-    const long heads = job->heads, first = job->of.starts[s], numbers = job->dim * job->width;
+    const long dim = job->dim, width = job->width, heads = job->heads, first = job->of.starts[s], numbers = dim * width;
+    const long rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s), half = job->half;
+    const long in = heads * width + head / job->per * dim, out = in + heads / job->per * dim;
     const long bytes = numbers * (half_state ? 2 : 4), own = job->of.slots[s] * job->matrix_stride + head * numbers;
-    const long rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s);
     const int lazy = state_lazy(&job->of, s);
+    const float rate = expf(job->rate[head]);
     void *matrix = (void *)element(job->matrix, own, half_state);
     if (!rows) return;
     if (!state_past(&job->of, s)) memset(matrix, 0, bytes);
-    for (long i = 0; i < replayed; i++) { /* its output is written over by that of the step's first row */
-        const void *steps = pending_at(&job->of, s, i, job->channels, job->half);
-        mamba_row(job, s, head, replayed, i, number_at(steps, head, job->half), matrix,
-                  job->o + (first * heads + head) * job->width, half_state);
-    }
-    if (lazy) matrix = memcpy(scratch, matrix, bytes);
-    for (long i = 0; i < rows; i++) {
-        const void *steps = element(job->step, (first + i) * job->step_stride, job->half);
-        mamba_row(job, s, head, replayed, replayed + i, number_at(steps, head, job->half), matrix,
-                  job->o + ((first + i) * heads + head) * job->width, half_state);
-        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers, half_state);
+    for (long i = 0; i < replayed + rows; i++) {
+        const long row = i < replayed ? first : first + i - replayed; /* the first one's output comes last */
+        const void *steps = i < replayed ? pending_at(&job->of, s, i, job->channels, half)
+                                         : element(job->step, row * job->step_stride, half);
+        const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
+        const float raw = number_at(steps, head, half) + job->shift[head];
+        const float soft = raw > 20.0f ? raw : log1pf(expf(raw));
+        const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
+        if (i == replayed && lazy) matrix = memcpy(scratch, matrix, bytes);
+        for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
+            mamba_columns((void *)element(matrix, c, half_state), width, u + in, u + out, expf(-rate * step), step,
+                          job->skip[head], u + head * width + c, job->o + (row * heads + head) * width + c, dim,
+                          width - c, half_state);
+        if (i < replayed) continue;
+        keep_copies(&job->of, s, i - replayed + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers,
+                    half_state);
         if (lazy)
-            memcpy(pending_at(&job->of, s, i, job->channels + head, job->half), element(steps, head, job->half),
-                   job->half ? 2 : 4);
+            memcpy(pending_at(&job->of, s, i - replayed, job->channels + head, half), element(steps, head, half),
+                   half ? 2 : 4);
     }
 }
 
