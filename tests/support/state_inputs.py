@@ -197,6 +197,14 @@ def on_gpu(given: Rows) -> Rows:
     return tuple(map(moved, given))
 
 
+def close(found: Tensor, expected: Tensor, bound: float) -> None:
+    """Alike as a whole, and NaN in the same places."""
+    assert found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan())
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
+    assert error <= bound, error
+
+
 def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:
     """Capture a step in a CUDA graph; yield what `run` returns, of three replays from the same states."""
     own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
