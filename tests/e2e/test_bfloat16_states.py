@@ -54,7 +54,7 @@ def test_turns(drafts: bool, folder: Any, engine: Callable[..., LLM], prompts: A
 
 
 def test_checkpoints_in_tiers(folder: Any, engine: Callable[..., LLM], tmp_path: Path) -> None:
-    """Those of float32 engines are not found."""
+    """Checkpoints of float32 engines are not found."""
     plain, _ = talk(engine(folder, **SMALL | HALF, enable_prefix_caching=False))
     options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path)}
     talk(engine(folder, **options), few=3)

@@ -288,8 +288,7 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    states = StateTypes(dtype.dtype, state_dtype(config), _drafts(speculation))
-    kinds: dict[str, Any] = {"dtype": cache.dtype, "states": states, "device": "cuda" if by_triton else "cpu"}
+    kinds = _layouts(cache, StateTypes(dtype.dtype, state_dtype(config), _drafts(speculation)), by_triton)
     geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
@@ -340,6 +339,11 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _layouts(cache: CacheChoice, states: StateTypes, by_triton: bool) -> dict[str, Any]:
+    """Return the arguments of `rank_geometry` that are alike for all ranks."""
+    return {"dtype": cache.dtype, "states": states, "device": "cuda" if by_triton else "cpu"}
 
 
 def _slots(config: EngineConfig, machine: Machine, args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:
