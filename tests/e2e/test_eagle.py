@@ -41,6 +41,11 @@ HEADS = [
     ("eagle", {"family": "qwen3_5_text"}),
     ("eagle3", {"family": "qwen3_5_text"}),
     ("eagle3", {"norms": "each", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [6, 1, 4]}, "family": "mistral"}),
+    *full_rows(
+        (kind, {"family": family})
+        for family in ("lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1")
+        for kind in ("eagle", "eagle3")
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.kernels.native.library import missing
 
 from ..support.drafters import KnownAnswers
 from ..support.features import set_drafter
@@ -20,6 +21,7 @@ TURNS, NEW, EVERY, DRAFTS = 3, 21, 16, 3
 STATES = {"state_checkpoint": f"prompt,branch,turn,every={EVERY}", "state_memory_fraction": 0.99}
 BATCH: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4} | STATES
 ROWS = [("random", 1, 2048, None), ("random", 2, 16, 26), ("right", 2, 16, None), ("ngram", 2, 2048, 26)]
+FAMILIES = ["kimi_linear", "olmo_hybrid", "lfm2", "granite_mamba", "nemotron_h", "falcon_h1"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
@@ -51,7 +53,7 @@ def drafting(engine: Callable[..., LLM], folder: Any, guesses: str, known: dict[
 @pytest.mark.parametrize(
     ("folder", "guesses", "depth", "budget", "blocks"),
     [
-        *((family, *row) for family in ("qwen3_5_text", *full_rows(["kimi_linear", "olmo_hybrid"])) for row in ROWS),
+        *((family, *row) for family in ("qwen3_5_text", *full_rows(FAMILIES)) for row in ROWS),
         *([] if FULL else [("kimi_linear", *ROWS[1])]),
     ],
     indirect=["folder"],
@@ -83,9 +85,13 @@ def test_turns(
 
 
 def test_completions_of_a_prompt(engine: Callable[..., LLM], folder: Any, prompts: Any) -> None:
+    """By steps that are replayed, with drafts and without."""
     plain, llm = engine(folder, **BATCH), drafting(engine, folder, "ngram", {})
     texts = [
         [tuple(one.token_ids) for one in answers(one, [prompts[0]], n=3, temperature=1.0)[0].outputs]
         for one in (plain, llm)
     ]
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    for one in (plain, llm):
+        counts = one.engine.worker.programs.recorder.counts
+        assert (counts["replayed"] > counts["recorded"]) == (not missing()), counts

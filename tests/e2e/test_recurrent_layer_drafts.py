@@ -127,6 +127,7 @@ def drafted(
     return make
 
 
+DRAFTS_OF = ["qwen3_next", "qwen3_5_moe_text", "lfm2", "granite_mamba", "nemotron_h", "falcon_h1"]  # with --full
 SHARES = {0.0: (0, 0), 0.53: (0.2, 0.45), 0.95: (0.8, 0.96), 1.0: (0.97, 1)}  # chance of a draft -> accepted drafts
 ROWS = [  # drafter, chance that a draft is right, steps in flight, tokens of a step, blocks
     ("mtp", 0.0, 2, 16, None),
@@ -214,7 +215,7 @@ def test_a_checkpoint_that_lost_the_layer_is_told(
         LLM(str(folder), dtype="float32", skip_tokenizer_init=True, speculative_config=MTP)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", *full_rows(["qwen3_next", "qwen3_5_moe_text"])])
+@pytest.mark.parametrize("family", ["qwen3_5_text", *full_rows(DRAFTS_OF)])
 def test_a_model_guesses_all_its_own_tokens(
     family: str, oracle: Callable[..., Oracle], tiny: type[Tiny], engine: Callable[..., LLM], prompts: list[list[int]]
 ) -> None:

@@ -14,6 +14,7 @@ from quire.kernels.states import StateView
 
 from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
+from ..support.state_inputs import close
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -49,14 +50,6 @@ def run(implementation: object, given: DeltaInputs, decode_rows: int = 1) -> tup
     y = implementation.mix(*given[:5], state, meta, given.form)  # type: ignore[attr-defined]
     assert state.matrix is not None
     return y, state.columns, state.matrix, *(one for one in (state.pending, state.at) if one is not None)
-
-
-def close(found: Tensor, expected: Tensor, bound: float) -> None:
-    """Alike as a whole, and NaN in the same places."""
-    assert found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan())
-    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
-    assert error <= bound, error
 
 
 def compare(given: DeltaInputs, decode_rows: int = 1) -> None:

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from quire.kernels.delta.inputs import Sequence
 from quire.kernels.mamba import MambaForm, ref, triton
 
 from ..support.state_inputs import LONG as STEPS
-from ..support.state_inputs import captured, mamba_step, on_gpu, resumed, run, with_meta
+from ..support.state_inputs import captured, close, mamba_step, on_gpu, resumed, run, with_meta
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -26,14 +25,6 @@ FORMS = {
     "wide": MambaForm(heads=6, groups=3, head_dim=72, state_dim=40),
 }
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def close(found: Tensor, expected: Tensor, bound: float) -> None:
-    """Alike as a whole, and NaN in the same places."""
-    assert found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan())
-    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
-    assert error <= bound, error
 
 
 def compare(given: tuple[Any, ...], decode_rows: int = 1) -> None:

@@ -24,6 +24,7 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
     few: int = 1,
     pending: int = 0,
+    matrix: torch.dtype = torch.float32,
 ) -> None:
     """A step of `seqs` sequences of at most `most` rows, decodes of at most `few`, on tensors without storage.
 
@@ -36,7 +37,7 @@ def launch(
     form = DeltaForm(key_heads=heads[0], heads=heads[1], key_dim=128, value_dim=128, eps=1e-6)
     wide, floats, ints = form.heads * form.value_dim, torch.float32, torch.int32
     weights = DeltaWeights(*(empty(*size, dtype=floats) for size in ((4, form.channels), *[heads[1:]] * 2, (128,))))
-    state = StateView(empty(seqs + 9, 3, form.channels), empty(seqs + 9, form.heads, 128, 128, dtype=floats))
+    state = StateView(empty(seqs + 9, 3, form.channels), empty(seqs + 9, form.heads, 128, 128, dtype=matrix))
     if pending:
         width = form.channels + 2 * form.heads
         state = replace(state, pending=empty(seqs + 9, pending, width), at=empty(seqs + 9, 1, dtype=ints))
@@ -72,5 +73,9 @@ def main() -> None:
     launch(HEADS[1], 1, 512, 512, few=0)
     launch(HEADS[1], 32, 128, 4, few=4)
     launch(HEADS[1], 32, 128, 4, few=4, pending=4)
+    for given in ((32, 32, 1), *full_rows([(256, 512, 512)])):
+        launch(HEADS[1], *given, matrix=torch.bfloat16)
+    for pending in full_rows([4]):
+        launch(HEADS[1], 32, 128, 4, few=4, pending=pending, matrix=torch.bfloat16)
     for dtype in full_rows((torch.float16, torch.float32)):
         launch(HEADS[1], 256, 512, 512, dtype)

@@ -34,12 +34,19 @@ def meta_of(seqs: int, most: int) -> StateMeta:
     return StateMeta(*(empty(*size, dtype=torch.int32) for size in sizes), max_rows=most)
 
 
-def launch(form: MambaForm, seqs: int, rows: int, most: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def launch(
+    form: MambaForm,
+    seqs: int,
+    rows: int,
+    most: int,
+    dtype: torch.dtype = torch.bfloat16,
+    matrix_dtype: torch.dtype = torch.float32,
+) -> None:
     """A step of Mamba 2."""
     floats, heads = torch.float32, form.heads
     sizes = (4, form.channels), (heads,), (heads,), (heads,), (form.channels,), (form.width,)
     weights = MambaWeights(*(empty(*size, dtype=floats) for size in sizes))
-    matrix = empty(seqs + 9, heads, form.state_dim, form.head_dim, dtype=floats)
+    matrix = empty(seqs + 9, heads, form.state_dim, form.head_dim, dtype=matrix_dtype)
     state = StateView(empty(seqs + 9, 3, form.channels, dtype=dtype), matrix)
     widths = [form.width, form.channels, heads]
     gate, inner, step = empty(rows, sum(widths), dtype=dtype).split(widths, 1)
@@ -50,8 +57,11 @@ def check(made: Made) -> None:
     """Decodes spill no register, prompts of two-byte numbers next to none; no product of the scan is a warpgroup's."""
     if made.name == "_scan_kernel":  # see its docstring
         assert "wgmma" not in made.ptx, made
+    if made.name == "_decode_kernel":
+        assert made.options["maxnreg"] == 128, made
     if made.name == "_decode_kernel" or "*bf16" in made.signature.values():
-        assert made.stack <= (0 if made.name == "_decode_kernel" else 80), (made.stack, made)
+        halved = made.signature.get("matrix") == "*bf16"  # four registers of a thread go to the stack
+        assert made.stack <= (16 * halved if made.name == "_decode_kernel" else 80), (made.stack, made)
 
 
 def main() -> None:
@@ -65,6 +75,9 @@ def main() -> None:
         launch(form, 256, 512, 512)
         for dtype in full_rows((torch.float16, torch.float32)):
             launch(form, 256, 512, 512, dtype)
+    nano = FORMS["Nemotron 3 Nano"]
+    for given in ((32, 32, 1), *full_rows([(256, 512, 512)])):
+        launch(nano, *given, matrix_dtype=torch.bfloat16)
 
 
 def short() -> None:

@@ -91,9 +91,7 @@ def rank_main(number: int, kind: str, place: str) -> None:
         groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
         rank = list(ranks(args, parallel))[number]
         model = model_of(args, rank, groups)
-        arena = KVArena(
-            rank_geometry(args, rank, dtype="float32", activations="float32", device="cuda", block_size=BLOCK), 32, CPU
-        )
+        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
         runner = make_runner(
             model,
             kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers))),

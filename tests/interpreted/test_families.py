@@ -11,7 +11,7 @@ from quire.args.layers import NONE
 from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import select_kernels
-from quire.kernels.states import BothViews, StateView
+from quire.kernels.states import BothViews
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import embedded, run_layers
@@ -65,8 +65,8 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
             caches.append(caches[source])
             continue
         own = args.layers[layer]
-        if own.beside is None and (own.mixer == NONE or states.views(layer)):
-            caches.append(states.views(layer))
+        if own.beside is None and (own.mixer == NONE or states.view(layer)):
+            caches.append(states.view(layer) or ())
             continue
         size = next(group.block_size for group in geometry.groups if layer in group.layers)
         components = kv_components(args.layers[layer].mixer, "float32")
@@ -85,7 +85,7 @@ def hidden(args: ModelArgs, *, reference: bool) -> Tensor:
     )
     views: list[Any] = list(kv_views([one.mixer for one in model.held], caches))
     views = [
-        one if layer.beside is None else BothViews(one, StateView(*states.views(i)))
+        one if layer.beside is None else BothViews(one, states.view(i))
         for i, (one, layer) in enumerate(zip(views, args.layers, strict=True))
     ]
     ctx = StepContext(positions, metas, views, states=state_meta(metas[0].query_start, [count], [0]))

@@ -1,15 +1,17 @@
-"""Steps of the gated delta rule with drafts: every number of accepted ones, and random schedules."""
+"""Steps of kernels with states, with drafts: every number of accepted ones, and random schedules."""
 
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, ref
-from quire.kernels.delta.inputs import DeltaInputs, Sequence, make
+from quire.kernels.delta.inputs import Sequence, make
+from quire.kernels.states import StateMeta, StateView
 
 ROOM, LENGTH, KEPT_AT = 4, 60, 41
 PENDING = {
@@ -26,31 +28,39 @@ PENDING = {
 }
 
 
-def decode(implementation: Any, given: DeltaInputs, schedule: Iterable[tuple[int, int]], kept_at: int = 0) -> Tensor:
+def decode(mix: Any, given: tuple[Any, ...], schedule: Iterable[tuple[int, int]], kept_at: int = 0) -> Tensor:
     """Return the outputs of all rows of a sequence's inputs, by steps of (rows, rows that are accepted).
 
+    given   arguments of `mix`: first those with rows, then others, with a state and the metadata of a step
     Rows that are rejected have random inputs, and NaN in the last one.
     """
     draw, past, outputs = torch.Generator().manual_seed(5), 0, list[Tensor]()
-    slot = given.meta.slots
-    given.meta.kept_at[slot.long()] = torch.tensor([[kept_at, 0]], dtype=torch.int32)
+    tensors = list(takewhile(lambda one: isinstance(one, Tensor), given))
+    state, meta = state_of(given), next(one for one in given if isinstance(one, StateMeta))
+    meta.kept_at[meta.slots.long()] = torch.tensor([[kept_at, 0]], dtype=torch.int32)
     for rows, right in schedule:
         inputs = list[Tensor]()
-        for one in given[:4]:
+        for one in tensors:
             wrong = torch.randn((rows - right, one.shape[1]), generator=draw)
             wrong[-1:] = torch.nan
             inputs.append(torch.cat((one[past : past + right], wrong)))
         step = replace(
-            given.meta,
+            meta,
             query_start=torch.tensor([0, rows], dtype=torch.int32),
             seq_lens=torch.tensor([past + rows], dtype=torch.int32),
             max_rows=rows,
-            decode_rows=1 if given.state.pending is None else given.state.pending.shape[1],
+            decode_rows=1 if state.pending is None else state.pending.shape[1],
             plans={},
         )
-        outputs.append(implementation.mix(*inputs, given.weights, given.state, step, given.form)[:right])
+        others = (step if one is meta else one for one in given[len(tensors) :])
+        outputs.append(mix(*inputs, *others)[:right])
         past += right
     return torch.cat(outputs)
+
+
+def state_of(given: tuple[Any, ...]) -> StateView:
+    """The state among the arguments of a kernel."""
+    return next(one for one in given if isinstance(one, StateView))
 
 
 def schedules(length: int, room: int) -> list[list[tuple[int, int]]]:
@@ -74,18 +84,23 @@ def schedules(length: int, room: int) -> list[list[tuple[int, int]]]:
 
 
 def check_decodes(implementation: Any, form: DeltaForm, number: int) -> None:
-    """Check outputs and a copy of a schedule with drafts against plain decoding by the reference.
+    """Check the gated delta rule of `implementation` by `check_schedule`, with decays by channel in each second one."""
+    given = [make(form, (Sequence(0, LENGTH),), by_channel=number % 2 == 1, pending=room) for room in (0, ROOM)]
+    check_schedule(implementation.mix, ref.mix, given[0], given[1], number)
 
-    number   of the schedule: below ROOM, each step accepts number + 1 rows
+
+def check_schedule(mix: Any, truth: Any, plain: tuple[Any, ...], drafted: tuple[Any, ...], number: int) -> None:
+    """Check outputs and a copy of a schedule with drafts against plain decoding by the reference `truth`.
+
+    plain, drafted   arguments of the kernel for LENGTH rows of a sequence; the latter have room for ROOM pending rows
+    number           of the schedule: below ROOM, each step accepts number + 1 rows
     """
-    by_channel, one = number % 2 == 1, (Sequence(0, LENGTH),)
-    plain = make(form, one, by_channel=by_channel)
-    drafted = make(form, one, by_channel=by_channel, pending=ROOM)
-    wanted = decode(ref, plain, [(1, 1)] * LENGTH, KEPT_AT)
-    found = decode(implementation, drafted, schedules(LENGTH, ROOM)[number], KEPT_AT)
+    wanted = decode(truth, plain, [(1, 1)] * LENGTH, KEPT_AT)
+    found = decode(mix, drafted, schedules(LENGTH, ROOM)[number], KEPT_AT)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
-    kept = int(drafted.meta.kept[drafted.meta.slots[0], 0])
-    assert drafted.state.at is not None and int(drafted.state.at[kept]) == KEPT_AT
-    for part in ("columns", "matrix"):
-        mine, other = getattr(drafted.state, part)[kept], getattr(plain.state, part)[kept]
-        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
+    meta, state = next(one for one in drafted if isinstance(one, StateMeta)), state_of(drafted)
+    kept = int(meta.kept[meta.slots[0], 0])
+    assert state.at is not None and int(state.at[kept]) == KEPT_AT
+    for one, other in ((state.columns, state_of(plain).columns), (state.matrix, state_of(plain).matrix)):
+        if one is not None and other is not None:
+            torch.testing.assert_close(one[kept], other[kept], rtol=2e-5, atol=2e-5)

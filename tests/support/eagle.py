@@ -29,7 +29,16 @@ HEAD = LLAMA | {
 }
 
 
-OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "o_proj.bias", "experts.down_proj", "down_proj_bias")
+OUTPUTS = (
+    "o_proj.weight",
+    "out_proj.weight",
+    "down_proj.weight",
+    "o_proj.bias",
+    "experts.down_proj",
+    "down_proj_bias",
+    "w2.weight",
+    "output_linear.weight",
+)
 FAMILIES: dict[str, dict[str, Any]] = {  # of targets: keys beside those of `LLAMA`
     "llama": {},
     "qwen3": {},
@@ -38,6 +47,22 @@ FAMILIES: dict[str, dict[str, Any]] = {  # of targets: keys beside those of `LLA
         "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
         "initializer_range": 0.3,  # with larger weights rounding shows in the tests' bounds
+    },
+    "lfm2": {
+        "layer_types": ["conv", "conv", "full_attention"] * 2, "block_multiple_of": 8, "initializer_range": 0.3,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "mamba", "attention"] * 2, "mamba_n_heads": 4, "mamba_n_groups": 1,
+        "mamba_d_state": 16, "mamba_chunk_size": 16, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 72, "initializer_range": 0.3,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*M-", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+        "ssm_state_size": 16, "chunk_size": 16, "initializer_range": 0.1,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
+        "initializer_range": 0.3,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11, "rope_parameters": None},
 }  # fmt: skip
@@ -217,7 +242,9 @@ class Oracle:
     def states(self, tokens: list[int]) -> Tensor:
         """The state before each token; that before the first is unknown."""
         last = list[Tensor]()
-        held = self.model.model.norm.register_forward_pre_hook(lambda module, given: last.append(given[0]))
+        body, names = self.model.model, ("norm", "embedding_norm", "norm_f", "final_layernorm")
+        norm = next(getattr(body, name) for name in names if hasattr(body, name))
+        held = norm.register_forward_pre_hook(lambda module, given: last.append(given[0]))
         found = self.model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         held.remove()
         if self.kind == "eagle3":
@@ -238,7 +265,7 @@ class Oracle:
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
     def layer(self, ids: Tensor, states: Tensor) -> Tensor:
-        embedded = self.model.model.embed_tokens(ids)
+        embedded = self.model.get_input_embeddings()(ids)
         if self.kind == "eagle3":
             normed = self.norm(states, "hidden_norm")
             x = torch.cat((self.norm(embedded, "input_layernorm"), normed), -1)

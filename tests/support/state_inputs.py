@@ -26,8 +26,6 @@ STEPS = {
         Sequence(2, 2, (3, 4)),
     ),
 }
-
-
 CHUNKED = {  # with rows around multiples of 64, where chunks of prompts end
     "decodes": (Sequence(5, 1), Sequence(0, 1), Sequence(0, 0), Sequence(70, 1, (71, 0))),
     "edges": tuple(Sequence(0, rows) for rows in (63, 64, 65, 1)),
@@ -74,15 +72,55 @@ def arena(meta: StateMeta, shape: tuple[int, ...], dtype: torch.dtype, seed: int
     return states
 
 
+def pending_rows(
+    sequences: Listed[Sequence], meta: StateMeta, room: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Pending rows and lengths of states: accepted rows are random, all others hold NaN."""
+    rows = torch.full((len(meta.kept), room, width), torch.nan, dtype=dtype)
+    at = torch.full((len(meta.kept), 64), -1, dtype=torch.int32)[:, :1]
+    draw = torch.Generator().manual_seed(3)
+    for one, slot in zip(sequences, meta.slots.tolist(), strict=True):
+        if one.past:
+            at[slot] = one.past - one.accepted
+            rows[slot, : one.accepted] = torch.randn(one.accepted, width, generator=draw).to(dtype)
+    return rows, at
+
+
 def run(mix: Any, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The result of a kernel, and the states after it; the states of `given` stay as they are."""
     own = tuple(deepcopy(one) if isinstance(one, StateView) else one for one in given)
     state = next(one for one in own if isinstance(one, StateView))
-    return tuple(one for one in (mix(*own), state.columns, state.matrix) if one is not None)
+    parts = mix(*own), state.columns, state.matrix, state.pending, state.at
+    return tuple(one for one in parts if one is not None)
 
 
-def mamba_step(form: MambaForm, sequences: Listed[Sequence], dtype: torch.dtype = torch.float32) -> Rows:
-    """Random arguments of Mamba 2 for a step. Rows are slices of longer rows."""
+def in_bfloat16(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a kernel with the matrices of the states rounded to bfloat16."""
+
+    def rounded(state: StateView) -> StateView:
+        assert state.matrix is not None
+        wide = torch.cat((state.matrix, state.matrix), 1).bfloat16()
+        return replace(state, matrix=wide[:, state.matrix.shape[1] :])
+
+    return tuple(rounded(one) if isinstance(one, StateView) else one for one in given)
+
+
+def check_bfloat16(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Check outputs and states of a kernel against those of the reference, where matrices are bfloat16.
+
+    Sums in another order round a few numbers to the other neighbour, which later rows see.
+    """
+    torch.testing.assert_close(found[0], wanted[0], rtol=2e-2, atol=2e-2)
+    assert found[2].dtype == torch.bfloat16
+    torch.testing.assert_close(found[2], wanted[2], rtol=2e-2, atol=2e-2, equal_nan=True)
+    there = ~wanted[2].isnan()
+    assert (found[2] == wanted[2])[there].float().mean() > 0.97
+    for one, other in zip((found[1], *found[3:]), (wanted[1], *wanted[3:]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def mamba_step(form: MambaForm, sequences: Listed[Sequence], dtype: torch.dtype = torch.float32, room: int = 0) -> Rows:
+    """Random arguments of Mamba 2 for a step. Rows are slices of longer rows. room: for pending rows; 0: no drafts."""
     draw, meta = torch.Generator().manual_seed(2), meta_of(sequences)
 
     def random(*shape: int) -> Tensor:
@@ -100,16 +138,20 @@ def mamba_step(form: MambaForm, sequences: Listed[Sequence], dtype: torch.dtype 
     )
     columns = arena(meta, (taps - 1, form.channels), dtype)
     matrix = arena(meta, (2 * form.heads, form.state_dim, form.head_dim), torch.float32)[:, form.heads :]
-    return inner, gate, step, weights, StateView(columns, matrix), meta, form
+    later = pending_rows(sequences, meta, room, form.channels + form.heads, dtype) if room else (None, None)
+    return inner, gate, step, weights, StateView(columns, matrix, *later), meta, form
 
 
-def conv_step(sequences: Listed[Sequence], channels: int, taps: int = 3, dtype: torch.dtype = torch.float32) -> Rows:
-    """Random arguments of a short convolution for a step. An odd number of channels has biases."""
+def conv_step(
+    sequences: Listed[Sequence], channels: int, taps: int = 3, dtype: torch.dtype = torch.float32, room: int = 0
+) -> Rows:
+    """Random arguments of a short convolution for a step. An odd number of channels has biases. room: see above."""
     draw, meta = torch.Generator().manual_seed(1), meta_of(sequences)
     rows = torch.randn(int(meta.query_start[-1]), 3 * channels + 8, generator=draw).to(dtype)[:, 8:]
     bias = torch.randn(channels, generator=draw) if channels % 2 else None
     weights = ShortConvWeights(torch.randn(taps, channels, generator=draw), bias)
-    return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype)), meta
+    later = pending_rows(sequences, meta, room, channels, dtype) if room else (None, None)
+    return rows, weights, StateView(arena(meta, (taps - 1, channels), dtype), None, *later), meta
 
 
 def resumed(given: Rows, states: tuple[Tensor, ...], past: int) -> Rows:
@@ -153,6 +195,14 @@ def on_gpu(given: Rows) -> Rows:
         return replace(one, **tensors) if tensors else one
 
     return tuple(map(moved, given))
+
+
+def close(found: Tensor, expected: Tensor, bound: float) -> None:
+    """Alike as a whole, and NaN in the same places."""
+    assert found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan())
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
+    assert error <= bound, error
 
 
 def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:

@@ -34,7 +34,7 @@ from quire.args.layers import (
 )
 from quire.args.multipliers import gate_factor, read_factors
 from quire.args.prediction import PredictionArgs, read_prediction
-from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent
+from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent, state_notes
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
 from quire.args.spelling import respelled
 from quire.args.windows import LayerRule, read_layer_rules
@@ -224,6 +224,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
             *prediction.notes(layers),
             *rope_notes,
             *dtype_notes,
+            *(state_notes(keys) if family.recurrent else ()),
             *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ()),
         ),
     )

@@ -1,6 +1,6 @@
 """Reader of the kinds of layers of families with recurrent layers: which are recurrent, and their sizes. No torch."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from quire.args.delta import read_delta, read_kimi, read_olmo
@@ -49,6 +49,16 @@ def read_recurrent(keys: Keys, family: str, num_layers: int) -> frozenset[int]:
         raise keys.wrong(f"layer_types names {len(named)} of {num_layers} layers: correct the file.")
     found = frozenset(i for i in range(num_layers) if WORDS.get(named[i]))
     return _with_attention(keys, found, num_layers - sum(word in FEED_FORWARDS for word in named[:num_layers]))
+
+
+def state_notes(keys: Keys) -> Iterator[str]:
+    """Yield a note about a type of states in config.json that is not the type in which layers keep them by default."""
+    for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        if (value := keys.get(key)) not in (None, "float32"):
+            yield (
+                f"{key}={value!r} is not followed: recurrent layers keep their matrices in float32, unless "
+                "--mamba-ssm-cache-dtype says otherwise"
+            )
 
 
 def _with_attention(keys: Keys, found: frozenset[int], num_mixers: int) -> frozenset[int]:

@@ -57,7 +57,7 @@ def _finish(
     num_slots = memory.num_slots or plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
     states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device)
-    views = model_views(model, arena.views, scales, states.views)
+    views = model_views(model, arena.views, scales, states.view)
     limits = Limits(
         num_slots=num_slots,
         max_tokens=plan.config.scheduler.token_budget(),

@@ -155,7 +155,7 @@ def _worker(
     """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints."""
     arena = KVArena(plan.geometry, num_blocks, DEVICE)
     states = StateArena(plan.geometry, limits.num_slots + 1 + checkpoints, DEVICE)
-    views = model_views(model, arena.views, scales, states.views)
+    views = model_views(model, arena.views, scales, states.view)
     worker = make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=plan.speculation)
     keep_states(worker, states)
     return worker, arena, states

@@ -1,10 +1,10 @@
 """Views of a KV cache: the tensors of each layer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.args.layers import NONE, LayerArgs, MixerArgs, RecurrentArgs
+from quire.args.layers import NONE, LayerArgs, MixerArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 def kv_views(
     mixers: Iterable[MixerArgs],
-    components: "Iterable[tuple[Tensor, ...]]",
+    components: "Iterable[tuple[Tensor, ...] | StateView]",
     scales: Sequence[tuple[float, float]] = (),
 ) -> "list[KVView | StateView | BothViews]":
     """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key. Of a recurrent
-                 layer those of its states, which a `StateView` has
+                 layer its states
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
     """
     from quire.kernels.attention import KVView
@@ -33,8 +33,8 @@ def kv_views(
     return [
         NOTHING
         if mixer == NONE
-        else StateView(*parts)
-        if isinstance(mixer, RecurrentArgs)
+        else parts
+        if isinstance(parts, StateView)
         else LatentView(*parts, own[0])
         if mixer.one_scale
         else KVView(*parts, *own)
@@ -46,29 +46,32 @@ def model_views(
     model: "Model",
     blocks: "Callable[[int], tuple[Tensor, ...]]",
     scales: Sequence[tuple[float, float]] = (),
-    states: "Callable[[int], tuple[Tensor, ...]]" = lambda layer: (),
+    states: "Callable[[int], StateView | None]" = lambda layer: None,
 ) -> "list[KVView | StateView | BothViews]":
     """Return the KV caches of a model's layers, then of its prediction layer or draft model.
 
-    blocks, states   return the tensors of a layer, as `KVArena.views` and `StateArena.views`
+    blocks, states   return the tensors of a layer, as `KVArena.views` and `StateArena.view`
     """
 
     from quire.kernels.attention import KVView
-    from quire.kernels.states import BothViews, StateView
+    from quire.kernels.states import BothViews
 
-    def views(layer: int, own: LayerArgs) -> "tuple[Tensor, ...]":
+    def views(layer: int, own: LayerArgs) -> "tuple[Tensor, ...] | StateView":
         if own.beside is not None:
             return blocks(layer)
         return states(layer) or (() if own.mixer == NONE else blocks(layer))
 
-    mixers = [one.mixer for one in model.held]
-    found = kv_views(mixers, (views(model.args.kept_by(i), one) for i, one in enumerate(model.held)), scales)
-    for layer, one in enumerate(model.held):
-        kv = found[layer]
-        if one.beside is not None and isinstance(kv, KVView):
-            found[layer] = BothViews(kv, StateView(*states(layer)))
+    def held(
+        layers: Sequence[LayerArgs], places: Sequence[int], scales: Sequence[tuple[float, float]]
+    ) -> "Iterator[KVView | StateView | BothViews]":
+        """Yield the KV caches of layers, which are kept as those of the layers `places`."""
+        parts = map(views, places, layers)
+        for layer, own, kv in zip(places, layers, kv_views([one.mixer for one in layers], parts, scales), strict=True):
+            state = None if own.beside is None else states(layer)
+            yield kv if state is None or not isinstance(kv, KVView) else BothViews(kv, state)
+
+    found = list(held(model.held, [model.args.kept_by(i) for i in range(len(model.held))], scales))
     if model.draft is not None:
-        held, first = model.draft, len(found)
-        mixers = [one.mixer for one in held.held]
-        found += kv_views(mixers, (views(first + held.args.kept_by(i), one) for i, one in enumerate(held.held)))
+        own, first = model.draft, len(found)
+        found += held(own.held, [first + own.args.kept_by(i) for i in range(len(own.held))], ())
     return found

@@ -17,11 +17,13 @@ from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
 from quire.plan.formats import settled, with_formats
+from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
+from quire.plan.state_memory import state_dtype
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
@@ -149,7 +151,7 @@ def obtain_weights(
                 args,
                 alone(args),
                 dtype=cache.dtype,
-                activations=dtype.dtype,
+                states=StateTypes(dtype.dtype, state_dtype(config)),
                 device="cpu",
                 block_size=config.cache.block_size,
             )

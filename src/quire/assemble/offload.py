@@ -67,7 +67,7 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         plan.args,
         alone(plan.args),
         dtype=plan.cache.dtype,
-        activations=plan.dtype.dtype,
+        states=plan.states._replace(drafts=0),  # blocks do not depend on their number
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,

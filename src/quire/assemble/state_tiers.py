@@ -2,7 +2,7 @@
 
 Files of checkpoints lie beside those of KV blocks, in a folder of their own for each rank. Its name has two parts more:
 the rank's place in tensor parallelism, because each rank has other heads of a state, and a digest of the layout of a
-state, because the layout depends on the number of drafts.
+state, because the layout depends on the number of drafts and on the type of matrices.
 """
 
 from hashlib import sha256
@@ -101,19 +101,21 @@ def folder_bytes(plan: EnginePlan, memory: MemoryPlan) -> tuple[int, int]:
 
 def _layout(plan: EnginePlan) -> str:
     """Return a digest of the layout of a state in all layers of the model, and of its draft model."""
-    drafts = plan.drafting.num_drafts
     whole = rank_geometry(
         plan.args,
         alone(plan.args),
         dtype=plan.cache.dtype,
-        activations=plan.dtype.dtype,
+        states=plan.states,
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,
-        drafts=drafts,
     )
     draft = plan.draft
-    more = state_groups(draft.args, alone(draft.args), draft.dtype.dtype, drafts) if draft is not None else ()
+    more = (
+        state_groups(draft.args, alone(draft.args), plan.states._replace(activations=draft.dtype.dtype))
+        if draft is not None
+        else ()
+    )
     return sha256(msgspec.msgpack.encode((whole.states, more))).hexdigest()[:8]
 
 

@@ -163,6 +163,12 @@ class StateConfig:
         "others as checkpoints (default: computed; quire explain shows it)",
         above=0,
     )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        "type in which recurrent layers keep their matrices: auto = float32; bfloat16 halves their memory, and changes "
+        "answers a little",
+        choices=("auto", "float32", "bfloat16"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Parts of the kernels of recurrent layers on a GPU: the causal convolution, its columns, and rates.
+"""Parts of the kernels of recurrent layers on a GPU: the convolution and its columns, rates, parts of matrices.
 
 A layer's state has the last TAPS - 1 inputs of the convolution as columns. See `quire.kernels.states`.
 """
@@ -115,3 +115,41 @@ def softplus(x):
     part = tl.where(above == 1.0, 1.0, above - 1.0)
     soft = tl.where(above == 1.0, grown, tl.log(above) * (grown / part))  # log(1 + grown)
     return tl.where(x > 20.0, x, soft)
+
+
+@jit
+def part_of(n, places, G: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr):
+    """Return where part n is: its sequence, head, part of the head, row in the step, slot and length before the row.
+
+    Rows of sequences that have no row, or several, are negative. places: query_start, seq_lens, slots
+    """
+    query_start, seq_lens, slots = places
+    s, head, part = n // (H * PARTS), n // PARTS % H, n % PARTS
+    row = tl.load(query_start + s)
+    one = tl.load(query_start + s + 1) == row + 1
+    return s, head, part, tl.where(one, row, -1), tl.load(slots + s).to(tl.int64), tl.load(seq_lens + s) - 1
+
+
+@jit
+def read_part(
+    n,
+    places,
+    matrix,
+    stride,
+    key,
+    value,
+    sizes,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return the matrix of part n, in its own type; zeros before a sequence's first token.
+
+    sizes   of keys and values of a head
+    """
+    s, head, part, row, slot, past = part_of(n, places, G, H, PARTS)
+    own = part * PART + value
+    inside = (key < sizes[0])[:, None] & (own < sizes[1])[None, :] & (past > 0) & (row >= 0)
+    at = head * sizes[0] * sizes[1] + key[:, None] * sizes[1] + own[None, :]
+    return tl.load(matrix + slot * stride + at, mask=inside, other=0.0)

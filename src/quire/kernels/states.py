@@ -7,6 +7,11 @@ Contract of the kernels that update states: a sequence whose first row in the st
 whatever its row of the arena holds. So no row is cleared when a request takes it. A sequence without rows in the step,
 as in the padding of a CUDA graph, reads and writes no state.
 
+Kernels compute in float32, also where matrices are bfloat16: what they write is rounded to nearest, ties to even. The
+output of a row is computed from the matrix before that is rounded. The reference, kernels of CPUs, and decodes round a
+matrix behind each row, so that a state depends on its tokens, and not on the steps that computed them. Kernels that
+take prompts in chunks round it at the end of a step, and where a copy is kept.
+
 Where decodes verify drafts, a state has pending rows: the inputs of the last rows of its sequence, of which the next
 step knows how many were accepted. It is then a state at length `at`, and pending row i is that of position at + i. With
 room for P pending rows, a sequence of n rows in a step, behind `past` others, does this:
@@ -21,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +35,15 @@ if TYPE_CHECKING:
     from quire.kernels.attention import KVView
 
 
+MATRICES = (torch.float32, torch.bfloat16)  # types of the matrices of heads
+
+
 @dataclass(frozen=True)
 class StateView:
     """The states of a layer, as views of the arena.
 
     columns   [rows, K - 1, C] the last inputs of a causal convolution over K tokens, the oldest first
-    matrix    [rows, heads, key dim, value dim] float32; None: the layer keeps columns alone
+    matrix    [rows, heads, key dim, value dim] float32 or bfloat16; None: the layer keeps columns alone
     pending   [rows, P, width] inputs of the last rows: those of the convolution, then others of the operation. None:
               no drafts are verified, and a state stands for all rows of a sequence
     at        [rows, 1] int32 length of the sequence at which columns and matrix stand; with `pending`
@@ -94,31 +102,82 @@ def packed(states: Tensor) -> bool:
     return states.stride()[1:] == states[:1].contiguous().stride()[1:]
 
 
-def copies(meta: StateMeta, s: int) -> dict[int, int]:
-    """Return the copies that are due of a sequence: its rows in the step up to the copy -> row of the arena."""
-    slot, past = int(meta.slots[s]), int(meta.seq_lens[s] - (meta.query_start[s + 1] - meta.query_start[s]))
-    pairs = zip(meta.kept_at[slot].tolist(), meta.kept[slot].tolist(), strict=True)
-    return {length - past: row for length, row in pairs if length > past}
+class Course(NamedTuple):
+    """The rows that go through the state of a sequence: pending ones that were accepted, then those of the step.
 
-
-def convolved(
-    x: Tensor, conv: Tensor, bias: Tensor | None, columns: Tensor, meta: StateMeta
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each sequence in the step, and their causal convolution [n, C] in float32; for references.
-
-    Updates the columns of the sequences. x [T, C], conv [K, C]
+    slot, first   row of the arena with the state; index in the step of the sequence's first row there
+    replayed      number of pending rows in front
+    rows          [replayed + n, width] inputs of pending rows, then of the step's n rows
+    inputs        [K - 1 + replayed + n, C] inputs of the convolution, and the ones before them
+    lazy          True: the step's rows do not change the state
+    copies        index of a row -> row of the arena that gets a copy of the state behind it
     """
-    starts, taps = meta.query_start.tolist(), len(conv)
-    for s, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        slot, rows = int(meta.slots[s]), end - first
-        if not rows:
+
+    slot: int
+    first: int
+    replayed: int
+    rows: Tensor
+    inputs: Tensor
+    lazy: bool
+    copies: dict[int, int]
+
+    def through(self, matrices: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield each row's index, its index in the step, and the matrix in float32, which the caller updates in place.
+
+        matrices   [rows, ...] of the arena. A copy is made after the caller's update. A pending row has index -1
+        """
+        matrix = matrices[self.slot]
+        for i in range(len(self.rows)):
+            if i == self.replayed and self.lazy:
+                matrix = matrix.clone()
+            wide = matrix.float()  # the matrix itself, if it is float32
+            yield i, self.first + i - self.replayed if i >= self.replayed else -1, wide
+            matrix.copy_(wide)
+            if i in self.copies:
+                matrices[self.copies[i]] = matrix
+
+
+def courses(rows: Tensor, state: StateView, meta: StateMeta) -> Iterator[Course]:
+    """Yield the course of each sequence with rows in the step, for references.
+
+    rows   [T, width] inputs of the step's rows, as a pending row has them: those of the convolution, then others
+    Clears the states of sequences that begin. Updates columns, lengths and pending rows, and the copies of columns.
+    """
+    starts, lengths, slots = (one.tolist() for one in (meta.query_start, meta.seq_lens, meta.slots))
+    taps, channels = state.columns.shape[1:]
+    for first, end, length, slot in zip(starts, starts[1:], lengths, slots, strict=False):
+        if first == end:
             continue
-        if int(meta.seq_lens[s]) == rows:
-            columns[slot] = 0
-        inputs = torch.cat((columns[slot], x[first:end]))
-        for at, row in copies(meta, s).items():
-            if at <= rows:
-                columns[row] = inputs[at : at + taps - 1]
-        columns[slot] = inputs[rows:]
-        sums = sum((inputs[k : k + rows].float() * conv[k] for k in range(taps)), torch.zeros((), device=x.device))
-        yield slice(first, end), sums if bias is None else sums + bias
+        past, own = length - (end - first), rows[first:end]
+        if past == 0:
+            for one in (state.columns, state.matrix):
+                if one is not None:
+                    one[slot] = 0
+        replayed, lazy = 0, False
+        if state.pending is not None and state.at is not None:
+            lazy = len(own) <= state.pending.shape[1]
+            replayed = 0 if past == 0 else min(max(past - int(state.at[slot]), 0), state.pending.shape[1])
+            own = torch.cat((state.pending[slot, :replayed], own))
+            state.at[slot] = past if lazy else length
+            if lazy:
+                state.pending[slot, : end - first] = own[replayed:]
+        inputs, copies = torch.cat((state.columns[slot], own[:, :channels])), dict[int, int]()
+        for at, row in zip(meta.kept_at[slot].tolist(), meta.kept[slot].tolist(), strict=True):
+            if past < at <= length:
+                last = replayed + at - past
+                copies[last - 1] = row
+                state.columns[row] = inputs[last : last + taps]
+                if state.at is not None:
+                    state.at[row] = at
+        stays = replayed if lazy else len(own)
+        state.columns[slot] = inputs[stays : stays + taps]
+        yield Course(slot, first, replayed, own, inputs, lazy, copies)
+
+
+def convolved(inputs: Tensor, conv: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the causal convolution of inputs [K - 1 + n, C] by conv [K, C], [n, C] in float32; for references."""
+    rows = len(inputs) - len(conv) + 1
+    sums = sum(
+        (inputs[k : k + rows].float() * conv[k] for k in range(len(conv))), inputs.new_zeros((), dtype=torch.float32)
+    )
+    return sums if bias is None else sums + bias

@@ -36,7 +36,8 @@ def namespace_digest(
     model, revision   identity of the weights
     dtype             dtype of the computation, such as "bfloat16"
     weights           quantization of the weights; "": none
-    geometry          KV layout of the whole model, not of one tensor-parallel or pipeline rank, with the cache's dtype
+    geometry          KV layout of the whole model, not of one tensor-parallel or pipeline rank, with the cache's dtype.
+                      Keys and values of layers behind recurrent ones depend on the types of states, too
     """
     fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
     if weights:
@@ -47,6 +48,7 @@ def namespace_digest(
         fields.append(("group", f"{index} window={group.window}{own} layers={','.join(map(str, group.layers))}"))
         for c in (*group.components, *group.drafts):
             fields += [("component", c.name), ("shape", f"{c.num_heads}x{c.head_dim}"), ("component_dtype", c.dtype)]
+    fields += [("state", f"{one.name} {one.dtype}") for group in geometry.states for one in group.components]
     return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()
 
 

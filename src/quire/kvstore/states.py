@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.contracts.blocks import PAGE_ALIGN, KVGeometry, StateComponent
 from quire.kernels.native import memory
+from quire.kernels.states import StateView
 
 
 class CheckpointPages(NamedTuple):
@@ -52,9 +53,10 @@ class StateArena:
             pages = torch.zeros(count + 1, PAGE_ALIGN, dtype=torch.uint8, device=pages.device)
         return CheckpointPages(pages, pages.shape[1])
 
-    def views(self, layer: int) -> tuple[Tensor, ...]:
-        """Return a view of each component of a layer, [num_rows, *shape] in its own dtype; (): it has no states."""
-        return tuple(self._view(component, at) for component, at in self._places.get(layer, ()))
+    def view(self, layer: int) -> StateView | None:
+        """Return the states of a layer, [num_rows, *shape] of each component in its own dtype; None: it has none."""
+        own = {component.name: self._view(component, at) for component, at in self._places.get(layer, ())}
+        return StateView(**own) if own else None
 
     def _view(self, component: StateComponent, offset: int) -> Tensor:
         typed, item = self._data.view(getattr(torch, component.dtype)), component.item_bytes

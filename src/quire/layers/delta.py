@@ -1,40 +1,18 @@
 """Recurrent layers with the gated delta rule."""
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.args.delta import DeltaArgs
 from quire.args.layers import NormArgs
 from quire.kernels.delta import DeltaForm, DeltaWeights
-from quire.kernels.rope.rotary import Turns
 from quire.kernels.states import StateView
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
+from quire.layers.recurrence import Recurrence, RecurrentMixer
 
 
-class Recurrence(nn.Module):
-    """Weights of the gated delta rule: convolution, rates and shifts of the decay, norm of heads."""
-
-    weights: DeltaWeights
-
-    def __init__(self, at: str, device: torch.device) -> None:
-        super().__init__()
-        self.at, self.device = at, device
-
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Move the weights to the layer's device, in the form that kernels read. See `Loads`."""
-        own = {name: tensor.to(self.device).float().contiguous() for name, tensor in tensors.items()}
-        conv = own["conv"].flatten(1).T.contiguous()
-        self.weights = DeltaWeights(conv=conv, rate=own["rate"], shift=own["shift"], norm=own["norm"])
-
-    def rows(self, name: str) -> Tensor:
-        """Return a parameter as it was stored: the convolution [C, 1, K]."""
-        found: Tensor = getattr(self.weights, name)
-        return found.T[:, None] if name == "conv" else found
-
-
-class GatedDelta(nn.Module):
+class GatedDelta(RecurrentMixer):
     """The mixer of a recurrent layer with the gated delta rule, with the heads of this rank.
 
     Its steps: projection to queries, keys, values and gates; that to strengths and decays; `kernels.delta`, which reads
@@ -50,7 +28,7 @@ class GatedDelta(nn.Module):
         self.low_rank = args.low_rank
         self.decays = Linear(f"{at}.decays", build) if self.low_rank else None
         self.gates = Linear(f"{at}.gates", build) if self.low_rank else None
-        self.delta = Recurrence(f"{at}.rule", build.device)
+        self.delta = Recurrence(f"{at}.rule", build.device, DeltaWeights)
         self.output = Linear(f"{at}.output", build)
         heads = self.output.in_features // args.value_dim
         self.form = DeltaForm(
@@ -64,20 +42,8 @@ class GatedDelta(nn.Module):
             lowest=args.lowest,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        branch: Branch,
-        turns: Turns,
-        ctx: StepContext,
-        state: StateView,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return residual + the mixer of x by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
-
-        residual   None: x
-        Updates the states of the step's requests in `state`.
-        """
+    def mixed(self, x: Tensor, branch: Branch, ctx: StepContext, state: StateView) -> Tensor:
+        """Return the input of the output projection, [T, numbers of heads]."""
         assert ctx.states is not None, "the step has states"
         channels, heads = self.form.channels, self.form.heads
         rows, rates = branch.projections((self.input, self.rates), x, ctx)
@@ -85,7 +51,7 @@ class GatedDelta(nn.Module):
         if self.decays is not None and self.gates is not None:
             few, others = decays.split(self.low_rank, 1)
             decays, gates = self.decays(few.contiguous(), ctx), self.gates(others.contiguous(), ctx)
-        mixed = self.kernels.delta.mix(
+        y: Tensor = self.kernels.delta.mix(
             rows[:, :channels],
             gates,
             decays,
@@ -95,4 +61,4 @@ class GatedDelta(nn.Module):
             ctx.states,
             self.form,
         )
-        return branch.add(self.output, mixed, x if residual is None else residual, ctx)
+        return y

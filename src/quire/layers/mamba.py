@@ -3,34 +3,19 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.args.layers import NormArgs
 from quire.args.mamba import MambaArgs
 from quire.kernels.mamba import MambaForm, MambaWeights
-from quire.kernels.rope.rotary import Turns
 from quire.kernels.states import StateView
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
+from quire.layers.recurrence import Recurrence, RecurrentMixer
 
 
-class Scan(nn.Module):
-    """Weights of Mamba 2: convolution, rates and shifts of steps, skips, norm."""
-
-    weights: MambaWeights
-
-    def __init__(self, at: str, device: torch.device) -> None:
-        super().__init__()
-        self.at, self.device = at, device
-
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Move the weights to the layer's device, in the form that kernels read. See `Loads`."""
-        own = {name: tensor.to(self.device).float().contiguous() for name, tensor in tensors.items()}
-        self.weights = MambaWeights(**own | {"conv": own["conv"].flatten(1).T.contiguous()})
-
-
-class Mamba(nn.Module):
+class Mamba(RecurrentMixer):
     """The mixer of a recurrent layer with Mamba 2, with the heads of this rank.
 
     Its steps: projection to gates, values, inputs and outputs of states, and steps; `kernels.mamba`, which reads and
@@ -40,7 +25,7 @@ class Mamba(nn.Module):
     def __init__(self, args: MambaArgs, at: str, norm: NormArgs, build: Build) -> None:
         super().__init__()
         self.kernels, self.eps = build.kernels, norm.eps
-        self.input, self.rule = Linear(f"{at}.input", build), Scan(f"{at}.rule", build.device)
+        self.input, self.rule = Linear(f"{at}.input", build), Recurrence(f"{at}.rule", build.device, MambaWeights)
         self.output = Linear(f"{at}.output", build)
         sizes = {part.name: part.rows for part in build.params[f"{at}.input.weight"].parts}
         self.form = MambaForm(
@@ -59,26 +44,10 @@ class Mamba(nn.Module):
             parts = [torch.full((size,), scale) for size, scale in zip(sizes.values(), args.scales, strict=True)]
             self.scales = torch.cat(parts).to(build.device, build.dtype)
 
-    def forward(
-        self,
-        x: Tensor,
-        branch: Branch,
-        turns: Turns,
-        ctx: StepContext,
-        state: StateView,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return residual + the mixer of x by way of `branch`, [T, hidden]; it may reuse the memory of the residual.
-
-        residual   None: x
-        Updates the states of the step's requests in `state`.
-        """
-        mixed = self.mixed(branch.project(self.input, x, ctx), ctx, state)
-        return branch.add(self.output, mixed, x if residual is None else residual, ctx)
-
-    def mixed(self, rows: Tensor, ctx: StepContext, state: StateView) -> Tensor:
-        """Return the input of the output projection, [T, numbers of heads], of the result of the first one."""
+    def mixed(self, x: Tensor, branch: Branch, ctx: StepContext, state: StateView) -> Tensor:
+        """Return the input of the output projection, [T, numbers of heads]."""
         assert ctx.states is not None, "the step has states"
+        rows = branch.project(self.input, x, ctx)
         if self.scales is not None:
             rows = rows * self.scales
         form, weights = self.form, self.rule.weights

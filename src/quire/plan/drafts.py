@@ -70,7 +70,8 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     """Return the plan of an engine with a draft model or EAGLE head, whose layers follow those of the model in each
     page."""
     drafting, first = msgspec.structs.replace(plan.drafting, model=draft), plan.args.num_layers
-    states = state_groups(draft.args, draft.mesh.rank, draft.dtype.dtype, plan.drafting.num_drafts)
+    types = plan.states._replace(activations=draft.dtype.dtype)
+    states = state_groups(draft.args, draft.mesh.rank, types)
     geometry = msgspec.structs.replace(draft.geometry, states=states)
     return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, geometry, first))
 

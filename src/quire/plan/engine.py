@@ -39,6 +39,7 @@ from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
 from quire.plan.kinds.blocks import operations, score_features
+from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
@@ -46,7 +47,7 @@ from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
-from quire.plan.state_memory import slots_limit
+from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
 
@@ -146,6 +147,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def cache(self) -> CacheChoice:
         """The dtype of the KV cache and the reason for it."""
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
+
+    @property
+    def states(self) -> StateTypes:
+        """The types of what layers keep of requests besides the KV cache."""
+        return StateTypes(self.dtype.dtype, state_dtype(self.config), self.drafting.num_drafts)
 
     @property
     def widened_tokens(self) -> tuple[int, ...]:
@@ -282,8 +288,8 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    kinds: dict[str, Any] = {"dtype": cache.dtype, "activations": dtype.dtype, "device": "cuda" if by_triton else "cpu"}
-    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, drafts=_drafts(speculation), **kinds)
+    kinds = _layouts(cache, StateTypes(dtype.dtype, state_dtype(config), _drafts(speculation)), by_triton)
+    geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
@@ -333,6 +339,11 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _layouts(cache: CacheChoice, states: StateTypes, by_triton: bool) -> dict[str, Any]:
+    """Return the arguments of `rank_geometry` that are alike for all ranks."""
+    return {"dtype": cache.dtype, "states": states, "device": "cuda" if by_triton else "cpu"}
 
 
 def _slots(config: EngineConfig, machine: Machine, args: ModelArgs, parallel: Parallel, kinds: dict[str, Any]) -> int:

@@ -86,11 +86,10 @@ class Holdings:
             self.plan.args,
             rank,
             dtype=self.plan.cache.dtype,
-            activations=self.plan.dtype.dtype,
+            states=self.plan.states,
             device=self.plan.machine.device,
             block_size=None,
             sizes=self.plan.geometry.block_sizes,
-            drafts=self.plan.drafting.num_drafts,
         )
         return own if self.plan.draft is None else joined(own, self.plan.draft.geometry, self.plan.args.num_layers)
 

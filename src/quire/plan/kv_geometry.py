@@ -9,6 +9,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup, StateCompon
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
 from quire.plan.kinds import mixer
+from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.weight_bytes import ITEM_BYTES
 
 CPU_BLOCK_SIZE = 32  # tokens: the best size for the CPU attention kernel (docs/design.md, section 5)
@@ -28,19 +29,17 @@ def rank_geometry(
     rank: Rank,
     *,
     dtype: str,
-    activations: str = "",
+    states: StateTypes | None = None,
     device: str,
     block_size: int | None,
     sizes: Sequence[int] | None = None,
-    drafts: int = 0,
 ) -> KVGeometry:
     """Return the layout of a rank's KV cache, and of what its layers keep of requests besides.
 
     dtype        of the cache
-    activations  dtype of hidden states; "": that of the cache
+    states       types of what layers keep besides; None: inputs have the type of the cache
     block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
-    drafts       most drafts that a decode verifies
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
     """
@@ -62,19 +61,15 @@ def rank_geometry(
             )
         )
     assert len(found) == len(grouped), "each group has a block size"
-    return KVGeometry(groups=tuple(found), states=state_groups(args, rank, activations or dtype, drafts))
+    return KVGeometry(groups=tuple(found), states=state_groups(args, rank, states or StateTypes(dtype)))
 
 
-def state_groups(args: ModelArgs, rank: Rank, dtype: str, drafts: int) -> tuple[StateGroup, ...]:
-    """Return the states of a rank's layers. Layers with equal states are together.
-
-    dtype    of activations
-    drafts   most drafts that a decode verifies, or that a draft model makes
-    """
+def state_groups(args: ModelArgs, rank: Rank, types: StateTypes) -> tuple[StateGroup, ...]:
+    """Return the states of a rank's layers. Layers with equal states are together."""
     found: dict[tuple[StateComponent, ...], list[int]] = {}
     for own, layer in enumerate(range(*rank.layers)):
         for one in args.layers[layer].mixers:
-            if components := mixer(one).states(dtype, ITEM_BYTES[dtype], rank, drafts):
+            if components := mixer(one).states(types, rank):
                 found.setdefault(components, []).append(own)
     return tuple(StateGroup(layers=tuple(layers), components=parts) for parts, layers in found.items())
 

@@ -5,12 +5,23 @@ Three things share a device's memory: slots (states of running requests), checkp
 half of the share, and checkpoints take the rest.
 """
 
+from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 
 PER_SLOT = 8  # checkpoints for each running request, at most, by default
 SLOTS_SHARE = (
     8  # states of running requests take at most 1 / 8 of a GPU's memory by default, unless max_num_seqs is given
 )
+
+
+def state_dtype(config: EngineConfig) -> str:
+    """Return the dtype of the matrices that recurrent layers keep.
+
+    "auto" is float32, also where config.json names another type: in bfloat16 a matrix loses what many tokens add to it
+    little by little, and drafts are accepted less often (docs/log.md has the numbers).
+    """
+    asked = config.state.mamba_ssm_cache_dtype
+    return "float32" if asked == "auto" else asked
 
 
 def beside(kv_bytes: int, fraction: float) -> int:

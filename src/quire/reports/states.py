@@ -12,6 +12,7 @@ def describe_states(plan: EnginePlan, memory: MemoryPlan) -> dict[str, Any]:
     """Return the states that layers of a rank keep of requests, as plain values; {}: no layer keeps some.
 
     bytes         of a running request, and of a checkpoint
+    dtype         of the matrices of heads; "": no layer keeps some
     tokens        tokens whose KV takes as much in the layers of full attention; 0: there are no such layers
     slots         requests that run at once
     checkpoints   copies of states, for later requests
@@ -27,6 +28,7 @@ def describe_states(plan: EnginePlan, memory: MemoryPlan) -> dict[str, Any]:
     whole = (slots + memory.checkpoints) * size
     return {
         "bytes": size,
+        "dtype": next((one.dtype for part in geometry.states for one in part.components if one.name == "matrix"), ""),
         "tokens": round(size / per_token) if per_token else 0,
         "slots": slots,
         "checkpoints": memory.checkpoints,
@@ -41,10 +43,11 @@ def state_words(states: Mapping[str, Any]) -> str:
     if not states:
         return ""
     size = as_gib(states["bytes"])
+    dtype = f", with matrices in {states['dtype']}" * bool(states["dtype"])
     tokens = f" (as much as the KV of {states['tokens']:,} tokens)" * bool(states["tokens"])
     slots, checkpoints = states["slots"], states["checkpoints"]
     return (
-        f"{size} for each request and checkpoint{tokens}, {slots:,} request{'s' * (slots > 1)} at once and "
+        f"{size} for each request and checkpoint{tokens}{dtype}, {slots:,} request{'s' * (slots > 1)} at once and "
         f"{checkpoints:,} checkpoint{'s' * (checkpoints > 1)} ({states['places']}) in {as_gib(states['num_bytes'])}, "
         f"{states['fraction']:.1%} of states and KV cache"
     )

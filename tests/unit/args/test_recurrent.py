@@ -213,3 +213,14 @@ def test_bounds_of_steps(limit: Any, steps: tuple[float, float]) -> None:
 def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises((UnsupportedModel, ModelError), match=words):
         read(family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [("nemotron_h", NANO, "mamba_ssm_cache_dtype"), ("qwen3_5_text", {}, "mamba_ssm_dtype")],
+)
+def test_a_type_of_states_in_the_file_is_told_and_not_followed(family: str, changes: dict[str, Any], key: str) -> None:
+    for value in ("float32", None):
+        assert not [note for note in read(family, **changes | {key: value}).notes if key in note]
+    (note,) = [note for note in read(family, **changes | {key: "bfloat16"}).notes if key in note]
+    assert note.startswith(f"{key}='bfloat16' is not followed") and "--mamba-ssm-cache-dtype" in note

@@ -43,3 +43,9 @@ def test_other_words_are_refused(text: str, words: str) -> None:
 def test_a_share_lies_between_0_and_1(share: float) -> None:
     with pytest.raises(ConfigError, match="state_memory_fraction"):
         EngineConfig.from_flat(state_memory_fraction=share)
+
+
+@pytest.mark.parametrize("text", ["float16", "BF16", "fp8", ""])
+def test_matrices_have_one_of_two_types(text: str) -> None:
+    with pytest.raises(ConfigError, match="mamba_ssm_cache_dtype=.*: must be one of auto, float32, bfloat16"):
+        EngineConfig.from_flat(mamba_ssm_cache_dtype=text)

@@ -33,7 +33,7 @@ FLAGS = """
 --kv-offload-dir-gb --kv-offload-dir-shared --no-kv-offload-dir-shared --kv-transfer-config --kv-events-config
 --kv-share --kv-peers --kv-cache-memory-bytes
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
---enable-prefix-caching --no-enable-prefix-caching --state-checkpoint --state-memory-fraction
+--enable-prefix-caching --no-enable-prefix-caching --state-checkpoint --state-memory-fraction --mamba-ssm-cache-dtype
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --speculative-config -sc
 --device --num-threads --async-depth --mock-step-ms
@@ -114,6 +114,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
         "--all2all-backend": "nixl_ep",
         "--expert-placement-strategy": "round_robin",
         "--kv-cache-dtype": "fp8",
+        "--mamba-ssm-cache-dtype": "bfloat16",
         "--scheduling-policy": "priority",
         "--device": "cpu",
         "--override-generation-config": '{"top_k": 5}',

@@ -139,9 +139,7 @@ def test_long_requests_of_gemma_hold_full_layers_and_windows(Rig: Any, num: int)
     """
     raw = json.loads((Path(quire.bench.__file__).parent / "models" / "gemma-3-12b" / "config.json").read_text())
     args = parse_checkpoint_config(raw)
-    geometry = rank_geometry(
-        args, alone(args), dtype="bfloat16", activations="bfloat16", device="cuda", block_size=None
-    )
+    geometry = rank_geometry(args, alone(args), dtype="bfloat16", device="cuda", block_size=None)
     length, more = 32_768, 330
     each = geometry.request_blocks(length + more, 8192)
     rig = Rig(

@@ -45,6 +45,21 @@ def test_sizes_of_states_are_told(tmp_path: Path) -> None:
     assert "4 requests at once and " in text(half) and " checkpoints (turn) in " in text(half)
 
 
+@pytest.mark.parametrize(("family", "matrices"), [("qwen3_5_text", 8 * 16 * 24), ("granite_mamba", 0), ("lfm2", 0)])
+def test_matrices_in_bfloat16_have_half_the_bytes(family: str, matrices: int, tmp_path: Path) -> None:
+    options = {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 22, "block_size": 16}
+    whole = plan(tmp_path, family, **options)["memory"]["states"]
+    found = plan(tmp_path, family, **options, mamba_ssm_cache_dtype="bfloat16")
+    half, dtype = found["memory"]["states"], "" if family == "lfm2" else "bfloat16"
+    assert whole["dtype"] == dtype.replace("bfloat16", "float32") and half["dtype"] == dtype
+    assert not matrices or half["bytes"] == whole["bytes"] - 2 * 2 * matrices
+    assert (half["bytes"] < whole["bytes"]) == (family != "lfm2")
+    assert half["checkpoints"] >= whole["checkpoints"]
+    assert ("with matrices in bfloat16" in text(found)) == bool(dtype)
+    idle = "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices" in found["model"]["notes"]
+    assert idle == (family == "lfm2")
+
+
 def test_tiers_hold_checkpoints_beside_blocks(tmp_path: Path) -> None:
     options = {"kv_cache_memory_bytes": 1 << 22, "kv_offload_gb": 0.5, "kv_offload_dir": str(tmp_path / "kv")}
     found = plan(tmp_path, "qwen3_5_text", **options)

@@ -12,7 +12,9 @@ from quire.kernels.delta import native, ref
 from quire.kernels.delta.inputs import FORMS, DeltaInputs, Sequence, make
 from quire.kernels.native.library import missing
 
-from ...support.drafted_steps import PENDING, ROOM, check_decodes
+from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_decodes, check_schedule
+from ...support.state_inputs import check_bfloat16, in_bfloat16
+from ...support.state_inputs import run as kernel_run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
 STEPS = {
@@ -88,6 +90,24 @@ def test_native(step: str, form: object, by_channel: bool, dtype: torch.dtype) -
 def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
     """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
     check_decodes(implementation, FORMS[1], number)
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
+def test_matrices_in_bfloat16(step: str, dtype: torch.dtype) -> None:
+    sequences = (STEPS | PENDING)[step]
+    given = in_bfloat16(make(FORMS[1], sequences, dtype, by_channel=True, pending=ROOM * (step in PENDING)))
+    check_bfloat16(kernel_run(native.mix, given), kernel_run(ref.mix, given))
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", [0, 3, 5, 8])
+def test_a_rounded_matrix_depends_on_the_tokens_alone(number: int, implementation: ModuleType) -> None:
+    """Chunks of any size, drafts and replays of them: outputs and copies are those of one token in each step."""
+    mix = implementation.mix
+    plain, drafted = (in_bfloat16(make(FORMS[0], (Sequence(0, LENGTH),), pending=room)) for room in (0, ROOM))
+    check_schedule(mix, mix, plain, drafted, number)
 
 
 @NO_COMPILER

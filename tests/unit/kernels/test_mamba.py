@@ -1,6 +1,7 @@
 """Mamba 2: the reference against transformers' layers, and a CPU's kernel against the reference."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from quire.kernels.mamba import MambaForm, MambaWeights, native, ref
 from quire.kernels.native.library import missing
 from quire.kernels.states import StateView
 
-from ...support.state_inputs import MAMBA, STEPS, mamba_step, meta_of, run
+from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
+from ...support.state_inputs import MAMBA, STEPS, check_bfloat16, in_bfloat16, mamba_step, meta_of, pending_rows, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
 
@@ -78,15 +80,40 @@ def test_a_step_goes_on_from_the_state_of_the_last_one(cut: int) -> None:
 @NO_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", MAMBA, ids=range(len(MAMBA)))
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, form: MambaForm, dtype: torch.dtype) -> None:
-    given = mamba_step(form, STEPS[step], dtype)
+    given = mamba_step(form, (STEPS | PENDING)[step], dtype, ROOM * (step in PENDING))
     wanted, found = run(ref.mix, given), run(native.mix, given)
     bound = 2e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found[2], wanted[2], rtol=2e-5, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(found[3:], wanted[3:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", range(12))
+def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
+    """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
+    plain, drafted = (mamba_step(MAMBA[number % 3], (Sequence(0, LENGTH),), room=room) for room in (0, ROOM))
+    check_schedule(implementation.mix, ref.mix, plain, drafted, number)
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
+def test_matrices_in_bfloat16(step: str, dtype: torch.dtype) -> None:
+    given = in_bfloat16(mamba_step(MAMBA[1], (STEPS | PENDING)[step], dtype, ROOM * (step in PENDING)))
+    check_bfloat16(run(native.mix, given), run(ref.mix, given))
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", [0, 3, 5, 8])
+def test_a_rounded_matrix_depends_on_the_tokens_alone(number: int, implementation: ModuleType) -> None:
+    """Chunks of any size, drafts and replays of them: outputs and copies are those of one token in each step."""
+    plain, drafted = (in_bfloat16(mamba_step(MAMBA[0], (Sequence(0, LENGTH),), room=room)) for room in (0, ROOM))
+    check_schedule(implementation.mix, implementation.mix, plain, drafted, number)
 
 
 @NO_COMPILER
@@ -100,5 +127,8 @@ def test_what_the_code_cannot_read_is_an_error() -> None:
         native.mix(inner, gate, step, weights, StateView(state.columns, state.matrix.double()), meta, form)
     with pytest.raises(ValueError, match="columns must be"):
         native.mix(inner, gate, step, weights, StateView(state.columns.bfloat16(), state.matrix), meta, form)
+    later = pending_rows((Sequence(0, 4),), meta, ROOM, form.channels, torch.float32)
+    with pytest.raises(ValueError, match="native mamba: pending rows must be"):
+        native.mix(inner, gate, step, weights, StateView(state.columns, state.matrix, *later), meta, form)
     with pytest.raises(ValueError, match="norm must be float32"):
         native.mix(inner, gate, step, replace(weights, norm=None), state, meta, form)

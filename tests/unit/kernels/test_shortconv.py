@@ -1,5 +1,7 @@
 """The short convolution: the reference against transformers' layer, and a CPU's kernel against the reference."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from transformers import Lfm2Config
@@ -10,6 +12,7 @@ from quire.kernels.native.library import missing
 from quire.kernels.shortconv import ShortConvWeights, native, ref
 from quire.kernels.states import StateMeta, StateView
 
+from ...support.drafted_steps import LENGTH, PENDING, ROOM, check_schedule
 from ...support.state_inputs import STEPS, conv_step, run
 
 NO_COMPILER = pytest.mark.skipif(bool(why := missing()), reason=why or "runs")
@@ -43,14 +46,22 @@ def test_the_reference_equals_the_layer_of_transformers(length: int, cut: int) -
 @NO_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("channels", "taps"), [(24, 3), (531, 4), (1024, 2)])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, *PENDING])
 def test_native(step: str, channels: int, taps: int, dtype: torch.dtype) -> None:
-    given = conv_step(STEPS[step], channels, taps, dtype)
+    given = conv_step((STEPS | PENDING)[step], channels, taps, dtype, ROOM * (step in PENDING))
     wanted, found = run(ref.mix, given), run(native.mix, given)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert found[0].dtype == dtype
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1:], wanted[1:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", [ref, pytest.param(native, marks=NO_COMPILER)], ids=["ref", "native"])
+@pytest.mark.parametrize("number", range(12))
+def test_drafts_change_nothing(number: int, implementation: ModuleType) -> None:
+    """Outputs with drafts are those of plain decoding, whatever is accepted; so is a copy at a length."""
+    plain, drafted = (conv_step((Sequence(0, LENGTH),), 31, 2 + number % 3, room=room) for room in (0, ROOM))
+    check_schedule(implementation.mix, ref.mix, plain, drafted, number)
 
 
 @NO_COMPILER

@@ -5,13 +5,17 @@ from hashlib import sha256
 
 import pytest
 
-from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup, StateComponent, StateGroup
 from quire.kv.hashing import KeyChain, block_key, extras_digest, namespace_digest
 
 
-def geometry(heads: int = 2, layers: tuple[int, ...] = (0, 1), window: int | None = None) -> KVGeometry:
+def geometry(
+    heads: int = 2, layers: tuple[int, ...] = (0, 1), window: int | None = None, states: str = ""
+) -> KVGeometry:
     parts = tuple(KVComponent(name, heads, 64, "bfloat16", 2) for name in "kv")
-    return KVGeometry(groups=(KVGroup(block_size=4, layers=layers, components=parts, window=window),))
+    matrix = StateGroup(layers=(2,), components=(StateComponent("matrix", (2, 8, 8), states, 4),))
+    group = KVGroup(block_size=4, layers=layers, components=parts, window=window)
+    return KVGeometry(groups=(group,), states=(matrix,) if states else ())
 
 
 def namespace(**changes: object) -> bytes:
@@ -34,6 +38,7 @@ def test_namespace_depends_on_every_field():
         namespace(geometry=geometry(heads=4)),
         namespace(geometry=geometry(layers=(0, 1, 2))),
         namespace(geometry=geometry(window=128)),
+        *(namespace(geometry=geometry(states=dtype)) for dtype in ("float32", "bfloat16")),
     ]
     assert len(set(variants)) == len(variants)
     assert all(len(digest) == 32 for digest in variants)

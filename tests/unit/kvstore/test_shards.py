@@ -69,9 +69,7 @@ def engine(model: str, layout: str, *, dtype: str = "float32") -> tuple[list[Sha
     parallel, shards, kept = Parallel(tp=tp, pp=pp), [], []
     check(met(Inputs(args=args, parallel=parallel)))
     for rank in ranks(args, parallel):
-        geometry = rank_geometry(
-            args, rank, dtype=dtype, activations="float32", device="cpu", block_size=4, sizes=SIZES.get(model)
-        )
+        geometry = rank_geometry(args, rank, dtype=dtype, device="cpu", block_size=4, sizes=SIZES.get(model))
         firsts = [mixer(args.layers[one[0]].mixer).kv_heads(rank.tp, rank.place)[0] for one in layer_groups(args)]
         pages, file = memory.shared((BLOCKS, geometry.page_bytes), torch.uint8)
         shard = Shard(geometry=geometry, layer=rank.layers[0], heads=tuple(firsts), file=file, token=b"right")

@@ -88,7 +88,7 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
     if mixer == NONE:
         kv = NOTHING
     elif isinstance(mixer, RecurrentArgs):
-        kv = StateView(*state_arena(args, 1, rank=rank).views(last_layer(args)))
+        kv = state_arena(args, 1, rank=rank).view(last_layer(args))
     elif isinstance(mixer, LatentArgs):
         kv = LatentView(
             torch.zeros(blocks + 1, 1, BLOCK, mixer.kv_rank),
@@ -98,7 +98,7 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
         heads = made.attention.num_kv_heads
         kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, mixer.head_dim))
         if made.beside is not None:
-            kv = BothViews(kv, StateView(*state_arena(args, 1, rank=rank).views(last_layer(args))))
+            kv = BothViews(kv, state_arena(args, 1, rank=rank).view(last_layer(args)))
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     meta = AttentionMeta(
         torch.tensor([0, TOKENS], dtype=torch.int32),

@@ -189,7 +189,7 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
     arena.data.view(torch.float32).fill_(torch.nan)
     states = state_arena(args, len(prompts))
-    kv = model_views(model, arena.views, states=states.views)
+    kv = model_views(model, arena.views, states=states.view)
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -88,6 +88,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
+    ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
     (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states without drafts")}),
     (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},

@@ -20,10 +20,10 @@ from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.contracts.params import Param, Part
 from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
-from quire.layers.delta import Recurrence
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts, Router
 from quire.layers.norm import HeadNorm, Norm, WideNorm
+from quire.layers.recurrence import Recurrence
 from quire.plan.as_stored import as_stored
 from quire.plan.layout import layout
 from quire.quantization.formats import raw_tensors

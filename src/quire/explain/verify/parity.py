@@ -24,7 +24,7 @@ from quire.explain.verify import reference as peer
 from quire.explain.verify.dequantized import QuantizedInputs, Rules, describe, write_dequantized
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.parameters import Changed, changed_parameters, reference_layout
-from quire.explain.verify.recording import FEED_FORWARD, Recording, stage_name
+from quire.explain.verify.recording import Recording, stage_name
 from quire.explain.verify.steps import check_layers, watch
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.text.tokenizer import TOKENIZER_FILE
@@ -207,8 +207,10 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
     watch(model, recording)
 
     def keep(where: int | str, hidden: Tensor) -> None:
-        stage, step = ("embed", "embed_tokens") if where == "embed" else (stage_name(int(where), FEED_FORWARD), "sum")
-        recording.keep(stage, step, hidden)
+        if where == "embed":
+            recording.keep("embed", "embed_tokens", hidden)
+        else:
+            recording.keep(stage_name(int(where), recording.ends[int(where)]), "sum", hidden)
 
     engine.worker.features.attach(HiddenTap(model, keep))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -226,7 +228,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
             code=str(completion.stop_reason),
         )
     with torch.inference_mode():
-        normed = model.norm(recording.result(stage_name(last, FEED_FORWARD), "sum"))
+        normed = model.norm(recording.result(stage_name(last, recording.ends[last]), "sum"))
         recording.keep("norm", "norm", normed)
         recording.keep("logits", "lm_head", model.head.whole(normed))
     return completion.token_ids, recording

@@ -24,12 +24,14 @@ class Recording:
 
     kinds   of each half of a layer
     after   of each layer the path of the reference's module that reads the sum after attention; "": none does
+    ends    of each layer its last half
     """
 
     def __init__(self) -> None:
         self.pieces: dict[str, dict[str, list[Tensor]]] = {}
         self.kinds: dict[str, Any] = {}
         self.after: dict[int, str] = {}
+        self.ends: dict[int, str] = {}
 
     def keep(self, stage: str, step: str, result: Tensor) -> None:
         """Add a copy of the result of `step` in the next engine step. It is a copy, because kernels reuse memory."""

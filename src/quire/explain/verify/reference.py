@@ -77,10 +77,11 @@ def run_alone(model: Any, token_ids: list[int], ours: Recording) -> dict[str, Te
         if ours.after[index]:
             after = _at(layer, ours.after[index])
             handles.append(after.register_forward_pre_hook(keep(stage_name(index, ATTENTION))))
-        else:  # both halves read the same, and there is no sum between
+        elif stage_name(index, ATTENTION) in ours.kinds and ours.ends[index] == FEED_FORWARD:
+            # both halves read the same, and there is no sum between
             handles.append(layer.self_attn.register_forward_hook(keep(stage_name(index, ATTENTION))))
-        handles.append(layer.register_forward_hook(keep(stage_name(index, FEED_FORWARD))))
-    handles.append(body.norm.register_forward_hook(keep("norm")))
+        handles.append(layer.register_forward_hook(keep(stage_name(index, ours.ends[index]))))
+    handles.append(_final_norm(body).register_forward_hook(keep("norm")))
     kept["logits"] = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
     for handle in handles:
         handle.remove()
@@ -95,14 +96,14 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
     body = _body(model)
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens", _embedding_factor(model))
     for index, layer in enumerate(body.layers):
-        for half in (ATTENTION, FEED_FORWARD):
-            for step, module in _modules(layer, differences, stage_name(index, half)):
-                _on_result(module, differences, stage_name(index, half), step)
+        for stage in _stages(differences, index):
+            for step, module in _modules(layer, differences, stage, last=stage.endswith(differences.ours.ends[index])):
+                _on_result(module, differences, stage, step)
         fused = _at(layer, "self_attn.qkv_proj")
         if fused is not None:
             _on_fused(fused, differences, stage_name(index, ATTENTION))
         _feed_products(layer, differences, index)
-    _on_result(body.norm, differences, "norm", "norm")
+    _on_result(_final_norm(body), differences, "norm", "norm")
     _register_attention(differences)
     model.set_attn_implementation(INTERFACE)
     result = model(torch.tensor([token_ids]), use_cache=False)
@@ -110,21 +111,26 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
     return differences
 
 
-def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple[str, Any]]:
-    """Yield (step, module) for the steps of a stage that are the result of a module."""
+def _stages(differences: Differences, index: int) -> list[str]:
+    """Return the stages of the halves that a layer has."""
+    return [stage for half in (ATTENTION, FEED_FORWARD) if (stage := stage_name(index, half)) in differences.ours.kinds]
+
+
+def _modules(layer: Any, differences: Differences, stage: str, *, last: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (step, module) for the steps of a stage that are the result of a module. last: of the layer's last half"""
     kind = differences.ours.kinds[stage]
     for step in differences.ours.pieces.get(stage, {}):
-        whole = step.endswith("layernorm") or step in INPUT_STEPS  # of a layer, not of one of its halves
+        whole = step.endswith("norm") or step in INPUT_STEPS  # of a layer, not of one of its halves
         norm = _at(layer, step) if whole else None
         paths = kind.paths.get(step, (f"{kind.room}.{step}",))
-        module = norm or (layer if stage.endswith(FEED_FORWARD) and step == "sum" else _first_at(layer, paths))
+        module = norm or (layer if last and step == "sum" else _first_at(layer, paths))
         if module is not None:
             yield step, module
 
 
 def _feed_products(layer: Any, differences: Differences, index: int) -> None:
     """Compare the steps that are the input of a module: gated products, and the sum after attention."""
-    for stage in (stage_name(index, FEED_FORWARD), stage_name(index, ATTENTION)):
+    for stage in reversed(_stages(differences, index)):
         for step, paths in differences.ours.kinds[stage].inputs.items():
             if (module := _first_at(layer, paths)) is not None and differences.has(stage, step):
                 _on_given(module, differences, stage, step)
@@ -167,6 +173,11 @@ def _body(model: Any) -> Any:
     base = model.base_model
     body = getattr(base, "language_model", base)
     return body if hasattr(body, "layers") else body.model  # Llama 4 names another base
+
+
+def _final_norm(body: Any) -> Any:
+    """Return the norm before the head."""
+    return _first_at(body, ("norm", "embedding_norm", "norm_f"))
 
 
 def _embedding_factor(model: Any) -> float:

@@ -29,7 +29,8 @@ from quire.layers.layer_inputs import OwnInput
 def check_layers(model: Decoder) -> None:
     """Raise ConfigError for a model with layers whose steps are not known here."""
     for layer in model.layers:
-        if layer.beside is not None or type(layer.attention) not in MIXERS or type(layer.mlp) not in FEED_FORWARDS:
+        halves: Any = (layer.attention, MIXERS), (layer.mlp, FEED_FORWARDS)
+        if layer.beside is not None or any(half is not None and type(half) not in known for half, known in halves):
             raise ConfigError(
                 f"verify does not know the steps of all layers of a {model.args.model_type} model: compare the tokens "
                 "of --dtype float32 with those of transformers."
@@ -44,22 +45,25 @@ def watch(model: Decoder, recording: Recording) -> None:
     block: Any
     stored = {param.name: param.parts[0].stored.split(".")[-2] for param in model.layout}  # names of modules
     for index, block in enumerate(model.layers):
-        stage = stage_name(index, ATTENTION)
-        keep: Any = partial(recording.keep, stage)
         name = f"layers.{index}.{{}}.weight".format
-        if block.norm is not None:
-            on_result(block.norm, keep, stored[name("norm")])
-        _watch_norms(block.attention_branch, keep, stored, name("attention_{}"))
-        recording.after[index] = "" if block.norm is not None else stored.get(name("mlp_norm"), "mlp")
-        recording.kinds[stage] = MIXERS[type(block.attention)]
-        recording.kinds[stage].watch(block.attention, keep)
-        if recording.after[index]:
-            on_result(block.attention, keep, "sum")
-        stage = stage_name(index, FEED_FORWARD)
-        keep = partial(recording.keep, stage)
-        _watch_norms(block.mlp_branch, keep, stored, name("mlp_{}"))
-        recording.kinds[stage] = FEED_FORWARDS[type(block.mlp)]
-        recording.kinds[stage].watch(block.mlp, keep)
+        both = block.attention is not None and block.mlp is not None
+        recording.after[index] = stored.get(name("mlp_norm"), "mlp") if both and block.norm is None else ""
+        recording.ends[index] = ATTENTION if block.mlp is None else FEED_FORWARD
+        for half, part, branch, kinds in (
+            (ATTENTION, block.attention, block.attention_branch, MIXERS),
+            (FEED_FORWARD, block.mlp, block.mlp_branch, FEED_FORWARDS),
+        ):
+            if part is None:
+                continue
+            stage = stage_name(index, half)
+            keep: Any = partial(recording.keep, stage)
+            if block.norm is not None and half == ATTENTION:
+                on_result(block.norm, keep, stored[name("norm")])
+            _watch_norms(branch, keep, stored, name("mlp_{}" if half == FEED_FORWARD else "attention_{}"))
+            recording.kinds[stage] = kinds[type(part)]
+            recording.kinds[stage].watch(part, keep)
+            if recording.after[index] and half == ATTENTION:
+                on_result(part, keep, "sum")
         if block.own_input is not None:
             _watch_input(block.own_input, keep)
 

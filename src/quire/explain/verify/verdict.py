@@ -17,6 +17,7 @@ BESIDE = {
     "values": "the write to the cache",
     "attention": "the scale of the scores, their soft cap, the window, the mask, or the cache",
     "recurrence": "the convolution, the decay, the strength (a, b), the state, or the norm of heads with its gate",
+    "convolution": "the convolution, or the gates before and behind it",
     "attention times its gate": "the gate (attn_output_gate)",
     "router": "how experts are scored and chosen (norm_topk_prob, routed_scaling_factor, groups)",
     "gate_proj, up_proj": "the activation (hidden_act, act)",

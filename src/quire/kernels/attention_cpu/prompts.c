@@ -43,8 +43,6 @@ typedef struct PromptsJob {
     int half;
 } PromptsJob;
 
-_Static_assert(sizeof(PromptsJob) <= JOB_BYTES, "a recording has no room for the job");
-
 /* Buffers of a task. width: dimensions rounded up to 2 W; words: dimensions, in words of the form.
 
    q        [tile][words][TILE_ROWS]

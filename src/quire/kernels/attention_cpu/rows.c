@@ -28,8 +28,6 @@ typedef struct RowsAttention {
     int half, kv_group;    /* KV group of the layer, by which a recorded call finds its rows */
 } RowsAttention;
 
-_Static_assert(sizeof(RowsAttention) <= JOB_BYTES, "a recording has no room for the job");
-
 static inline long parts_of(const RowItem *item) { return (item->length - item->start + PART - 1) / PART; }
 
 /* First token that a row at `position` sees. window > 0: the row sees so many tokens. window < 0: it sees its own chunk

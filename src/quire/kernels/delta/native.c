@@ -1,130 +1,22 @@
 /* The gated delta rule: see quire.kernels.delta. First the convolution of all channels, then one task for each head of
    each sequence, which goes through the sequence's rows in order. A head's matrix [key dim][value dim] stays in the L2
-   cache meanwhile; a block of its columns stays in L1 between the two passes over it that a row takes.
+   cache meanwhile; a block of its columns stays in L1 between the two passes over it that a row takes. Rows that may be
+   rejected go through a copy of the matrix. */
 
-   A sequence's rows here: first the pending ones that are replayed, then those of the step. Lazy: its rows may be
-   rejected, so they go through a copy of the matrix, and become the pending ones. */
-
-enum { DELTA_COLUMNS = 4 * W, DELTA_CHANNELS = 512, DELTA_DIM = 512 };
+enum { DELTA_COLUMNS = 4 * W, DELTA_DIM = 512 };
 
 typedef struct DeltaJob {
     Tasks tasks;
-    const void *qkv, *gate, *decay, *strength;
-    const float *conv, *rate, *shift, *norm;
-    const int32_t *starts, *lengths, *slots, *kept_at, *kept;
-    void *columns, *pending; /* pending NULL: none is lazy */
-    int32_t *at, *replays;
-    float *u, *matrix, *scratch;
-    void *y;
+    StateRows of;
+    const void *gate, *decay, *strength;
+    const float *rate, *shift, *norm, *u;
+    void *matrix, *scratch, *y;
     long scratches; /* claimed so far */
-    long most_pending, pending_width, pending_stride, at_stride, rows;
-    long sequences, key_heads, heads, key_dim, value_dim, taps;
-    long qkv_stride, gate_stride, decay_stride, strength_stride, columns_stride, matrix_stride;
+    long key_heads, heads, key_dim, value_dim, channels;
+    long gate_stride, decay_stride, strength_stride, matrix_stride;
     float eps, lowest;
-    int by_channel, sigmoid, doubled, half;
+    int by_channel, sigmoid, doubled, half, half_state;
 } DeltaJob;
-
-INLINE float number_at(const void *base, long at, int half) {
-    if (!half) return ((const float *)base)[at];
-    const uint32_t bits = (uint32_t)((const bf16 *)base)[at] << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
-/* Rows of a sequence before the step, and in it. */
-INLINE long delta_rows(const DeltaJob *job, long s) { return job->starts[s + 1] - job->starts[s]; }
-INLINE long delta_past(const DeltaJob *job, long s) { return job->lengths[s] - delta_rows(job, s); }
-
-INLINE int delta_lazy(const DeltaJob *job, long s) { return job->pending && delta_rows(job, s) <= job->most_pending; }
-
-/* Pending rows of a sequence that were accepted. */
-INLINE long delta_replayed(const DeltaJob *job, long s) {
-    const long past = delta_past(job, s);
-    if (!job->pending || !past) return 0;
-    const long rows = past - job->at[job->slots[s] * job->at_stride];
-    return rows < 0 ? 0 : rows > job->most_pending ? job->most_pending : rows;
-}
-
-/* The place of row i of a sequence in u; the first `replayed` rows are pending ones. */
-INLINE long delta_place(const DeltaJob *job, long s, long replayed, long i) {
-    return i < replayed ? job->rows + s * job->most_pending + i : job->starts[s] + i - replayed;
-}
-
-enum { DELTA_COPIES = 2 }; /* of a sequence */
-
-/* The number of rows of the step after which the sequence's state is copied for the n-th time; 0: it is not. */
-INLINE long delta_kept(const DeltaJob *job, long s, int n) {
-    const long rows = job->kept_at[DELTA_COPIES * job->slots[s] + n] - delta_past(job, s);
-    return rows <= 0 || rows > delta_rows(job, s) ? 0 : rows;
-}
-
-/* The state that gets this copy. */
-INLINE long delta_copy(const DeltaJob *job, long s, int n) { return job->kept[DELTA_COPIES * job->slots[s] + n]; }
-
-/* A sequence's inputs of the convolution: of the state, pending ones, of the step. */
-typedef struct DeltaInputs {
-    const void *columns; /* NULL: zeros */
-    const void *pending, *rows;
-    long before, replayed, channels, stride, pending_width;
-} DeltaInputs;
-
-/* The inputs of a channel block in row i, which is negative in the state. */
-INLINE Vec delta_input(const DeltaInputs *in, long i, long c, Lanes lanes, int half) {
-    if (i >= in->replayed) return load(in->rows, (i - in->replayed) * in->stride + c, lanes, half);
-    if (i >= 0) return load(in->pending, i * in->pending_width + c, lanes, half);
-    return in->columns ? load(in->columns, (i + in->before) * in->channels + c, lanes, half) : zeros();
-}
-
-INLINE void convolve(const DeltaJob *job, long s, long block, int half) {
-    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim, taps = job->taps;
-    const long first = job->starts[s], rows = delta_rows(job, s), from = block * DELTA_CHANNELS;
-    const long to = from + DELTA_CHANNELS < channels ? from + DELTA_CHANNELS : channels;
-    const long replayed = delta_replayed(job, s), slot = job->slots[s];
-    const int lazy = delta_lazy(job, s);
-    void *own = (void *)element(job->columns, slot * job->columns_stride, half);
-    void *pending = job->pending ? (void *)element(job->pending, slot * job->pending_stride, half) : NULL;
-    const DeltaInputs in = {.columns = delta_past(job, s) ? own : NULL, .pending = pending,
-                            .rows = element(job->qkv, first * job->qkv_stride, half), .before = taps - 1,
-                            .replayed = replayed, .channels = channels, .stride = job->qkv_stride,
-                            .pending_width = job->pending_width};
-    if (!block) job->replays[s] = (int32_t)replayed;
-    if (!rows) return;
-    for (long c = from; c < to; c += W) {
-        const Lanes lanes = lanes_of(to - c);
-        for (long i = 0; i < replayed + rows; i++) {
-            Vec sum = zeros();
-            for (long k = 0; k < taps; k++)
-                sum = madd(delta_input(&in, i - taps + 1 + k, c, lanes, half),
-                           get_some(job->conv + k * channels + c, lanes), sum);
-            put_some(job->u + delta_place(job, s, replayed, i) * channels + c, lanes,
-                     gated_of(sum, fill(1.0f), SILU));
-        }
-        for (int n = 0; n < DELTA_COPIES; n++) {
-            const long kept = delta_kept(job, s, n);
-            if (!kept) continue;
-            void *copy = (void *)element(job->columns, delta_copy(job, s, n) * job->columns_stride, half);
-            for (long k = 0; k < taps - 1; k++)
-                store(copy, k * channels + c, lanes,
-                      delta_input(&in, replayed + kept - taps + 1 + k, c, lanes, half), half);
-        }
-        const long end = lazy ? replayed : replayed + rows;
-        for (long k = 0; k < taps - 1; k++) /* in this order no column is overwritten before it is read */
-            store(own, k * channels + c, lanes, delta_input(&in, end - taps + 1 + k, c, lanes, half), half);
-        for (long i = 0; lazy && i < rows; i++)
-            store(pending, i * job->pending_width + c, lanes, load(in.rows, i * in.stride + c, lanes, half), half);
-    }
-}
-
-static void convolve_tasks(void *argument) {
-    DeltaJob *job = argument;
-    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim;
-    const long blocks = (channels + DELTA_CHANNELS - 1) / DELTA_CHANNELS;
-    long task;
-    while ((task = claim(&job->tasks)) >= 0)
-        if (job->half) convolve(job, task / blocks, task % blocks, 1);
-        else convolve(job, task / blocks, task % blocks, 0);
-}
 
 /* from [dim] times 1 / sqrt(sum of squares + 1e-6) times factor -> to */
 INLINE void to_unit(const float *from, float *to, long dim, float factor) {
@@ -155,9 +47,10 @@ INLINE Vec fading(const DeltaJob *job, Vec raw, float rate) {
     return exp_of(softplus_of(raw) * fill(-rate));
 }
 
-/* A row of columns c .. of a head: decay, correct and read the matrix. own [dim][stride], output o. */
-INLINE void turn_columns(float *own, long stride, const float *q, const float *k, const float *fade, float strength,
-                         const float *v, float *o, long dim, long count) {
+/* A row of columns c .. of a head: decay, correct and read the matrix. own [dim][stride], output o. half: the matrix is
+   bfloat16; its numbers are rounded when they are written. */
+INLINE void turn_columns(void *own, long stride, const float *q, const float *k, const float *fade, float strength,
+                         const float *v, float *o, long dim, long count, int half) {
     Vec said[4], read[4];
     Lanes lanes[4];
     for (int j = 0; j < 4; j++) {
@@ -166,14 +59,14 @@ INLINE void turn_columns(float *own, long stride, const float *q, const float *k
     }
     for (long d = 0; d < dim; d++) {
         const Vec key = fill(k[d] * fade[d]);
-        for (int j = 0; j < 4; j++) said[j] = madd(get_some(own + d * stride + j * W, lanes[j]), key, said[j]);
+        for (int j = 0; j < 4; j++) said[j] = madd(load(own, d * stride + j * W, lanes[j], half), key, said[j]);
     }
     for (int j = 0; j < 4; j++) said[j] = (get_some(v + j * W, lanes[j]) - said[j]) * fill(strength);
     for (long d = 0; d < dim; d++) {
         const Vec key = fill(k[d]), query = fill(q[d]), faded = fill(fade[d]);
         for (int j = 0; j < 4; j++) {
-            const Vec now = madd(key, said[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
-            put_some(own + d * stride + j * W, lanes[j], now);
+            const Vec now = madd(key, said[j], load(own, d * stride + j * W, lanes[j], half) * faded);
+            store(own, d * stride + j * W, lanes[j], now, half);
             read[j] = madd(now, query, read[j]);
         }
     }
@@ -198,23 +91,21 @@ INLINE void open_head(const DeltaJob *job, const float *o, const void *gate, voi
 
 /* A row of inputs of all heads' decays, or of their strengths, of the step or pending. */
 INLINE const void *delta_rates(const DeltaJob *job, long s, long replayed, long i, int strengths, int half) {
-    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim;
     const long decays = job->by_channel ? job->heads * job->key_dim : job->heads;
-    if (i < replayed)
-        return element(job->pending, job->slots[s] * job->pending_stride + i * job->pending_width + channels +
-                                         (strengths ? decays : 0), half);
-    const long row = job->starts[s] + i - replayed;
+    if (i < replayed) return pending_at(&job->of, s, i, job->channels + (strengths ? decays : 0), half);
+    const long row = job->of.starts[s] + i - replayed;
     return strengths ? element(job->strength, row * job->strength_stride, half)
                      : element(job->decay, row * job->decay_stride, half);
 }
 
 /* Row i of a head through a matrix -> o */
-INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long i, float *matrix, float *o, int half) {
+INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long i, void *matrix, float *o, int half,
+                     int half_state) {
     float q[DELTA_DIM + W], k[DELTA_DIM + W], fade[DELTA_DIM];
-    const long dim = job->key_dim, width = job->value_dim, channels = 2 * job->key_heads * dim + job->heads * width;
+    const long dim = job->key_dim, width = job->value_dim;
     const long key_head = head / (job->heads / job->key_heads);
     const float rate = expf(job->rate[head]);
-    const float *u = job->u + delta_place(job, s, replayed, i) * channels;
+    const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
     const float *v = u + 2 * job->key_heads * dim + head * width;
     const void *decays = delta_rates(job, s, replayed, i, 0, half);
     to_unit(u + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
@@ -231,86 +122,73 @@ INLINE void take_row(const DeltaJob *job, long s, long head, long replayed, long
     const float strength = (job->doubled ? 2.0f : 1.0f) /
                            (1.0f + expf(-number_at(delta_rates(job, s, replayed, i, 1, half), head, half)));
     for (long c = 0; c < width; c += DELTA_COLUMNS)
-        turn_columns(matrix + c, width, q, k, fade, strength, v + c, o + c, dim, width - c);
+        turn_columns((void *)element(matrix, c, half_state), width, q, k, fade, strength, v + c, o + c, dim, width - c,
+                     half_state);
 }
 
 /* Make the inputs of a head's decays and strengths of the step pending. */
 INLINE void put_off(const DeltaJob *job, long s, long head, int half) {
-    const long channels = 2 * job->key_heads * job->key_dim + job->heads * job->value_dim, size = half ? 2 : 4;
-    const long own = job->by_channel ? job->key_dim : 1;
-    for (long i = 0; i < delta_rows(job, s); i++) {
-        const long row = job->slots[s] * job->pending_stride + i * job->pending_width + channels;
-        memcpy((void *)element(job->pending, row + head * own, half),
+    const long own = job->by_channel ? job->key_dim : 1, decays = job->channels, size = half ? 2 : 4;
+    for (long i = 0; i < state_rows(&job->of, s); i++) {
+        memcpy(pending_at(&job->of, s, i, decays + head * own, half),
                element(delta_rates(job, s, 0, i, 0, half), head * own, half), own * size);
-        memcpy((void *)element(job->pending, row + job->heads * own + head, half),
+        memcpy(pending_at(&job->of, s, i, decays + job->heads * own + head, half),
                element(delta_rates(job, s, 0, i, 1, half), head, half), size);
     }
 }
 
-INLINE void go_through(const DeltaJob *job, long s, long head, float *scratch, int half) {
+INLINE void go_through(const DeltaJob *job, long s, long head, void *scratch, int half, int half_state) {
     float o[DELTA_DIM + W];
-    const long width = job->value_dim, numbers = job->key_dim * width;
-    const long first = job->starts[s], rows = delta_rows(job, s), replayed = job->replays[s];
-    float *matrix = job->matrix + job->slots[s] * job->matrix_stride + head * numbers;
+    const long width = job->value_dim, numbers = job->key_dim * width, bytes = numbers * (half_state ? 2 : 4);
+    const long first = job->of.starts[s], rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s);
+    const long own = job->of.slots[s] * job->matrix_stride + head * numbers;
+    void *matrix = (void *)element(job->matrix, own, half_state);
     if (!rows) return;
-    if (!delta_past(job, s)) memset(matrix, 0, numbers * sizeof(float));
-    for (long i = 0; i < replayed; i++) take_row(job, s, head, replayed, i, matrix, o, half);
-    if (delta_lazy(job, s)) matrix = memcpy(scratch, matrix, numbers * sizeof(float));
+    if (!state_past(&job->of, s)) memset(matrix, 0, bytes);
+    for (long i = 0; i < replayed; i++) take_row(job, s, head, replayed, i, matrix, o, half, half_state);
+    if (state_lazy(&job->of, s)) matrix = memcpy(scratch, matrix, bytes);
     for (long i = 0; i < rows; i++) {
-        take_row(job, s, head, replayed, replayed + i, matrix, o, half);
+        take_row(job, s, head, replayed, replayed + i, matrix, o, half, half_state);
         open_head(job, o, element(job->gate, (first + i) * job->gate_stride + head * width, half),
                   (void *)element(job->y, ((first + i) * job->heads + head) * width, half), half);
-        for (int n = 0; n < DELTA_COPIES; n++)
-            if (i + 1 == delta_kept(job, s, n))
-                memcpy(job->matrix + delta_copy(job, s, n) * job->matrix_stride + head * numbers, matrix,
-                       numbers * sizeof(float));
+        keep_copies(&job->of, s, i + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers, half_state);
     }
-    if (delta_lazy(job, s)) put_off(job, s, head, half);
-    if (head || !job->pending) return;
-    job->at[job->slots[s] * job->at_stride] = delta_lazy(job, s) ? delta_past(job, s) : job->lengths[s];
-    for (int n = 0; n < DELTA_COPIES; n++)
-        if (delta_kept(job, s, n))
-            job->at[delta_copy(job, s, n) * job->at_stride] = delta_past(job, s) + delta_kept(job, s, n);
+    if (state_lazy(&job->of, s)) put_off(job, s, head, half);
 }
 
 static void delta_tasks(void *argument) {
     DeltaJob *job = argument;
     const long number = __atomic_fetch_add(&job->scratches, 1, __ATOMIC_RELAXED);
-    float *scratch = job->scratch + number * job->key_dim * job->value_dim;
+    void *scratch = (void *)element(job->scratch, number * job->key_dim * job->value_dim, job->half_state);
     long task;
     while ((task = claim(&job->tasks)) >= 0)
-        if (job->half) go_through(job, task / job->heads, task % job->heads, scratch, 1);
-        else go_through(job, task / job->heads, task % job->heads, scratch, 0);
+        if (job->half && job->half_state) go_through(job, task / job->heads, task % job->heads, scratch, 1, 1);
+        else if (job->half_state) go_through(job, task / job->heads, task % job->heads, scratch, 0, 1);
+        else if (job->half) go_through(job, task / job->heads, task % job->heads, scratch, 1, 0);
+        else go_through(job, task / job->heads, task % job->heads, scratch, 0, 0);
 }
 
-/* Strides are in numbers, from row to row; those of columns, matrix, pending and at from state to state.
-   u [rows + sequences * most_pending, channels], scratch [threads, key_dim * value_dim] and replays [sequences] are
-   scratch. pending NULL: no sequence is lazy. by_channel: a decay for each number of a key; sigmoid: the gate's
-   activation, else silu; half: as of quire_gated, and the type of columns. Dimensions are at most DELTA_DIM. */
-void quire_delta(const void *qkv, const void *gate, const void *decay, const void *strength, const float *conv,
-                 const float *rate, const float *shift, const float *norm, const int32_t *starts,
-                 const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,
-                 void *columns, float *matrix, void *pending, int32_t *at, float *u, float *scratch,
-                 int32_t *replays, void *y, long rows, long sequences, long key_heads, long heads, long key_dim,
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows + sequences *
+   most_pending, channels] and scratch [threads, key_dim * value_dim] are scratch, the latter only with pending rows.
+   by_channel: a decay for each number of a key; sigmoid: the gate's activation, else silu; half: as of quire_gated, and
+   the type of columns and pending rows; half_state: that of matrices. Dimensions are at most DELTA_DIM. */
+void quire_delta(const StateRows *of, const void *qkv, const void *gate, const void *decay, const void *strength,
+                 const float *conv, const float *rate, const float *shift, const float *norm, void *columns,
+                 void *matrix, float *u, void *scratch, void *y, long key_heads, long heads, long key_dim,
                  long value_dim, long taps, long qkv_stride, long gate_stride, long decay_stride,
-                 long strength_stride, long columns_stride, long matrix_stride, long most_pending,
-                 long pending_stride, long at_stride, float eps, float lowest, int by_channel, int sigmoid,
-                 int doubled, int half, int threads) {
+                 long strength_stride, long columns_stride, long matrix_stride, float eps, float lowest,
+                 int by_channel, int sigmoid, int doubled, int half, int half_state, int threads) {
     const long channels = 2 * key_heads * key_dim + heads * value_dim;
-    DeltaJob job = {.qkv = qkv, .gate = gate, .decay = decay, .strength = strength, .conv = conv, .rate = rate,
-                    .shift = shift, .norm = norm, .starts = starts, .lengths = lengths, .slots = slots,
-                    .kept_at = kept_at, .kept = kept, .columns = columns, .pending = pending, .at = at,
-                    .replays = replays, .u = u, .matrix = matrix, .scratch = scratch, .y = y,
-                    .most_pending = most_pending,
-                    .pending_width = channels + (by_channel ? heads * key_dim : heads) + heads,
-                    .pending_stride = pending_stride, .at_stride = at_stride, .rows = rows, .sequences = sequences,
-                    .key_heads = key_heads, .heads = heads, .key_dim = key_dim, .value_dim = value_dim, .taps = taps,
-                    .qkv_stride = qkv_stride, .gate_stride = gate_stride, .decay_stride = decay_stride,
-                    .strength_stride = strength_stride, .columns_stride = columns_stride,
+    ConvJob before = {.of = *of, .x = qkv, .conv = conv, .columns = columns, .result = u, .channels = channels,
+                      .taps = taps, .stride = qkv_stride, .columns_stride = columns_stride, .half = half};
+    convolve_all(&before, threads);
+    DeltaJob job = {.tasks = {.count = of->sequences * heads}, .of = *of, .gate = gate, .decay = decay,
+                    .strength = strength, .rate = rate, .shift = shift, .norm = norm, .u = u, .matrix = matrix,
+                    .scratch = scratch, .y = y, .key_heads = key_heads, .heads = heads, .key_dim = key_dim,
+                    .value_dim = value_dim, .channels = channels, .gate_stride = gate_stride,
+                    .decay_stride = decay_stride, .strength_stride = strength_stride,
                     .matrix_stride = matrix_stride, .eps = eps, .lowest = lowest, .by_channel = by_channel,
-                    .sigmoid = sigmoid, .doubled = doubled, .half = half};
-    job.tasks.count = sequences * ((channels + DELTA_CHANNELS - 1) / DELTA_CHANNELS);
-    RUN(convolve_tasks, &job, threads);
-    job.tasks = (Tasks){.count = sequences * heads};
+                    .sigmoid = sigmoid, .doubled = doubled, .half = half, .half_state = half_state};
     RUN(delta_tasks, &job, threads);
+    settle(of);
 }

@@ -1,11 +1,14 @@
 """The gated delta rule, row by row, for decodes and prompts; native.c has the C code."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.native.library import loaded
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.native.states import state_rows
+from quire.kernels.states import MATRICES, StateMeta, StateView
 
 MOST_DIM = 512  # of a key or a value
 
@@ -25,36 +28,28 @@ def mix(
     matrix, by_channel = state.matrix, len(weights.shift) != form.heads
     _check((qkv, gate, decay, strength), weights, state, form)
     y = qkv.new_empty(len(qkv), form.heads * form.value_dim)
-    pending, at = state.pending, state.at
-    assert (pending is None) == (at is None), "pending rows have a length from which they count"
-    most = 0 if pending is None else pending.shape[1]
-    threads, count = torch.get_num_threads(), len(meta.slots)
-    u = qkv.new_empty((len(qkv) + count * most, form.channels), dtype=torch.float32)
-    scratch = qkv.new_empty((threads if most else 0, form.key_dim * form.value_dim), dtype=torch.float32)
-    replays = qkv.new_empty(count, dtype=torch.int32)
+    own = state_rows("delta", qkv, form.channels + weights.shift.numel() + form.heads, state, meta)
+    threads = torch.get_num_threads()
+    u = qkv.new_empty((own.scratch_rows, form.channels), dtype=torch.float32)
+    copies = matrix.new_empty((threads if own.pending else 0, form.key_dim * form.value_dim))
     loaded().quire_delta(
+        ctypes.byref(own),
         *(one.data_ptr() for one in (qkv, gate, decay, strength)),
         *(one.data_ptr() for one in (weights.conv, weights.rate, weights.shift, weights.norm)),
-        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
-        *(one.data_ptr() for one in (state.columns, matrix)),
-        *(0 if one is None else one.data_ptr() for one in (pending, at)),
-        *(one.data_ptr() for one in (u, scratch, replays, y)),
-        len(qkv),
-        count,
+        *(one.data_ptr() for one in (state.columns, matrix, u, copies, y)),
         form.key_heads,
         form.heads,
         form.key_dim,
         form.value_dim,
         len(weights.conv),
         *(one.stride(0) for one in (qkv, gate, decay, strength, state.columns, matrix)),
-        most,
-        *(0 if one is None else one.stride(0) for one in (pending, at)),
         form.eps,
         form.lowest,
         by_channel,
         form.act == "sigmoid",
         form.doubled,
         qkv.dtype == torch.bfloat16,
+        matrix.dtype == torch.bfloat16,
         threads,
     )
     return y
@@ -77,17 +72,16 @@ def _check(rows: tuple[Tensor, ...], weights: DeltaWeights, state: StateView, fo
     assert matrix is not None
     shape = form.heads, form.key_dim, form.value_dim
     packed = shape[1] * shape[2], shape[2], 1
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
+    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
         raise ValueError(
-            f"native delta: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
-            f"{tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"native delta: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
+            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     if state.columns.dtype != dtype or channels != form.channels or state.columns.stride()[1:] != (channels, 1):
         raise ValueError(
             f"native delta: columns must be {dtype} [., {taps}, {form.channels}], contiguous in a state; they are "
             f"{state.columns.dtype} {tuple(state.columns.shape)} with strides {state.columns.stride()}"
         )
-    _check_pending(state, dtype, channels + shifts + form.heads)
     own = {"conv": (taps + 1, channels), "rate": (form.heads,), "shift": (shifts,), "norm": (form.value_dim,)}
     for name, size in own.items():
         one = getattr(weights, name)
@@ -98,17 +92,3 @@ def _check(rows: tuple[Tensor, ...], weights: DeltaWeights, state: StateView, fo
             f"native delta: heads have at most {MOST_DIM} numbers, and a shift for each head or each number of a key; "
             f"the form is {form}, and there are {shifts} shifts"
         )
-
-
-def _check_pending(state: StateView, dtype: torch.dtype, width: int) -> None:
-    """Check pending rows of so many numbers; raise ValueError."""
-    pending, at = state.pending, state.at
-    if pending is None or at is None:
-        return
-    if pending.dtype != dtype or pending.shape[2] != width or pending.stride()[1:] != (width, 1):
-        raise ValueError(
-            f"native delta: pending rows must be {dtype} [., ., {width}], contiguous in a state; they are "
-            f"{pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}"
-        )
-    if at.dtype != torch.int32 or at.shape[1:] != (1,):
-        raise ValueError(f"native delta: lengths must be int32 [., 1]; they are {at.dtype} {tuple(at.shape)}")

@@ -23,7 +23,7 @@ from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
 from quire.kernels.delta.triton_rows import columns_of_head, keep_rows, log_decay, opened, row_of_head
-from quire.kernels.states import StateMeta, StateView, packed
+from quire.kernels.states import MATRICES, StateMeta, StateView, packed
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -62,10 +62,10 @@ def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm
     matrix, columns = state.matrix, state.columns
     assert matrix is not None, "the layer keeps matrices"
     shape = form.heads, form.key_dim, form.value_dim
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not packed(matrix):
+    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or not packed(matrix):
         raise ValueError(
-            f"triton delta: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
-            f"{tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"triton delta: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
+            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     own = len(weights.conv) - 1, form.channels
     if columns.dtype != qkv.dtype or columns.shape[1:] != own or not packed(columns):
@@ -275,7 +275,7 @@ def _rows_kernel(
     key, value = tl.arange(0, DKP), tl.arange(0, DVP)
     inside = (key < DK)[:, None] & (value < DV)[None, :]
     at = head * DK * DV + key[:, None] * DV + value[None, :]
-    held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
+    held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0).to(tl.float32)
     own, given = columns + slot * columns_stride, qkv + first.to(tl.int64) * qkv_stride
     place, factors = (head, key, value), (shift, tl.exp(tl.load(rate + head)), lowest)
     replayed, count, put_off = 0, rows, None
@@ -293,27 +293,29 @@ def _rows_kernel(
             held = _advance(
                 held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, False
             )
+            held = held.to(matrix.dtype.element_ty).to(tl.float32)  # as decodes of one row would leave it
         if (rows <= MOST) | (count == 0):
-            tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+            tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
     for i in range(0, 1 if ONE else count):
         j, at_row = i + replayed, (first + i).to(tl.int64)
         row = row_of_head(source, conv, j, head, key, value, G, H, DK, DV, TAPS, ONE, WIDTH)
         rates = (decay + at_row * decay_stride, strength + at_row * strength_stride)
         outputs = (gate + at_row * gate_stride, norm, y + at_row * (H * DV), eps)
         held = _advance(held, rates, factors, outputs, row, place, DK, DV, BOUNDED, SIGMOID, DOUBLED, BY_CHANNEL, True)
+        held = held.to(matrix.dtype.element_ty).to(tl.float32)
         for n in range(0, 2):
             length = tl.load(kept_at + 2 * slot + n)
             if length == past + i + 1:
                 target = tl.load(kept + 2 * slot + n).to(tl.int64)
                 copied = columns + target * columns_stride
-                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
+                tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
                 columns_of_head(source, copied, j + 1, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
                 if head % (H // G) == 0:
                     columns_of_head(source, copied, j + 1, head, key, False, G, H, DK, DV, TAPS, TAPSP, WIDTH)
     lazy = rows <= MOST
     upto = tl.where(lazy, replayed, replayed + count)
     if (MOST == 0) | ((count > 0) & (rows > MOST)):
-        tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+        tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
     columns_of_head(source, own, upto, head, value, True, G, H, DK, DV, TAPS, TAPSP, WIDTH)
     if MOST:
         if lazy:

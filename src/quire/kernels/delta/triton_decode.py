@@ -115,7 +115,7 @@ def _decode_kernel(
     key, value = tl.arange(0, DKP), tl.program_id(0) % PARTS * PART + tl.arange(0, PART)
     in_key, in_value = key < DK, value < DV
     inside, at = in_key[:, None] & in_value[None, :], head * DK * DV + key[:, None] * DV + value[None, :]
-    held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
+    held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0).to(tl.float32)
     keep = tl.load(kept_at + 2 * slot), tl.load(kept_at + 2 * slot + 1)
     own, given = columns + slot * columns_stride, qkv + row * qkv_stride
     q_at, k_at, v_at = key_head * DK + key, (G + key_head) * DK + key, 2 * G * DK + head * DV + value
@@ -152,8 +152,8 @@ def _decode_kernel(
     for n in tl.static_range(2):
         if keep[n] == past + 1:
             target = tl.load(kept + 2 * slot + n).to(tl.int64)
-            tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-    tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+            tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
+    tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # all threads have written their part
     writers = counts + s * (G + H) + G + head
     if tl.atomic_add(writers, 1, sem="acq_rel") == PARTS - 1:

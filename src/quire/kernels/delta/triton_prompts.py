@@ -336,7 +336,7 @@ def _scan_kernel(
         one = copied_behind(kept_at, slot, 0, past, end, CHUNK)
         two = copied_behind(kept_at, slot, 1, past, end, CHUNK)
         lower, upper = tl.minimum(one, two), tl.maximum(one, two)
-        held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0)
+        held = tl.load(matrix + slot * matrix_stride + at, mask=inside & (past > 0), other=0.0).to(tl.float32)
         for run in range(0, 3):
             since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
             upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
@@ -361,11 +361,11 @@ def _scan_kernel(
                 held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
             if (run < 2) & (upto >= 0) & (one == upto):
                 target = tl.load(kept + 2 * slot).to(tl.int64)
-                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
+                tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
             if (run < 2) & (upto >= 0) & (two == upto):
                 target = tl.load(kept + 2 * slot + 1).to(tl.int64)
-                tl.store(matrix + target * matrix_stride + at, held, mask=inside)
-        tl.store(matrix + slot * matrix_stride + at, held, mask=inside)
+                tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
+        tl.store(matrix + slot * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -436,9 +436,9 @@ def _states_kernel(
                 then = tl.load(faded + (row + length - start - 1) * H + head)
                 part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
                 place = matrix + target * matrix_stride + at
-                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0)
+                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
-                tl.store(place, held, mask=inside)
+                tl.store(place, held.to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit

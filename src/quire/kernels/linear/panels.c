@@ -51,8 +51,6 @@ typedef struct PanelsJob {
     int group, chunk, kind, out, act, half, type, each, pairs, fine; /* each: panels of a task */
 } PanelsJob;
 
-_Static_assert(sizeof(PanelsJob) <= JOB_BYTES, "a recording has no room for the job");
-
 INLINE int in_words(int kind) { return kind == PAIRED4 || kind == PAIRED_E2M1; } /* few rows of x, too */
 
 INLINE long step_bytes(int kind) {

@@ -15,8 +15,6 @@ typedef struct RowsOfX {
     float limit;
 } RowsOfX;
 
-_Static_assert(sizeof(RowsOfX) <= JOB_BYTES, "a recording has no room for the job");
-
 INLINE void read_piece(const RowsOfX *job, long row, long from, long count, float *piece) {
     const void *x = element(job->x, row * job->stride, job->half);
     if (job->order)

@@ -16,7 +16,8 @@ mix(inner [T, C], gate [T, H * P], step [T, H], weights, state, meta, form) -> [
     y = o / sqrt(mean of o^2 + eps) * weights.norm * silu(gate)     norm "first"
 
     The result has the dtype of inner; u, d, x, S and o are float32. Rows of inner, gate and step are contiguous; their
-    strides between rows may differ. `meta` and `state`: see `quire.kernels.states`.
+    strides between rows may differ. `meta` and `state`: see `quire.kernels.states`. A pending row has inner and step,
+    one behind the other.
 
     Formulas: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), as Nemotron-H, Granite 4 and Falcon-H1 have them.
 """

@@ -1,6 +1,7 @@
 /* Mamba 2: see quire.kernels.mamba. First the convolution of all channels, then one task for each head of each
    sequence, which goes through the sequence's rows in order, then one task for each row, which gates and normalizes it.
-   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. */
+   A row takes one pass over a head's matrix [state dim][head dim], which stays in the L2 cache between rows. Rows that
+   may be rejected go through a copy of the matrix. */
 
 enum { MAMBA_COLUMNS = 4, NO_NORM = 0, GATE_FIRST = 1, NORM_FIRST = 2 };
 
@@ -9,16 +10,19 @@ typedef struct MambaJob {
     StateRows of;
     const void *step;
     const float *rate, *shift, *skip, *u;
-    float *matrix, *o;
+    float *o;
+    void *matrix, *scratch;
+    long scratches; /* claimed so far */
     long heads, per, dim, width, channels; /* per: heads of a group; dim: N; width: P */
     long step_stride, matrix_stride;
     float lowest, highest;
-    int half;
+    int half, half_state;
 } MambaJob;
 
-/* A row of MAMBA_COLUMNS vectors of a head's columns: decay, add and read the matrix. own [dim][stride], output o. */
-INLINE void mamba_columns(float *own, long stride, const float *b, const float *c, float fade, float step, float skip,
-                          const float *x, float *o, long dim, long count) {
+/* A row of MAMBA_COLUMNS vectors of a head's columns: decay, add and read the matrix. own [dim][stride], output o.
+   half: the matrix is bfloat16; its numbers are rounded when they are written. */
+INLINE void mamba_columns(void *own, long stride, const float *b, const float *c, float fade, float step, float skip,
+                          const float *x, float *o, long dim, long count, int half) {
     Vec value[MAMBA_COLUMNS], read[MAMBA_COLUMNS];
     Lanes lanes[MAMBA_COLUMNS];
     const Vec faded = fill(fade);
@@ -31,39 +35,54 @@ INLINE void mamba_columns(float *own, long stride, const float *b, const float *
     for (long d = 0; d < dim; d++) {
         const Vec in = fill(b[d]), out = fill(c[d]);
         for (int j = 0; j < MAMBA_COLUMNS; j++) {
-            const Vec now = madd(in, value[j], get_some(own + d * stride + j * W, lanes[j]) * faded);
-            put_some(own + d * stride + j * W, lanes[j], now);
+            const Vec now = madd(in, value[j], load(own, d * stride + j * W, lanes[j], half) * faded);
+            store(own, d * stride + j * W, lanes[j], now, half);
             read[j] = madd(now, out, read[j]);
         }
     }
     for (int j = 0; j < MAMBA_COLUMNS; j++) put_some(o + j * W, lanes[j], read[j]);
 }
 
-static void mamba_head(const MambaJob *job, long s, long head) {
-    const long dim = job->dim, width = job->width, heads = job->heads, first = job->of.starts[s];
-    const long rows = state_rows(&job->of, s), size = dim * width * (long)sizeof(float);
+INLINE void mamba_head(const MambaJob *job, long s, long head, void *scratch, int half_state) {
+    const long dim = job->dim, width = job->width, heads = job->heads, first = job->of.starts[s], numbers = dim * width;
+    const long rows = state_rows(&job->of, s), replayed = state_replayed(&job->of, s), half = job->half;
     const long in = heads * width + head / job->per * dim, out = in + heads / job->per * dim;
-    float *matrix = job->matrix + job->of.slots[s] * job->matrix_stride + head * dim * width;
+    const long bytes = numbers * (half_state ? 2 : 4), own = job->of.slots[s] * job->matrix_stride + head * numbers;
+    const int lazy = state_lazy(&job->of, s);
     const float rate = expf(job->rate[head]);
+    void *matrix = (void *)element(job->matrix, own, half_state);
     if (!rows) return;
-    if (!state_past(&job->of, s)) memset(matrix, 0, size);
-    for (long i = 0; i < rows; i++) {
-        const float *u = job->u + (first + i) * job->channels;
-        const float raw = number_at(job->step, (first + i) * job->step_stride + head, job->half) + job->shift[head];
+    if (!state_past(&job->of, s)) memset(matrix, 0, bytes);
+    for (long i = 0; i < replayed + rows; i++) {
+        const long row = i < replayed ? first : first + i - replayed; /* the first one's output comes last */
+        const void *steps = i < replayed ? pending_at(&job->of, s, i, job->channels, half)
+                                         : element(job->step, row * job->step_stride, half);
+        const float *u = job->u + state_place(&job->of, s, replayed, i) * job->channels;
+        const float raw = number_at(steps, head, half) + job->shift[head];
         const float soft = raw > 20.0f ? raw : log1pf(expf(raw));
         const float step = soft < job->lowest ? job->lowest : soft > job->highest ? job->highest : soft;
+        if (i == replayed && lazy) matrix = memcpy(scratch, matrix, bytes);
         for (long c = 0; c < width; c += MAMBA_COLUMNS * W)
-            mamba_columns(matrix + c, width, u + in, u + out, expf(-rate * step), step, job->skip[head],
-                          u + head * width + c, job->o + ((first + i) * heads + head) * width + c, dim, width - c);
-        keep_copies(&job->of, s, i + 1, (char *)job->matrix, job->matrix_stride * (long)sizeof(float), (char *)matrix,
-                    size);
+            mamba_columns((void *)element(matrix, c, half_state), width, u + in, u + out, expf(-rate * step), step,
+                          job->skip[head], u + head * width + c, job->o + (row * heads + head) * width + c, dim,
+                          width - c, half_state);
+        if (i < replayed) continue;
+        keep_copies(&job->of, s, i - replayed + 1, job->matrix, job->matrix_stride, head * numbers, matrix, numbers,
+                    half_state);
+        if (lazy)
+            memcpy(pending_at(&job->of, s, i - replayed, job->channels + head, half), element(steps, head, half),
+                   half ? 2 : 4);
     }
 }
 
 static void mamba_heads(void *argument) {
     MambaJob *job = argument;
+    const long number = __atomic_fetch_add(&job->scratches, 1, __ATOMIC_RELAXED);
+    void *scratch = (void *)element(job->scratch, number * job->dim * job->width, job->half_state);
     long task;
-    while ((task = claim(&job->tasks)) >= 0) mamba_head(job, task / job->heads, task % job->heads);
+    while ((task = claim(&job->tasks)) >= 0)
+        if (job->half_state) mamba_head(job, task / job->heads, task % job->heads, scratch, 1);
+        else mamba_head(job, task / job->heads, task % job->heads, scratch, 0);
 }
 
 typedef struct MambaEnd {
@@ -106,31 +125,30 @@ static void mamba_ends(void *argument) {
         else mamba_end(job, row, 0);
 }
 
-/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows, channels] is
-   scratch, as are the [rows, heads * width] numbers behind it. bias and norm may be NULL; order: 0 without a norm, 1
-   with the gate before the norm, 2 with the norm before the gate; half: as of quire_gated, and the type of columns. */
-void quire_mamba(const void *inner, const void *gate, const void *step, const float *conv, const float *bias,
-                 const float *rate, const float *shift, const float *skip, const float *norm, const int32_t *starts,
-                 const int32_t *lengths, const int32_t *slots, const int32_t *kept_at, const int32_t *kept,
-                 void *columns, float *matrix, float *u, void *y, long sequences, long rows, long heads, long groups,
+/* Strides are in numbers, from row to row; those of columns and matrix from state to state. u [rows + sequences *
+   most_pending, channels], o [rows, heads * width] and scratch [threads, width * dim] are scratch, the last only with
+   pending rows. bias and norm may be NULL; order: 0 without a norm, 1 with the gate before the norm, 2 with the norm
+   before the gate; half: as of quire_gated, and the type of columns and pending rows; half_state: that of matrices. */
+void quire_mamba(const StateRows *of, const void *inner, const void *gate, const void *step, const float *conv,
+                 const float *bias, const float *rate, const float *shift, const float *skip, const float *norm,
+                 void *columns, void *matrix, float *u, float *o, void *scratch, void *y, long heads, long groups,
                  long width, long dim, long inner_stride, long gate_stride, long step_stride, long columns_stride,
                  long matrix_stride, float eps, float lowest, float highest, int taps, int order, int half,
-                 int threads) {
+                 int half_state, int threads) {
     const long channels = heads * width + 2 * groups * dim;
-    const StateRows of = {starts, lengths, slots, kept_at, kept};
-    float *o = u + rows * channels;
-    ConvJob before = {.of = of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
-                      .sequences = sequences, .channels = channels, .taps = taps, .stride = inner_stride,
-                      .columns_stride = columns_stride, .half = half};
+    ConvJob before = {.of = *of, .x = inner, .conv = conv, .bias = bias, .columns = columns, .result = u,
+                      .channels = channels, .taps = taps, .stride = inner_stride, .columns_stride = columns_stride,
+                      .half = half};
     convolve_all(&before, threads);
-    MambaJob job = {.of = of, .step = step, .rate = rate, .shift = shift, .skip = skip, .u = u, .matrix = matrix,
-                    .o = o, .heads = heads, .per = heads / groups, .dim = dim, .width = width, .channels = channels,
+    MambaJob job = {.tasks = {.count = of->sequences * heads}, .of = *of, .step = step, .rate = rate, .shift = shift,
+                    .skip = skip, .u = u, .matrix = matrix, .o = o, .scratch = scratch, .heads = heads,
+                    .per = heads / groups, .dim = dim, .width = width, .channels = channels,
                     .step_stride = step_stride, .matrix_stride = matrix_stride, .lowest = lowest, .highest = highest,
-                    .half = half};
-    job.tasks.count = sequences * heads;
+                    .half = half, .half_state = half_state};
     RUN(mamba_heads, &job, threads);
-    MambaEnd end = {.tasks = {.count = rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
+    MambaEnd end = {.tasks = {.count = of->rows}, .o = o, .norm = norm, .gate = gate, .y = y, .width = heads * width,
                     .group = heads / groups * width, .gate_stride = gate_stride, .eps = eps, .order = order,
                     .half = half};
     RUN(mamba_ends, &end, threads);
+    settle(of);
 }

@@ -1,11 +1,14 @@
 """Mamba 2 in C, row by row, for decodes and prompts; native.c has the code."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from quire.kernels.mamba import MambaForm, MambaWeights
 from quire.kernels.native.library import loaded
-from quire.kernels.states import StateMeta, StateView
+from quire.kernels.native.states import state_rows
+from quire.kernels.states import MATRICES, StateMeta, StateView
 
 ORDERS = ("", "gated", "first")  # in the order of their numbers in the C code
 
@@ -24,15 +27,16 @@ def mix(
     matrix = state.matrix
     _check((inner, gate, step), weights, state, form)
     y = inner.new_empty(len(inner), form.width)
-    scratch = inner.new_empty(len(inner) * (form.channels + form.width), dtype=torch.float32)
+    rows, threads = state_rows("mamba", inner, form.channels + form.heads, state, meta), torch.get_num_threads()
+    u = inner.new_empty((rows.scratch_rows, form.channels), dtype=torch.float32)
+    o = inner.new_empty((len(inner), form.width), dtype=torch.float32)
+    copies = matrix.new_empty((threads if rows.pending else 0, form.head_dim * form.state_dim))
     own = (weights.conv, weights.bias, weights.rate, weights.shift, weights.skip, weights.norm)
     loaded().quire_mamba(
+        ctypes.byref(rows),
         *(one.data_ptr() for one in (inner, gate, step)),
         *(0 if one is None else one.data_ptr() for one in own),
-        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
-        *(one.data_ptr() for one in (state.columns, matrix, scratch, y)),
-        len(meta.slots),
-        len(inner),
+        *(one.data_ptr() for one in (state.columns, matrix, u, o, copies, y)),
         form.heads,
         form.groups,
         form.head_dim,
@@ -44,7 +48,8 @@ def mix(
         len(weights.conv),
         ORDERS.index(form.norm),
         inner.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+        matrix.dtype == torch.bfloat16,
+        threads,
     )
     return y
 
@@ -64,10 +69,10 @@ def _check(rows: tuple[Tensor, ...], weights: MambaWeights, state: StateView, fo
         )
     shape = form.heads, form.state_dim, form.head_dim
     packed = shape[1] * shape[2], shape[2], 1
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
+    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or matrix.stride()[1:] != packed:
         raise ValueError(
-            f"native mamba: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
-            f"{tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"native mamba: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
+            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     if state.columns.dtype != dtype or channels != form.channels or state.columns.stride()[1:] != (channels, 1):
         raise ValueError(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.mamba import MambaForm, MambaWeights
-from quire.kernels.states import StateMeta, StateView, convolved, copies
+from quire.kernels.states import StateMeta, StateView, convolved, courses
 
 
 def mix(
@@ -20,22 +20,15 @@ def mix(
     """Return y [T, H * P], and update the states. See `quire.kernels.mamba`."""
     assert state.matrix is not None, "the layer keeps matrices"
     y = torch.zeros(len(inner), form.width, device=inner.device)
-    steps = F.softplus(step.float() + weights.shift).clamp(form.lowest, form.highest)
-    factors = torch.exp(-weights.rate.exp() * steps)
-    starts, slots = meta.query_start.tolist(), meta.slots.tolist()
-    own = {starts[s]: s for s in range(len(slots)) if starts[s] < starts[s + 1]}
-    for at, sums in convolved(inner, weights.conv, weights.bias, state.columns, meta):
-        s, (x, b, c) = own[at.start], _parts(F.silu(sums), form)
-        matrix, kept = state.matrix[slots[s]], copies(meta, s)
-        if int(meta.seq_lens[s]) == len(sums):
-            matrix[:] = 0
-        for i in range(len(sums)):
-            row = at.start + i
-            matrix *= factors[row, :, None, None]
-            matrix += b[i, :, :, None] * (steps[row, :, None] * x[i])[:, None]
-            y[row] = (torch.einsum("hnp,hn->hp", matrix, c[i]) + weights.skip[:, None] * x[i]).flatten()
-            if i + 1 in kept:
-                state.matrix[kept[i + 1]] = matrix
+    for one in courses(torch.cat((inner, step), 1), state, meta):
+        x, b, c = _parts(F.silu(convolved(one.inputs, weights.conv, weights.bias)), form)
+        steps = F.softplus(one.rows[:, form.channels :].float() + weights.shift).clamp(form.lowest, form.highest)
+        factors = torch.exp(-weights.rate.exp() * steps)
+        for i, row, matrix in one.through(state.matrix):
+            matrix *= factors[i, :, None, None]
+            matrix += b[i, :, :, None] * (steps[i, :, None] * x[i])[:, None]
+            if row >= 0:
+                y[row] = (torch.einsum("hnp,hn->hp", matrix, c[i]) + weights.skip[:, None] * x[i]).flatten()
     return finished(y, gate, weights.norm, form).to(inner.dtype)
 
 

@@ -5,14 +5,13 @@ Sequences of several rows are prompts, also those of drafts.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.kernels.mamba import MambaForm, MambaWeights
 from quire.kernels.mamba.triton_call import MambaCall
 from quire.kernels.mamba.triton_decode import mix_decodes
 from quire.kernels.mamba.triton_prompts import mix_prompts
-from quire.kernels.states import StateMeta, StateView, packed
+from quire.kernels.states import MATRICES, StateMeta, StateView, packed
 
 
 def mix(
@@ -41,10 +40,10 @@ def _check(inner: Tensor, weights: MambaWeights, state: StateView, form: MambaFo
     matrix, columns = state.matrix, state.columns
     assert matrix is not None, "the layer keeps matrices"
     shape = form.heads, form.state_dim, form.head_dim
-    if matrix.dtype != torch.float32 or matrix.shape[1:] != shape or not packed(matrix):
+    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or not packed(matrix):
         raise ValueError(
-            f"triton mamba: matrices must be float32 {shape}, contiguous in a state; they are {matrix.dtype} "
-            f"{tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"triton mamba: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
+            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
     own = len(weights.conv) - 1, form.channels
     if columns.dtype != inner.dtype or columns.shape[1:] != own or not packed(columns):

@@ -264,6 +264,14 @@ INLINE Vec load(const void *base, long at, Lanes lanes, int half) {
     return half ? widen(read_halves((const bf16 *)base + at, lanes)) : get_some((const float *)base + at, lanes);
 }
 
+INLINE float number_at(const void *base, long at, int half) {
+    if (!half) return ((const float *)base)[at];
+    const uint32_t bits = (uint32_t)((const bf16 *)base)[at] << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
 /* Store x; return the stored value, which is x rounded. */
 INLINE Vec store(void *base, long at, Lanes lanes, Vec x, int half) {
     if (!half) {

@@ -7,7 +7,8 @@ mix(rows [T, 3 * C], weights, state, meta) -> [T, C]
     y = c * (bias + sum of weights.conv[k] * v[i - K + 1 + k] over k)
 
     The values v before the step are `state.columns`; the layer keeps no matrix. The sum is float32, the result has the
-    dtype of rows. Rows are contiguous; their stride may differ. `meta` and `state`: see `quire.kernels.states`.
+    dtype of rows. Rows are contiguous; their stride may differ. `meta` and `state`: see `quire.kernels.states`. A
+    pending row has the values v.
 
     Formula: LFM2 (Liquid AI), as transformers computes it.
 """

@@ -1,9 +1,12 @@
 """The short convolution in C, for decodes and prompts; native.c has the code."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from quire.kernels.native.library import loaded
+from quire.kernels.native.states import state_rows
 from quire.kernels.shortconv import ShortConvWeights
 from quire.kernels.states import StateMeta, StateView
 
@@ -12,15 +15,15 @@ def mix(rows: Tensor, weights: ShortConvWeights, state: StateView, meta: StateMe
     """Return y [T, C], and update the states. See `quire.kernels.shortconv`."""
     taps, channels = weights.conv.shape
     _check(rows, weights, state)
+    own = state_rows("shortconv", rows, channels, state, meta)
     y = rows.new_empty(len(rows), channels)
     loaded().quire_shortconv(
+        ctypes.byref(own),
         rows.data_ptr(),
         weights.conv.data_ptr(),
         0 if weights.bias is None else weights.bias.data_ptr(),
-        *(one.data_ptr() for one in (meta.query_start, meta.seq_lens, meta.slots, meta.kept_at, meta.kept)),
         state.columns.data_ptr(),
         y.data_ptr(),
-        len(meta.slots),
         channels,
         taps,
         rows.stride(0),

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from quire.kernels.shortconv import ShortConvWeights
-from quire.kernels.states import StateMeta, StateView, convolved
+from quire.kernels.states import StateMeta, StateView, convolved, courses
 
 
 def mix(rows: Tensor, weights: ShortConvWeights, state: StateView, meta: StateMeta) -> Tensor:
     """Return y [T, C], and update the states. See `quire.kernels.shortconv`."""
     b, c, x = rows.chunk(3, 1)
     sums = torch.zeros(x.shape, device=rows.device)
-    for at, sum_of_taps in convolved(b * x, weights.conv, weights.bias, state.columns, meta):
-        sums[at] = sum_of_taps
+    for one in courses(b * x, state, meta):
+        sums[one.first : one.first + len(one.rows) - one.replayed] = convolved(
+            one.inputs[one.replayed :], weights.conv, weights.bias
+        )
     return (c * sums).to(rows.dtype)

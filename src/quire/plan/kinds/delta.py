@@ -17,14 +17,13 @@ from quire.plan.kinds.interfaces import (
     LayerStep,
     ParamWriter,
     RankExchange,
+    StateTypes,
     StoredRows,
     added,
     read,
 )
 
 AT = "layers.{i}.delta."
-FLOAT_BYTES = 4  # of the matrices and rates, which stay float32
-LENGTH_BYTES = 4  # of the length at which a state stands
 
 
 class DeltaKind:
@@ -104,21 +103,17 @@ class DeltaKind:
         """Return (): it keeps nothing of a token."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
         """Return the last inputs of the convolution, and the matrices of the heads; with drafts, pending rows, too."""
         args = self._args
         first, end = (0, args.key_heads) if rank is None else share(args.key_heads, rank.tp, rank.place)
         heads = (end - first) * (args.heads // args.key_heads)
         channels = 2 * (end - first) * args.key_dim + heads * args.value_dim
-        found = (
-            StateComponent("columns", (args.taps - 1, channels), dtype, item_bytes),
-            StateComponent("matrix", (heads, args.key_dim, args.value_dim), "float32", FLOAT_BYTES),
+        return (
+            types.inputs("columns", args.taps - 1, channels),
+            types.matrices(heads, args.key_dim, args.value_dim),
+            *types.pending(channels + heads * (args.decays + 1)),
         )
-        if not drafts:
-            return found
-        width = channels + heads * (args.decays + 1)
-        pending = StateComponent("pending", (1 + drafts, width), dtype, item_bytes)
-        return (*found, pending, StateComponent("at", (1,), "int32", LENGTH_BYTES))
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the key heads of a rank."""

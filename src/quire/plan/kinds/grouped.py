@@ -17,6 +17,7 @@ from quire.plan.kinds.interfaces import (
     LayerStep,
     ParamWriter,
     RankExchange,
+    StateTypes,
     StoredRows,
     added,
     head_order,
@@ -116,7 +117,7 @@ class GroupedKind:
         first, end = (0, self._args.num_kv_heads) if rank is None else self.kv_heads(rank.tp, rank.place)
         return tuple(KVComponent(name, end - first, self._args.head_dim, dtype, item_bytes) for name in ("k", "v"))
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
         """Return (): all that it keeps grows with the request."""
         return ()
 

@@ -12,8 +12,10 @@ from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import Parallel, Rank, share
 from quire.contracts.params import Param, Part
 from quire.contracts.scheme import Wire
+from quire.plan.weight_bytes import ITEM_BYTES
 
 TOKEN = "token"  # a unit of messages
+LENGTH_BYTES = 4  # of the length at which a state stands
 CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
 RMS_NORM, LAYER_NORM = "norm.rms_norm", "norm.layer_norm"
 SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
@@ -234,6 +236,36 @@ class LayerStep(NamedTuple):
         return self.layer is None or not (self.layer.after or self.layer.residual != 1)
 
 
+class StateTypes(NamedTuple):
+    """Types of what layers keep of a request whatever its length.
+
+    activations   dtype of the inputs that are kept: columns of convolutions, and pending rows
+    matrix        dtype of the matrices of heads, "float32" or "bfloat16"
+    drafts        most drafts that a decode verifies: with some, layers keep pending rows
+    """
+
+    activations: str
+    matrix: str = "float32"
+    drafts: int = 0
+
+    def inputs(self, name: str, rows: int, width: int) -> StateComponent:
+        """Return a component of so many rows of inputs."""
+        return StateComponent(name, (rows, width), self.activations, ITEM_BYTES[self.activations])
+
+    def matrices(self, heads: int, dim: int, width: int) -> StateComponent:
+        """Return the component with a matrix [dim, width] for each head."""
+        return StateComponent("matrix", (heads, dim, width), self.matrix, ITEM_BYTES[self.matrix])
+
+    def pending(self, width: int) -> tuple[StateComponent, ...]:
+        """Return room for the pending rows of a decode with drafts, if any are verified (`quire.kernels.states`).
+
+        width   numbers of a pending row
+        """
+        if not self.drafts:
+            return ()
+        return self.inputs("pending", 1 + self.drafts, width), StateComponent("at", (1,), "int32", LENGTH_BYTES)
+
+
 class Mixer(Protocol):
     """A kind of mixer: it reads the tokens before a token."""
 
@@ -271,12 +303,8 @@ class Mixer(Protocol):
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
-        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads.
-
-        dtype, item_bytes   of activations
-        drafts              most drafts that a decode verifies
-        """
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return what a layer keeps of a request, whatever its length, on a rank; None: of all heads."""
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the range of KV heads of the rank `place` of `tp`."""

@@ -16,6 +16,7 @@ from quire.plan.kinds.interfaces import (
     LayerStep,
     ParamWriter,
     RankExchange,
+    StateTypes,
     StoredRows,
     added,
     normed,
@@ -79,7 +80,7 @@ class LatentKind:
         widths = {"latent": self._sizes.kv_rank, "rope": self._sizes.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
         """Return (): all that it keeps grows with the request."""
         return ()
 

@@ -14,6 +14,7 @@ from quire.plan.kinds.interfaces import (
     LayerStep,
     ParamWriter,
     RankExchange,
+    StateTypes,
     StoredRows,
     added,
     read,
@@ -21,7 +22,7 @@ from quire.plan.kinds.interfaces import (
 )
 
 AT = "layers.{i}.mamba."
-FLOAT_BYTES = 4  # of the matrices and rates, which stay float32
+FLOAT_BYTES = 4  # of squares
 SQUARES = "squares of a group's numbers"
 
 
@@ -85,15 +86,16 @@ class MambaKind:
         """Return (): it keeps nothing of a token."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
-        """Return the last inputs of the convolution, and the matrices of the heads."""
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return the last inputs of the convolution, and the matrices of the heads; with drafts, pending rows, too."""
         args = self._args
         tp, place = (1, 0) if rank is None else (rank.tp, rank.place)
         (first, end), (begin, last) = self.kv_heads(tp, place), self._groups(tp, place)
         channels = (end - first) * args.head_dim + 2 * (last - begin) * args.state_dim
         return (
-            StateComponent("columns", (args.taps - 1, channels), dtype, item_bytes),
-            StateComponent("matrix", (end - first, args.state_dim, args.head_dim), "float32", FLOAT_BYTES),
+            types.inputs("columns", args.taps - 1, channels),
+            types.matrices(end - first, args.state_dim, args.head_dim),
+            *types.pending(channels + end - first),
         )
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:

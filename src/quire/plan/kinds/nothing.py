@@ -7,7 +7,7 @@ from quire.args.layers import NoneArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
-from quire.plan.kinds.interfaces import Call, ExchangedRows, LayerStep, ParamWriter, RankExchange
+from quire.plan.kinds.interfaces import Call, ExchangedRows, LayerStep, ParamWriter, RankExchange, StateTypes
 
 
 class NoneKind:
@@ -29,7 +29,7 @@ class NoneKind:
         """Return ()."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
         """Return ()."""
         return ()
 

@@ -13,6 +13,7 @@ from quire.plan.kinds.interfaces import (
     LayerStep,
     ParamWriter,
     RankExchange,
+    StateTypes,
     StoredRows,
     added,
     read,
@@ -59,10 +60,10 @@ class ShortConvKind:
         """Return (): it keeps nothing of a token."""
         return ()
 
-    def states(self, dtype: str, item_bytes: int, rank: Rank | None, drafts: int = 0) -> tuple[StateComponent, ...]:
-        """Return the last inputs of the convolution."""
+    def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
+        """Return the last inputs of the convolution; with drafts, pending rows, too."""
         first, end = (0, self._args.width) if rank is None else self.kv_heads(rank.tp, rank.place)
-        return (StateComponent("columns", (self._args.taps - 1, end - first), dtype, item_bytes),)
+        return types.inputs("columns", self._args.taps - 1, end - first), *types.pending(end - first)
 
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the channels of a rank."""

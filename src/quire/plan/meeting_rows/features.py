@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.delta import DeltaArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
@@ -243,7 +244,15 @@ CACHE: Mapping[str, Feature] = {
     "states on a GPU": Feature(lambda i: i.device == "cuda" and _keeping(*RECURRENT)(i), "recurrent layers on a GPU"),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
-    "states without drafts": Feature(_keeping(MambaArgs, ShortConvArgs), "Mamba 2 or short convolutions"),
+    "type of matrices": Feature(
+        given("mamba_ssm_cache_dtype"), "a type of recurrent layers' matrices", "--mamba-ssm-cache-dtype"
+    ),
+    "no matrices": Feature(
+        of_model(lambda i, m: not _keeping(DeltaArgs, MambaArgs)(i)), "a model whose layers keep no matrices"
+    ),
+    "states without drafts": Feature(
+        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
+    ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),

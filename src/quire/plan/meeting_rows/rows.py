@@ -102,12 +102,13 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("drafts over states", "states without drafts", MISSING, "their kernels have no pending rows",
+    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
         "leave out --speculative-config"),
     Row("host memory", "states on a GPU", MISSING, "no GPU has copied checkpoints of states to host memory yet",
         "leave out --kv-offload-gb, or use --device cpu"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
+    Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),

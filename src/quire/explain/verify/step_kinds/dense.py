@@ -6,7 +6,7 @@ from quire.explain.verify.recording import on_sum
 from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.mlp import GatedMLP
 
-DOWN = ("mlp.down_proj", "shared_mlp.output_linear", "feed_forward.down_proj")
+DOWN = ("mlp.down_proj", "shared_mlp.output_linear", "feed_forward.down_proj", "feed_forward.w2", "mixer.down_proj")
 
 
 class DenseSteps:

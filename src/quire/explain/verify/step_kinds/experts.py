@@ -11,8 +11,22 @@ from quire.explain.verify.step_kinds.interfaces import Keep
 from quire.layers.context import StepContext
 from quire.layers.moe import MoE
 
-DOWN = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj", "feed_forward.shared_expert.down_proj")
-ROUTER = ("mlp.gate", "mlp.router", "feed_forward.router")
+DOWN = (
+    "mlp.shared_experts.down_proj",
+    "mlp.shared_expert.down_proj",
+    "feed_forward.shared_expert.down_proj",
+    "shared_mlp.output_linear",
+    "mixer.shared_experts.down_proj",
+)
+ROUTER = (
+    "mlp.gate",
+    "mlp.router",
+    "feed_forward.router",
+    "feed_forward.gate",
+    "block_sparse_moe.router",
+    "mixer.gate",
+)
+EXPERTS = ("mlp.experts", "feed_forward.experts", "block_sparse_moe.experts", "mixer.experts")
 
 
 class ExpertSteps:
@@ -21,7 +35,7 @@ class ExpertSteps:
     room = "mlp"
     paths: Mapping[str, tuple[str, ...]] = {
         "router": ROUTER,
-        "experts": ("mlp.experts", "feed_forward.experts"),
+        "experts": EXPERTS,
         "shared down_proj": DOWN,
     }
     inputs: Mapping[str, tuple[str, ...]] = {"shared gate_proj, up_proj": DOWN}

@@ -22,7 +22,11 @@ class GroupedSteps:
     """The steps of grouped-query attention. A `MixerSteps`."""
 
     room = "self_attn"
-    paths: Mapping[str, tuple[str, ...]] = {}
+    paths: Mapping[str, tuple[str, ...]] = {  # of LFM2 and of Nemotron-H, too
+        "o_proj": ("self_attn.o_proj", "self_attn.out_proj", "mixer.o_proj"),
+        **{f"{side}_norm": (f"self_attn.{side}_norm", f"self_attn.{side}_layernorm") for side in "qk"},
+        **{f"{side}_proj": (f"self_attn.{side}_proj", f"mixer.{side}_proj") for side in "qkv"},
+    }
     inputs: Mapping[str, tuple[str, ...]] = {GATED: ("self_attn.o_proj",)}
 
     def watch(self, layer: Attention, keep: Keep) -> None:
