@@ -29,12 +29,22 @@ def write(folder: str, hidden: int, layers: int, longest: float) -> None:
     """Write a random checkpoint whose heads have half-lives from 1 to `longest` tokens."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
-        vocab_size=2048, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=hidden // 8, linear_num_key_heads=4,
-        linear_num_value_heads=8, linear_key_head_dim=hidden // 8, linear_value_head_dim=hidden // 8,
-        max_position_embeddings=8192, tie_word_embeddings=False, full_attention_interval=4,
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=hidden // 8,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=hidden // 8,
+        linear_value_head_dim=hidden // 8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        full_attention_interval=4,
         layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-    )  # fmt: skip
+    )
     model = Qwen3_5ForCausalLM(config).eval()
     lives = longest ** torch.linspace(0, 1, 8)
     with torch.no_grad():
@@ -78,9 +88,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(folder, asked.hidden, asked.layers, asked.longest)
         options: dict[str, Any] = {
-            "skip_tokenizer_init": True, "num_threads": asked.threads, "max_num_seqs": 4, "use_tqdm_on_load": False,
-            "kv_cache_memory_bytes": 1 << 28, "max_logprobs": 20, "max_model_len": 8192,
-        }  # fmt: skip
+            "skip_tokenizer_init": True,
+            "num_threads": asked.threads,
+            "max_num_seqs": 4,
+            "use_tqdm_on_load": False,
+            "kv_cache_memory_bytes": 1 << 28,
+            "max_logprobs": 20,
+            "max_model_len": 8192,
+        }
         for name, types in ENGINES.items():
             with LLM(folder, **options, **types) as llm:
                 if not text:

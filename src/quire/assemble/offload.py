@@ -27,7 +27,7 @@ from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.kvstore.states import StateArena
 from quire.plan.drafts import joined
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, state_types
 from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import layer_groups, rank_geometry
 from quire.plan.layout import alone
@@ -67,7 +67,7 @@ def _whole(plan: EnginePlan) -> KVGeometry:
         plan.args,
         alone(plan.args),
         dtype=plan.cache.dtype,
-        states=plan.states._replace(drafts=0),  # blocks do not depend on their number
+        states=state_types(plan)._replace(drafts=0),  # blocks do not depend on their number
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,

@@ -19,7 +19,7 @@ from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.kvstore.states import CheckpointPages, StateArena
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, state_types
 from quire.plan.kv_geometry import rank_geometry, state_groups
 from quire.plan.layout import alone
 from quire.plan.memory import MemoryPlan
@@ -105,14 +105,14 @@ def _layout(plan: EnginePlan) -> str:
         plan.args,
         alone(plan.args),
         dtype=plan.cache.dtype,
-        states=plan.states,
+        states=state_types(plan),
         device=plan.machine.device,
         block_size=None,
         sizes=plan.geometry.block_sizes,
     )
     draft = plan.draft
     more = (
-        state_groups(draft.args, alone(draft.args), plan.states._replace(activations=draft.dtype.dtype))
+        state_groups(draft.args, alone(draft.args), state_types(plan)._replace(activations=draft.dtype.dtype))
         if draft is not None
         else ()
     )

@@ -11,7 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.speculation import read_speculative_config
 from quire.plan.as_stored import with_prediction
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, state_types
 from quire.plan.kv_geometry import state_groups
 
 
@@ -70,7 +70,7 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     """Return the plan of an engine with a draft model or EAGLE head, whose layers follow those of the model in each
     page."""
     drafting, first = msgspec.structs.replace(plan.drafting, model=draft), plan.args.num_layers
-    types = plan.states._replace(activations=draft.dtype.dtype)
+    types = state_types(plan)._replace(activations=draft.dtype.dtype)
     states = state_groups(draft.args, draft.mesh.rank, types)
     geometry = msgspec.structs.replace(draft.geometry, states=states)
     return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, geometry, first))

@@ -149,11 +149,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
 
     @property
-    def states(self) -> StateTypes:
-        """The types of what layers keep of requests besides the KV cache."""
-        return StateTypes(self.dtype.dtype, state_dtype(self.config), self.drafting.num_drafts)
-
-    @property
     def widened_tokens(self) -> tuple[int, ...]:
         """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache, by KV group.
 
@@ -220,6 +215,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 def _widens(plan: EnginePlan) -> bool:
     """Return True if attention of the model, without its draft model, can use the scratch for an 8-bit KV cache."""
     return bool(plan.cache.features) and ("attention", "hopper") in [(one.op, one.name) for one in plan.kernels]
+
+
+def state_types(plan: EnginePlan) -> StateTypes:
+    """Return the types of what layers of a plan keep of requests besides the KV cache."""
+    return StateTypes(plan.dtype.dtype, state_dtype(plan.config), plan.drafting.num_drafts)
 
 
 def of_rank(plan: EnginePlan, rank: Rank) -> EnginePlan:

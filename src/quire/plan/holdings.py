@@ -12,7 +12,7 @@ from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
 from quire.plan.drafts import joined
-from quire.plan.engine import EnginePlan, keep_stored
+from quire.plan.engine import EnginePlan, keep_stored, state_types
 from quire.plan.formats import with_formats
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
@@ -86,7 +86,7 @@ class Holdings:
             self.plan.args,
             rank,
             dtype=self.plan.cache.dtype,
-            states=self.plan.states,
+            states=state_types(self.plan),
             device=self.plan.machine.device,
             block_size=None,
             sizes=self.plan.geometry.block_sizes,
