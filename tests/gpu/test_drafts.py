@@ -71,9 +71,9 @@ def test_drafts_over_states(family: str, options: dict[str, Any], tmp_path_facto
     """Turns of conversations, whose states go on from checkpoints that steps with drafts have made."""
     folder = make_oracle(Tiny(family=family), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
     k = options.pop("k", 3)
-    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 320} | options
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 256} | options
     texts = [[*prompt[:40], *prompt[:40], i + 3] for i, prompt in enumerate(mixed_prompts())]
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
     with (
         make(folder, **sizes) as plain,
         make(folder, speculative_config=NGRAM | {"num_speculative_tokens": k}, **sizes) as drafting,

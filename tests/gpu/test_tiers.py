@@ -8,12 +8,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
-from quire.plan.meeting_rows.rows import ROWS
 
 from ..e2e.test_recurrent_tiers import SMALL as STATES
 from ..e2e.test_recurrent_tiers import TALKS, talk
 from ..support.engines import core_of, tier_stats
-from .test_engine import TEXTS, Oracles, make
+from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .test_engine import DEVICE, TEXTS, make
 
 SMALL = {"num_gpu_blocks_override": 14, "block_size": 16, "max_model_len": 192, "max_num_seqs": 3}
 HOST = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
@@ -64,11 +64,9 @@ def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> Non
         assert tokens == truth and max(cached) >= 48, cached
 
 
-def test_checkpoints_of_states_come_back(oracle: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row that refuses them on a GPU is lifted here; it goes when this test passes on one."""
-    rows = tuple(row for row in ROWS if (row.feature, row.other) != ("host memory", "states on a GPU"))
-    monkeypatch.setattr("quire.plan.meetings.ROWS", rows)
-    folder, sizes = oracle("qwen3_5_text").folder, STATES | {"block_size": 16, "num_gpu_blocks_override": 20}
+def test_checkpoints_of_states_come_back(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    folder = make_oracle(Tiny(family="qwen3_5_text"), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
+    sizes = STATES | {"block_size": 16, "num_gpu_blocks_override": 20}
     with make(folder, **sizes, enable_prefix_caching=False) as llm:
         plain, _ = talk(llm)
     for few in (3, 0):

@@ -90,12 +90,6 @@ def test_decays_of_channels(step: str) -> None:
         check(make(form, STEPS[step], by_channel=True, taps=3))
 
 
-def test_programs_with_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes read a part ahead, also past sequences that have no row."""
-    monkeypatch.setattr("quire.kernels.delta.triton_decode.PROGRAMS", 5)
-    check(make(FORMS[0], STEPS["decodes"] + STEPS["mixed"]))
-
-
 @pytest.mark.parametrize("step", ["decodes", "copies"])
 def test_half_precision(step: str) -> None:
     """The interpreter has no bfloat16."""

@@ -81,7 +81,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["n-grams"] | EXAMPLES["host memory"] | {"enable_cache_blend": True},
         {"recurrent": True},
-        {("CacheBlend", "states"), ("host memory", "states on a GPU")},
+        {("CacheBlend", "states")},
     ),
     (
         {"state_checkpoint": "none", "state_memory_fraction": 0.5},
@@ -89,7 +89,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("places of checkpoints", "no states"), ("state memory", "no states")},
     ),
     ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
-    (EXAMPLES["n-grams"], {"conv": True}, {("drafts over states", "states without drafts")}),
+    (
+        EXAMPLES["n-grams"],
+        {"conv": True},
+        {("drafts over states", "states without drafts"), ("a GPU", "states untried there")},
+    ),
+    ({"mamba_ssm_cache_dtype": "bfloat16"}, {"recurrent": True}, {("matrices in bfloat16", "a GPU")}),
     (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},

@@ -157,7 +157,7 @@ def mix_prompts(call: DeltaCall) -> None:
         SPLIT=split,
         PRODUCTS=products,
         num_warps=8,
-        num_stages=1 if exact else 2,
+        num_stages=1,
     )
     _states_kernel[scan](
         qkv,
@@ -252,6 +252,42 @@ def _convolve_kernel(
 
 
 @jit
+def _chunk(
+    n,
+    spans,
+    sources,
+    head,
+    value,
+    key,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return what the scan reads of chunk n of a sequence: q and k, T, values [values, rows], and c.
+
+    spans     the sequence's first row in the step, its length before the step, and after it
+    sources   units, x, solved and faded of `_scan_kernel`
+    """
+    first, past, end = spans
+    units, x, solved, faded = sources
+    flat = tl.arange(0, CHUNK)
+    i, j, in_key = flat[:, None], flat[None, :], key < DK
+    start = tl.maximum(past, n * CHUNK)
+    rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
+    live = flat < rows
+    keyed = live[:, None] & in_key[None, :]
+    q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
+    q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
+    t_at = solved + row * (H * CHUNK) + (i * H + head) * CHUNK + j
+    t = tl.load(t_at, mask=live[:, None] & (i >= j), other=0.0)
+    v_at = x + row * (H * DV) + (j * H + head) * DV + value[:, None]
+    v = tl.load(v_at, mask=(value < DV)[:, None] & live[None, :], other=0.0)
+    return q, k, t, v, tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+
+
+@jit
 def _scan_kernel(
     counts,
     sequences,
@@ -283,12 +319,13 @@ def _scan_kernel(
 
     A copy at a length gets the matrix after the last whole chunk before it, `_states_kernel` goes on from there. The
     chunks come in three runs that end at the copies: Triton 3.6 compiles a condition in the loop of products wrongly.
-    It also loses a number that the loop of runs would carry besides the matrix. Values are the rows of all products, at
+    It also loses a number that the loop of runs would carry besides the matrix. A chunk is read while the one before is
+    computed. Values are the rows of all products, at
     most 32 of them: products of warpgroups, which have 64, read beyond their operands here.
     """
     head = tl.program_id(1)
     value, key, flat = tl.program_id(0) * SPLIT + tl.arange(0, SPLIT), tl.arange(0, DKP), tl.arange(0, CHUNK)
-    in_value, in_key, i, j = value < DV, key < DK, flat[:, None], flat[None, :]
+    in_value, in_key, j = value < DV, key < DK, flat[None, :]
     inside, at = in_value[:, None] & in_key[None, :], head * DK * DV + key[None, :] * DV + value[:, None]
     for p in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
         s = tl.load(sequences + 4 * p)
@@ -303,23 +340,21 @@ def _scan_kernel(
         for run in range(0, 3):
             since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
             upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
+            spans, sources = (first, past, end), (units, x, solved, faded)
+            following = _chunk(since, spans, sources, head, value, key, G, H, DK, DV, CHUNK)
             for n in range(since, upto):
+                q, k, t, v, c = following
+                following = _chunk(tl.minimum(n + 1, upto - 1), spans, sources, head, value, key, G, H, DK, DV, CHUNK)
                 start = tl.maximum(past, n * CHUNK)
                 rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
                 live = flat < rows
-                keyed, shown = live[:, None] & in_key[None, :], in_value[:, None] & live[None, :]
-                q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
-                q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
-                t_at = solved + row * (H * CHUNK) + (i * H + head) * CHUNK + j
-                t = tl.load(t_at, mask=live[:, None] & (i >= j), other=0.0)
-                x_at = row * (H * DV) + (j * H + head) * DV + value[:, None]
-                v = tl.load(x + x_at, mask=shown, other=0.0).to(tl.float32)
-                c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+                shown = in_value[:, None] & live[None, :]
                 last, fade = tl.load(faded + (row + rows - 1) * H + head), tl.exp(c)[None, :]
                 state = held.to(k.dtype)
-                new = v - fade * tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
+                new = v.to(tl.float32) - fade * tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
                 new = tl.dot(new.to(k.dtype), tl.trans(t), input_precision=PRODUCTS)
                 out = fade * tl.dot(state, tl.trans(q), input_precision=PRODUCTS)
+                x_at = row * (H * DV) + (j * H + head) * DV + value[:, None]
                 tl.store(x + x_at, new.to(k.dtype), mask=shown)
                 tl.store(y + x_at, out.to(k.dtype), mask=shown)
                 new *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[None, :]
