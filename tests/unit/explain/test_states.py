@@ -38,7 +38,7 @@ def test_sizes_of_states_are_told(tmp_path: Path) -> None:
     assert states["tokens"] == round(states["bytes"] / memory["kv_bytes_per_token"])
     assert (states["slots"], states["places"]) == (4, "prompt,branch,turn")
     assert states["num_bytes"] == states["bytes"] * (4 + states["checkpoints"])
-    assert "states of recurrent layers: 0.03 MiB for each request and checkpoint (as much as the KV of " in text(found)
+    assert "states of recurrent layers: 31.50 KiB for each request and checkpoint (as much as the KV of " in text(found)
     half = plan(tmp_path, "qwen3_5_text", **options, state_memory_fraction=0.5, state_checkpoint="turn")
     states = half["memory"]["states"]
     assert states["fraction"] == pytest.approx(0.5, abs=0.02) and states["places"] == "turn"
