@@ -26,7 +26,6 @@ from quire.platforms.cuda import read_cuda_facts
 from quire.ranks.server import LoadedRank, RunningRank
 from quire.worker.call_trace import StepTrace
 
-
 M = TypeVar("M", bound=msgspec.Struct)
 
 
