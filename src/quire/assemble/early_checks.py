@@ -19,9 +19,9 @@ from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check
-from quire.plan.memory import GIB
+from quire.plan.memory import GIB, as_gib
 from quire.plan.sharing import Place
-from quire.plan.sizing import host_bytes, resolve_sizing
+from quire.plan.sizing import host_bytes, resolve_sizing, rounded_up
 
 
 def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
@@ -82,11 +82,12 @@ def _check_folder_size(plans: Sequence[EnginePlan]) -> None:
     offload, page = plans[0].offload, max(plan.geometry.page_bytes for plan in plans)
     state = max(plan.geometry.state_bytes for plan in plans)
     needed = page + HEADER.size + (state + HEADER.size) * (state > 0)
-    if offload.folder_bytes // plans[0].mesh.parallel.replica < needed:
+    ranks = plans[0].mesh.parallel.replica
+    if offload.folder_bytes // ranks < needed:
         raise ConfigError(
-            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {page / 2**20:.1f} MiB "
-            + f"and a checkpoint of {state / 2**20:.1f} MiB " * (state > 0)
-            + "of each rank: raise it."
+            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {as_gib(page)} "
+            + f"and a checkpoint of {as_gib(state)} " * (state > 0)
+            + f"of each rank: raise kv_offload_dir_gb to {rounded_up((needed + 1) * ranks / GIB)} or more."
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -25,6 +25,8 @@ from quire.plan.weight_bytes import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
 from quire.ranks.server import LoadedRank, RunningRank
 from quire.worker.call_trace import StepTrace
+
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +73,22 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...] = ()
 
 
+def packed(message: msgspec.Struct) -> bytes:
+    """Return a message between the engine and a rank's process as bytes.
+
+    They are msgpack. JSON has no infinity, and infinity is the value of a limit that a plan does not set.
+    """
+    return msgspec.msgpack.encode(message)
+
+
+def unpacked(data: bytes, kind: type[M]) -> M:
+    """Return the message that `packed` has encoded."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
 def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
-    """Join the other ranks and load the model, in the process of a rank. `start`: a `RankTask` as JSON."""
-    task = msgspec.json.decode(start, type=RankTask)
+    """Join the other ranks and load the model, in the process of a rank. `start`: an encoded `RankTask`."""
+    task = unpacked(start, RankTask)
     torch.set_num_threads(task.threads)
     device, mesh = torch.device(task.plan.machine.device), task.plan.mesh
     gpu = None
@@ -152,12 +167,12 @@ class ChildRank(LoadedRank):
 
     @property
     def payload(self) -> bytes:
-        """The `RankMeasured` of this rank as JSON."""
-        return msgspec.json.encode(RankMeasured(memory=self.loaded.measure(), sums=self.loaded.sums))
+        """The encoded `RankMeasured` of this rank."""
+        return packed(RankMeasured(memory=self.loaded.measure(), sums=self.loaded.sums))
 
     def size(self, payload: bytes) -> "ChildRunner":
-        """Make the KV cache and the model runner. `payload`: `RankSizes` as JSON."""
-        sizes = msgspec.json.decode(payload, type=RankSizes)
+        """Make the KV cache and the model runner. `payload`: encoded `RankSizes`."""
+        sizes = unpacked(payload, RankSizes)
         parts = self.loaded.finish(sizes.memory, sizes.namespace)
         return ChildRunner(parts, self.groups, self.device, self.note)
 
@@ -173,9 +188,9 @@ class ChildRunner(RunningRank):
 
     @property
     def payload(self) -> bytes:
-        """The `RankFacts` of this rank as JSON."""
+        """The encoded `RankFacts` of this rank."""
         parts = self._parts
-        return msgspec.json.encode(
+        return packed(
             RankFacts(
                 depth=parts.depth,
                 prompt_chunk=parts.prompt_chunk,

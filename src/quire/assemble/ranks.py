@@ -12,7 +12,7 @@ import msgspec
 from quire.assemble.launcher import open_launcher, open_meeting
 from quire.assemble.loaded import Loading, Parts
 from quire.assemble.offload import check_host_memory, namespace
-from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
+from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask, packed, unpacked
 from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan, shared_sizes
@@ -46,7 +46,7 @@ def assemble_ranks(
         for first in range(0, len(plans), together):
             own = slice(first, first + together)
             meeting, inherit = meetings.enter_context(open_meeting(launcher, places[own]))
-            starts = [msgspec.json.encode(task) for task in _tasks(plans, places, own, meeting)]
+            starts = [packed(task) for task in _tasks(plans, places, own, meeting)]
             names = [rank_name(plan.mesh.rank, parallel) for plan in plans[own]]
             made.append(
                 RankProcesses(
@@ -61,7 +61,7 @@ def assemble_ranks(
             )
             started.callback(made[-1].close)
         built = chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)))
-        measured = [msgspec.json.decode(data, type=RankMeasured) for data in built]
+        measured = [unpacked(data, RankMeasured) for data in built]
         end_phase("weights")
         memory = [_share(one.memory, place, places) for one, place in zip(measured, places, strict=True)]
         # All replicas have equally many blocks: a request fits into each of them.
@@ -70,7 +70,7 @@ def assemble_ranks(
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         spaces = [namespace(plans[own], [one.sums for one in measured[own]]) for own in groups]
         for one, own, space in zip(made, groups, spaces, strict=True):
-            one.size([msgspec.json.encode(RankSizes(memory=size, namespace=space)) for size in sizes[own]])
+            one.size([packed(RankSizes(memory=size, namespace=space)) for size in sizes[own]])
         parts = [
             replace(part, namespace=space)
             for one, own, space in zip(made, groups, spaces, strict=True)
@@ -107,7 +107,7 @@ def _parts(
 
     places   of all ranks of the engine
     """
-    ready = [msgspec.json.decode(data, type=RankFacts) for data in processes.wait_ready()]
+    ready = [unpacked(data, RankFacts) for data in processes.wait_ready()]
     parallel, hosts, found = plans[0].mesh.parallel, tuple(place.host for place in places), []
     for first in range(0, len(plans), parallel.replica):
         lead = first + parallel.lead

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from quire.config.checkpoints import EVERY, read_places
+from quire.config.checkpoints import read_places
 from quire.kv.states import StateCheckpoints
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
@@ -18,8 +18,7 @@ def make_checkpoints(memory: MemoryPlan, plan: EnginePlan) -> StateCheckpoints |
         return None
     places, unit, draft = read_places(plan.config.state.state_checkpoint), memory.geometry.hit_size, plan.draft
     behind = plan.drafting.num_drafts if draft is not None and draft.args.keeps_states else 0
-    every = max(unit, (places.every or EVERY) // unit * unit)
-    return StateCheckpoints(memory.checkpoints, unit, every, behind, places)
+    return StateCheckpoints(memory.checkpoints, unit, places.in_answers(unit), behind, places)
 
 
 def keep_states(worker: "StepRunner", states: "StateArena") -> None:

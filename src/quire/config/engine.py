@@ -155,7 +155,8 @@ class StateConfig:
         "prompt,branch,turn",
         "places where states are kept for later requests, with commas: prompt = at the end of a prompt, branch = where "
         "a prompt left a cached one, turn = in an answer the last multiple of 256 tokens, or of N; every=N = in a "
-        "prompt each multiple of N tokens, at most two in a step; none = nowhere",
+        "prompt each multiple of N tokens, at most two in a step; N and 256 are rounded up to whole KV blocks; "
+        "none = nowhere",
     )
     state_memory_fraction: float | None = option(
         None,

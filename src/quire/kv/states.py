@@ -57,7 +57,7 @@ class StateCheckpoints:
     unit    a checkpoint stands at a multiple of so many tokens, where blocks of all KV groups end
     every   tokens between two copies of a decode, a multiple of `unit`
     behind  tokens by which the states of a draft model may be behind those of the model; 0: it keeps none
-    places  places at which checkpoints are taken; `places.every` is rounded up to a multiple of `unit`
+    places  places at which checkpoints are taken; see `CheckpointPlaces.on_blocks`
     pool    the checkpoints, by number from 1 on
     restored   (slot, checkpoint) of the requests, admitted by the plan that is being made, that go on at a checkpoint
     hits    tokens found by checkpoints since the start; cut   tokens found in blocks and without a checkpoint
@@ -68,8 +68,8 @@ class StateCheckpoints:
         self, num_checkpoints: int, unit: int, every: int, behind: int = 0, places: CheckpointPlaces = ALL_PLACES
     ) -> None:
         assert every % unit == 0, "copies of decodes stand at places of checkpoints"
-        self.pool, self.unit, self.every, self.places = BlockPool(num_checkpoints), unit, every, places
-        self._behind, self._stride = behind, -(-places.every // unit) * unit
+        self.pool, self.unit, self.every, self.places = BlockPool(num_checkpoints), unit, every, places.on_blocks(unit)
+        self._behind = behind
         self.hits = self.cut = self.taken = 0
         self.restored: list[tuple[int, int]] = []
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (checkpoint, length) of its decode's last copy
@@ -124,8 +124,8 @@ class StateCheckpoints:
         """Return the copies of a prompt of `goal` tokens in a step that computes its tokens before .. after - 1."""
         end = prompt_end(goal, self.unit)
         lengths = [end] * self.places.prompt + [self._branch.get(slot, 0)] * self.places.branch
-        if self._stride:
-            lengths += range(after - after % self._stride, before, -self._stride)
+        if stride := self.places.every:
+            lengths += range(after - after % stride, before, -stride)
         taken = list[StateCopy]()
         for length in dict.fromkeys(lengths):
             if len(taken) == MOST_COPIES or not self.pool.num_free:

@@ -82,7 +82,7 @@ def _meeting(row: Row, inputs: Inputs) -> Meeting:
     what = filled(row.what, inputs) or f"{words} {link} {filled(other.words, inputs)}"
     reason = filled(row.reason, inputs)
     if row.status == MISSING:
-        reason = f"{flag}: {what} is not implemented yet, because {reason}"
+        reason = f"{f'{flag}: ' * bool(flag)}{what} is not implemented yet, because {reason}"
     return Meeting(f"{what} ({flag})" if flag else what, reason, filled(row.remedy, inputs), row.status)
 
 

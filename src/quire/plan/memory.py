@@ -179,9 +179,13 @@ def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int,
         )
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
+        what, remedy = f"max_num_seqs={num_slots} needs", "lower max_num_seqs or max_model_len"
+        if num_slots == 1:  # given, or all that is left of max_num_seqs
+            what = "a running request needs"
+            remedy = f"lower {'max_model_len' if source.startswith(QUARTER) else source}, or choose a smaller model"
         raise ConfigError(
-            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables and states beside {as_gib(kv_bytes)} of KV "
-            f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
+            f"{what} {as_gib(tables)} of tables and states beside {as_gib(kv_bytes)} of KV cache, and "
+            f"{as_gib(free_bytes)} of memory are free: {remedy}."
         )
 
 
@@ -208,11 +212,13 @@ def _running_note(geometry: KVGeometry, slots: int, max_num_seqs: int, share: fl
         return ()
     whose = "beside the KV cache" if share is None else "of states: raise state_memory_fraction or the KV cache"
     return (
-        f"{slots} requests run at once, not max_num_seqs={max_num_seqs}: each has {as_gib(geometry.state_bytes)} of "
-        f"states of recurrent layers, which take at most half of the memory {whose}.",
+        f"{slots} request{'s run' if slots > 1 else ' runs'} at once, not max_num_seqs={max_num_seqs}: each has "
+        f"{as_gib(geometry.state_bytes)} of states of recurrent layers, which take at most half of the memory {whose}.",
     )
 
 
 def as_gib(count: int) -> str:
-    """Return a size in words, in GiB or MiB."""
+    """Return a size in words, in GiB, MiB or KiB."""
+    if count < 2**20 // 10:
+        return f"{count / 1024:.2f} KiB"
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

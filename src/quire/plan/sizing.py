@@ -1,11 +1,13 @@
 """Sizes of the KV cache and of its tiers, from a plan and measured memory. No torch."""
 
+import math
 from dataclasses import replace
 
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.plan.cuda_memory import DeviceMemory, resolve_cuda_memory
 from quire.plan.engine import EnginePlan
-from quire.plan.memory import GIB, MemoryPlan, resolve_memory
+from quire.plan.memory import GIB, MemoryPlan, as_gib, resolve_memory
 from quire.plan.state_memory import divide_tier
 
 
@@ -58,9 +60,30 @@ def _host_tier(plan: EnginePlan, sizes: MemoryPlan) -> tuple[int, int]:
     for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, sizes.checkpoints)
     blocks = for_blocks // geometry.page_bytes
     if blocks < len(geometry.groups):
-        states = f" and a checkpoint of {geometry.state_bytes / 2**20:.1f} MiB" * bool(geometry.states)
+        states = f" and a checkpoint of {as_gib(geometry.state_bytes)}" * bool(geometry.states)
+        least = rounded_up((_least_tier(geometry, sizes) + 1) * ranks / GIB)
         raise ConfigError(
             f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
-            f"not hold a KV block of {geometry.page_bytes / 2**20:.1f} MiB{states} each: raise it."
+            f"not hold a KV block of {as_gib(geometry.page_bytes)}{states} each: "
+            f"raise kv_offload_gb to {least} or more."
         )
     return blocks, for_states // geometry.state_bytes if geometry.states else 0
+
+
+def _least_tier(geometry: KVGeometry, sizes: MemoryPlan) -> int:
+    """Return the least bytes of a tier whose part for KV blocks holds one of each group (`divide_tier`)."""
+    low, high = 0, 1
+    enough = len(geometry.groups) * geometry.page_bytes
+    while divide_tier(geometry, high, sizes.kv_bytes, sizes.checkpoints)[0] < enough:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        holds = divide_tier(geometry, middle, sizes.kv_bytes, sizes.checkpoints)[0] >= enough
+        low, high = (low, middle) if holds else (middle, high)
+    return high
+
+
+def rounded_up(number: float) -> str:
+    """Return a number above 0 as an option that is given, rounded up to 3 digits."""
+    place = 2 - math.floor(math.log10(number))
+    return f"{math.ceil(number * 10.0**place) / 10.0**place:.3g}"

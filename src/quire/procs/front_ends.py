@@ -11,6 +11,7 @@ import msgspec
 from quire.config.serve import ServerConfig
 from quire.contracts.output import BY_HANDLE, StepOutputs
 from quire.procs.child_process import ChildProcess
+from quire.procs.parent import start_line
 
 NUMBERS = 2**31  # of requests: they travel as int32
 
@@ -61,7 +62,7 @@ class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
 def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
     """Start the process of a front end, the Python module `module`. See `FrontStart`."""
     start = FrontStart(config=config, place=place, listener=listener)
-    return ChildProcess(module, msgspec.json.encode(start), descriptors=(listener,))
+    return ChildProcess(module, start_line(start), descriptors=(listener,))
 
 
 def owner(number: int, count: int) -> int:

@@ -15,7 +15,7 @@ from quire.procs.front_ends import FrontPlace
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Start parameters of an engine core: a line of JSON on the standard input of its process.
+    """Start parameters of an engine core: a line (`start_line`) on the standard input of its process.
 
     to_core     ZeroMQ address of the one-way socket to the core; the reader binds a socket, the writer connects
     from_core   addresses of the sockets from the core, one for each front end

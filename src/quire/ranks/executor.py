@@ -47,7 +47,7 @@ class RankProcesses:
     process.
 
     launcher starts the processes, on this host or on several
-    starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
+    starts   parameters of each rank for `build_rank`, encoded, in the order of the ranks
     names    names of the ranks in error messages: "rank 1 (tp 1)"
     first    number of the first of these ranks in the engine
     leads    indices of the ranks that send step results: one of each replica
@@ -89,7 +89,7 @@ class RankProcesses:
         return self._payloads(RankBuilt, on_loading)
 
     def size(self, payloads: Sequence[bytes]) -> None:
-        """Send each rank its memory sizes, as JSON."""
+        """Send each rank its memory sizes, encoded."""
         for index, payload in enumerate(payloads):
             self._send((index,), RankSize(payload))
 

@@ -19,7 +19,7 @@ from quire.procs.wire import Messages
 class RankStart(msgspec.Struct, frozen=True, tag="start"):
     """First message to a rank: it tells the rank to load the model.
 
-    payload   parameters of the rank, as JSON
+    payload   parameters of the rank, encoded
     lead      True for the only rank that sends step results
     beat      seconds between two `RankBeat` messages
     """
@@ -30,7 +30,7 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
 
 
 class RankSize(msgspec.Struct, frozen=True, tag="size"):
-    """Memory sizes for a rank (KV cache and others), as JSON. Chosen after the `RankBuilt` of all ranks."""
+    """Memory sizes for a rank (KV cache and others), encoded. Chosen after the `RankBuilt` of all ranks."""
 
     payload: bytes
 
@@ -57,13 +57,13 @@ class RankControl(msgspec.Struct, frozen=True, tag="control"):
 
 
 class RankBuilt(msgspec.Struct, frozen=True, tag="built"):
-    """The rank has loaded its weights. `payload`: its device's memory, as JSON. It now waits for `RankSize`."""
+    """The rank has loaded its weights. `payload`: its device's memory, encoded. It now waits for `RankSize`."""
 
     payload: bytes
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The rank can run steps. `payload`: its depth, resolved choices and notes, as JSON."""
+    """The rank can run steps. `payload`: its depth, resolved choices and notes, encoded."""
 
     payload: bytes
 

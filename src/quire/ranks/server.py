@@ -75,7 +75,7 @@ class LoadedRank(Protocol):
         """JSON for the engine core, in `RankBuilt`: the memory of this rank's device."""
 
     def size(self, payload: bytes) -> RunningRank:
-        """Finish by the memory sizes in `payload` (JSON), such as the KV cache's. Return the rank, ready to run."""
+        """Finish by the memory sizes in `payload`, such as the KV cache's. Return the rank, ready to run."""
 
 
 Steps = queue.SimpleQueue[bool]  # True for each step that can be collected, then False

@@ -18,7 +18,7 @@ def describe_states(plan: EnginePlan, memory: MemoryPlan) -> dict[str, Any]:
     checkpoints   copies of states, for later requests
     num_bytes     of slots and checkpoints together
     fraction      their share of the memory that they have with the KV cache
-    places        see `CheckpointPlaces`
+    places        see `CheckpointPlaces`, with `every` in whole KV blocks
     """
     geometry = memory.geometry
     if not geometry.states:
@@ -34,7 +34,7 @@ def describe_states(plan: EnginePlan, memory: MemoryPlan) -> dict[str, Any]:
         "checkpoints": memory.checkpoints,
         "num_bytes": whole,
         "fraction": round(whole / (whole + memory.kv_bytes), 3),
-        "places": str(read_places(plan.config.state.state_checkpoint)),
+        "places": str(read_places(plan.config.state.state_checkpoint).on_blocks(geometry.hit_size)),
     }
 
 

@@ -43,7 +43,7 @@ if "quire.ranks.process" in sys.orig_argv and (text := os.environ.get("MANY_RANK
         decodes: list[None] = []
 
         def build_rank(start: bytes, on_loading: Any) -> Any:
-            if msgspec.json.decode(start)["plan"]["mesh"]["rank"]["number"] != int(RANK):
+            if msgspec.msgpack.decode(start)["plan"]["mesh"]["rank"]["number"] != int(RANK):
                 return build(start, on_loading)
 
             def loading(done: int, total: int) -> None:

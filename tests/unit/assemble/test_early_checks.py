@@ -68,7 +68,11 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_no_block(tmp_path: Path) -> None:
     folder = {"kv_offload_gb": 0.1, "kv_offload_dir": str(tmp_path)}
-    refused("kv_offload_dir_gb=1e-05 does not hold a KV block of .* raise it", **folder, kv_offload_dir_gb=1e-5)
+    refused(
+        r"kv_offload_dir_gb=1e-05 does not hold a KV block of .* raise kv_offload_dir_gb to [\d.e-]+ or more",
+        **folder,
+        kv_offload_dir_gb=1e-5,
+    )
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,11 +32,22 @@ def test_places_are_read(text: str, places: CheckpointPlaces) -> None:
         ("every=-1", "above 0"),
         ("every=x", "above 0"),
         ("every=", "above 0"),
+        ("every=1073741825", "every=N is at most 1073741824, not 1073741825: lower N"),
+        (f"every={2**31}", "at most 1073741824"),
+        ("every=" + "9" * 5000, "at most 1073741824, not a number of 5,000 digits"),
+        ("every=" + "0" * 5000, "above 0"),
     ],
 )
 def test_other_words_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_flat(state_checkpoint=text)
+
+
+@pytest.mark.parametrize(("asked", "prompts", "answers"), [(0, 0, 256), (48, 64, 64), (64, 64, 64), (1, 32, 32)])
+def test_places_in_prompts_and_answers_are_rounded_up_to_whole_blocks(asked: int, prompts: int, answers: int) -> None:
+    places = CheckpointPlaces(every=asked)
+    assert (places.on_blocks(32).every, places.in_answers(32)) == (prompts, answers)
+    assert places.in_answers(96) == (288 if not asked else 96)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.0, 2.0, float("nan"), float("inf")])

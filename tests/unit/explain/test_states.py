@@ -38,10 +38,12 @@ def test_sizes_of_states_are_told(tmp_path: Path) -> None:
     assert states["tokens"] == round(states["bytes"] / memory["kv_bytes_per_token"])
     assert (states["slots"], states["places"]) == (4, "prompt,branch,turn")
     assert states["num_bytes"] == states["bytes"] * (4 + states["checkpoints"])
-    assert "states of recurrent layers: 0.03 MiB for each request and checkpoint (as much as the KV of " in text(found)
+    assert "states of recurrent layers: 31.50 KiB for each request and checkpoint (as much as the KV of " in text(found)
     half = plan(tmp_path, "qwen3_5_text", **options, state_memory_fraction=0.5, state_checkpoint="turn")
     states = half["memory"]["states"]
     assert states["fraction"] == pytest.approx(0.5, abs=0.02) and states["places"] == "turn"
+    rounded = plan(tmp_path, "qwen3_5_text", **options | {"block_size": 32}, state_checkpoint="prompt,every=48")
+    assert rounded["memory"]["states"]["places"] == "prompt,every=64"
     assert "4 requests at once and " in text(half) and " checkpoints (turn) in " in text(half)
 
 

@@ -8,7 +8,7 @@ from quire.contracts.blocks import KVComponent, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import resolve_geometry
-from quire.plan.memory import MemoryPlan, resolve_memory, slot_bytes
+from quire.plan.memory import MemoryPlan, as_gib, resolve_memory, slot_bytes
 
 COMPONENTS = tuple(KVComponent(name, 2, 64, "bfloat16", 2) for name in ("k", "v"))
 GEOMETRY = resolve_geometry(COMPONENTS, 8, None)
@@ -129,8 +129,19 @@ def test_as_many_requests_run_as_have_room_for_their_states() -> None:
     assert (found.num_slots, found.checkpoints) == (6, 1)
     assert "6 requests run at once, not max_num_seqs=8: each has 64.00 MiB" in found.notes[-1]
     assert sized(1 << 32, 8).num_slots == 8
-    with pytest.raises(ConfigError, match="max_num_seqs=1 needs .* of tables and states"):
-        sized(1 << 26, 8)
+    assert "1 request runs at once, not max_num_seqs=8: each has" in sized(1 << 28, 8).notes[-1]
+    for seqs in (1, 8):  # the slots were reduced to one, and max_num_seqs cannot be lowered
+        with pytest.raises(
+            ConfigError, match="^a running request needs .* of tables and states .*: lower max_model_len,"
+        ):
+            sized(1 << 26, seqs)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(512, "0.50 KiB"), (30 << 10, "30.00 KiB"), (1 << 20, "1.00 MiB"), (1 << 30, "1.00 GiB")]
+)
+def test_sizes_in_words(count: int, words: str) -> None:
+    assert as_gib(count) == words
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -2,14 +2,17 @@
 
 import pytest
 
-from quire.args.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.mamba import MambaArgs
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel, share
+from quire.plan.kinds.mamba import MambaKind
 from quire.plan.meeting_rows.records import Inputs
 from quire.plan.meetings import check, met
 from quire.plan.placement import held_of, kv_heads, query_heads, ranks, stages
 
 from ...support.changed_args import with_mixer, without_experts
+from ...support.tiny_models import Tiny, tiny_config
 from .test_collectives import args
 
 
@@ -82,6 +85,28 @@ def test_experts_in_turn() -> None:
 def test_sizes_that_do_not_fit(parallel: Parallel, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_parallel(args(), parallel)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "said"),
+    [
+        ("lfm2", 3, "-tp 3: 64 convolution channels and 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
+        ("lfm2", 8, "-tp 8: 4 attention heads cannot be divided by 8: use -tp 1, 2 or 4."),
+        ("granite_moe", 3, "-tp 3: 8 Mamba heads and 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
+        ("nemotron_h", 3, "-tp 3: 8 Mamba heads and 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
+        ("qwen3_next", 3, "-tp 3: 4 key heads of recurrent layers and 4 attention heads cannot be divided by 3"),
+        ("kimi_linear", 3, "-tp 3: 8 key heads of recurrent layers and 4 attention heads cannot be divided by 3"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_named(family: str, tp: int, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_parallel(parse_checkpoint_config(tiny_config(Tiny(family=family))), Parallel(tp=tp))
+    assert str(refused.value).startswith(said)
+
+
+def test_groups_of_mamba_heads_that_ranks_cannot_share_are_named() -> None:
+    found = MambaKind(MambaArgs(heads=12, groups=3, head_dim=8, state_dim=8))
+    assert [found.uneven(tp) for tp in (1, 2, 3, 5)] == ["", "3 groups of Mamba heads", "", "12 Mamba heads"]
 
 
 def test_sizes_that_do_not_fit_heads_or_experts() -> None:

@@ -1,11 +1,13 @@
 """Tiers below the device are divided between KV blocks and checkpoints as the device is."""
 
+import re
+
 import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.plan.memory import GIB, shared_sizes
-from quire.plan.sizing import resolve_sizing
+from quire.plan.sizing import resolve_sizing, rounded_up
 from quire.plan.state_memory import divide_tier
 
 from ...support.filled_models import planned
@@ -26,8 +28,22 @@ def test_a_tier_has_the_parts_of_the_device() -> None:
 
 def test_a_tier_without_room_for_both_is_refused() -> None:
     plan = planned(ARGS, kv_offload_gb=1e-5)
-    with pytest.raises(ConfigError, match="does not hold a KV block of .* and a checkpoint of .* each: raise it"):
+    words = r"not hold a KV block of .* KiB and a checkpoint of .* KiB each: raise kv_offload_gb to ([\d.e-]+) or more"
+    with pytest.raises(ConfigError, match=words) as refused:
         resolve_sizing(plan, 8 * GIB)
+    found = re.search(words, str(refused.value))
+    assert found is not None
+    named = float(found[1])
+    assert resolve_sizing(planned(ARGS, kv_offload_gb=named), 8 * GIB).host_blocks == 1
+    with pytest.raises(ConfigError, match="does not hold"):
+        resolve_sizing(planned(ARGS, kv_offload_gb=0.98 * named), 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1.0, "1"), (0.12301, "0.124"), (1.21e-5, "1.21e-05"), (12.31, "12.4"), (9.996, "10")]
+)
+def test_a_number_is_rounded_up_to_three_digits(number: float, text: str) -> None:
+    assert rounded_up(number) == text
 
 
 def test_the_rank_with_fewest_checkpoints_decides_and_a_stage_without_states_does_not() -> None:

@@ -33,6 +33,7 @@ from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
 from quire.procs.front_ends import ALONE, FrontPlace
+from quire.procs.parent import start_line
 from quire.text.load import TextSide, load_text
 from quire.text.output_styles import choose_styles
 
@@ -79,7 +80,7 @@ class ServedEngine:
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
-        launch = launch or (lambda start: ChildProcess(CORE_MODULE, msgspec.json.encode(start)))
+        launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
         self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None

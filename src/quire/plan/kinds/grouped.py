@@ -20,6 +20,7 @@ from quire.plan.kinds.interfaces import (
     StateTypes,
     StoredRows,
     added,
+    counted,
     head_order,
     read,
     weights,
@@ -130,6 +131,12 @@ class GroupedKind:
         """Return True when KV heads can be divided among `tp` ranks, or copied evenly."""
         kv = self._args.num_kv_heads
         return kv % tp == 0 or tp % kv == 0
+
+    def uneven(self, tp: int) -> str:
+        """Return the attention heads or the KV heads, in words."""
+        if self._args.num_heads % tp:
+            return counted(self._args.num_heads, "attention head")
+        return "" if self.divides(tp) else counted(self._args.num_kv_heads, "KV head")
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the preparation of heads, attention, and the output."""

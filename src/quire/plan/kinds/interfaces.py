@@ -312,6 +312,12 @@ class Mixer(Protocol):
     def divides(self, tp: int) -> bool:
         """Return True when `tp` ranks can divide or copy its KV heads evenly."""
 
+    def uneven(self, tp: int) -> str:
+        """Return the parts that `tp` ranks cannot share evenly, such as "6 KV heads"; "": they can share all.
+
+        These are its query heads (`num_heads`), or else what `divides` tells.
+        """
+
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the calls of its kernels, from the norm before it to its output."""
 
@@ -337,6 +343,11 @@ class FeedForward(Protocol):
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield its exchanges between ranks."""
+
+
+def counted(count: int, word: str) -> str:
+    """Return a number of things in words, such as "1 KV head"."""
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def weights(name: str, bias: bool) -> tuple[str, ...]:

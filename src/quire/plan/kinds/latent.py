@@ -19,6 +19,7 @@ from quire.plan.kinds.interfaces import (
     StateTypes,
     StoredRows,
     added,
+    counted,
     normed,
     read,
 )
@@ -91,6 +92,10 @@ class LatentKind:
     def divides(self, tp: int) -> bool:
         """Return True: every rank keeps the whole latent."""
         return True
+
+    def uneven(self, tp: int) -> str:
+        """Return the attention heads, in words."""
+        return counted(self._sizes.num_heads, "attention head") if self._sizes.num_heads % tp else ""
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projections, and attention to the latent itself, or to expanded keys and values."""

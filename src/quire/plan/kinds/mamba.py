@@ -17,6 +17,7 @@ from quire.plan.kinds.interfaces import (
     StateTypes,
     StoredRows,
     added,
+    counted,
     read,
     weights,
 )
@@ -108,6 +109,12 @@ class MambaKind:
         if args.heads % tp:
             return False
         return args.groups % tp == 0 or (tp % args.groups == 0 and (not args.norm or self._summed(tp)))
+
+    def uneven(self, tp: int) -> str:
+        """Return the heads or their groups, in words."""
+        if self._args.heads % tp:
+            return counted(self._args.heads, "Mamba head")
+        return "" if self.divides(tp) else counted(self._args.groups, "group") + " of Mamba heads"
 
     def _summed(self, tp: int) -> bool:
         """Return True when ranks sum the squares of a norm: they have parts of the only group."""

@@ -41,6 +41,10 @@ class NoneKind:
         """Return True."""
         return True
 
+    def uneven(self, tp: int) -> str:
+        """Return ""."""
+        return ""
+
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield nothing."""
         yield from ()

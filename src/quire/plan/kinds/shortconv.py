@@ -16,6 +16,7 @@ from quire.plan.kinds.interfaces import (
     StateTypes,
     StoredRows,
     added,
+    counted,
     read,
     weights,
 )
@@ -72,6 +73,10 @@ class ShortConvKind:
     def divides(self, tp: int) -> bool:
         """Return True when channels can be divided among `tp` ranks."""
         return self._args.width % tp == 0
+
+    def uneven(self, tp: int) -> str:
+        """Return the channels, in words."""
+        return "" if self.divides(tp) else counted(self._args.width, "convolution channel")
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the convolution, and the output."""

@@ -27,6 +27,13 @@ def _fitting_tp(i: Inputs) -> str:
     return listed_or([str(tp) for tp, good in enumerate(fits, 1) if good])
 
 
+def _uneven_parts(i: Inputs) -> str:
+    """Return the parts of layers that -tp ranks cannot share; heads that cannot be divided come alone."""
+    kinds, tp = mixers(i.model), i.parallel.tp
+    heads = [kind for kind in kinds if kind.num_heads % tp]
+    return " and ".join(dict.fromkeys(filter(None, (kind.uneven(tp) for kind in heads or kinds))))
+
+
 def _fitting_slots(i: Inputs) -> str:
     return listed_or([str(-i.num_experts % i.parallel.expert_ranks + n * i.parallel.expert_ranks) for n in range(3)])
 
@@ -50,8 +57,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "hosts": lambda i: i.config.hosts.nnodes,
     "local": lambda i: i.config.hosts.data_parallel_size_local,
     "fitting_hosts": _fitting_hosts,
-    "heads": lambda i: listed_or(sorted({str(kind.num_heads) for kind in mixers(i.model)})),
-    "kv_heads": lambda i: listed_or(sorted({str(kind.kv_heads(1, 0)[1]) for kind in mixers(i.model)})),
+    "uneven_parts": _uneven_parts,
     "fitting_tp": _fitting_tp,
     "layers": lambda i: i.model.num_layers,
     "last_layer": lambda i: i.model.num_layers - 1,

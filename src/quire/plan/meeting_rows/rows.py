@@ -7,10 +7,10 @@ NGRAM = 'use "method": "ngram", or leave out --speculative-config'
 MEMORY = "set kv_offload_gb, too, such as 8"
 ONE = "leave one of them out"
 RANKS: tuple[Row, ...] = (
-    Row("-tp", "uneven heads", REFUSED, "-tp {tp}: {heads} attention heads cannot be divided by {tp}",
+    Row("-tp", "uneven heads", REFUSED, "-tp {tp}: {uneven_parts} cannot be divided by {tp}",
         "use -tp {fitting_tp}"),
     Row("-tp", "uneven KV heads", REFUSED,
-        "-tp {tp}: {kv_heads} KV heads can be neither divided nor copied evenly among {tp} ranks",
+        "-tp {tp}: {uneven_parts} can be neither divided nor copied evenly among {tp} ranks",
         "use -tp {fitting_tp}"),
     Row("-pp", "fewer layers", REFUSED, "-pp {pp}: the model has only {layers} layers, and every stage needs a layer",
         "use -pp {layers} at most"),
