@@ -8,7 +8,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention_limits import MOST_SEQUENCES
 from quire.plan.memory import GIB, DeviceBudget, MemoryPlan
-from quire.plan.state_memory import beside, checkpoints_in, num_checkpoints
+from quire.plan.state_memory import USUAL, StateUse, beside, checkpoints_in, num_checkpoints
 
 CUDA_TOKENS = 8192  # of a step
 WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
@@ -101,17 +101,25 @@ def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
 
 
 def resolve_cuda_memory(
-    geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int, chunk: int, dtype: str
+    geometry: KVGeometry,
+    config: EngineConfig,
+    memory: DeviceMemory,
+    *,
+    context: int,
+    chunk: int,
+    dtype: str,
+    states: StateUse = USUAL,
 ) -> MemoryPlan:
     """Return the size of the KV cache and the context length on a GPU.
 
     context, chunk   the model's longest sequence, and the most tokens of a request in unfinished steps
+    states           the memory that is asked for them, and the checkpoints that have a use
     The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size, and checkpoints
     of states take a third of it. The states of running requests are in the measured memory. An unset max_model_len
     shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
     check_context(config.model, context)
-    checkpoints = _checkpoints(geometry, config, memory)
+    checkpoints = _checkpoints(geometry, config, memory, states)
     memory = replace(memory, later=memory.later + checkpoints * geometry.state_bytes)
     asked, page = config.model.max_model_len, geometry.page_bytes
     length = asked or context
@@ -176,25 +184,25 @@ def _budget(config: EngineConfig, memory: DeviceMemory, kv: int, checkpoints: in
     )
 
 
-def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory) -> int:
+def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, use: StateUse) -> int:
     """Return the number of checkpoints of states beside a KV cache of twice their bytes; 0: no layer keeps states.
 
     With `state_memory_fraction`, slots and checkpoints have that share of the memory that both have with the KV cache.
     """
-    cache, seqs, share = config.cache, config.scheduler.sequences(), config.state.state_memory_fraction
+    cache, seqs, share = config.cache, config.scheduler.sequences(), use.fraction
     asked, slots = cache.kv_cache_memory_bytes, (seqs + 1) * geometry.state_bytes
     if cache.num_gpu_blocks_override is not None:
         asked = (cache.num_gpu_blocks_override + 1) * geometry.page_bytes
     if asked is not None:
         left = memory.free - memory.later - SPARE - asked
         if share is None:
-            return num_checkpoints(geometry, asked, left, seqs)
-        return checkpoints_in(geometry, asked, min(left, beside(asked, share) - slots))
+            return num_checkpoints(geometry, asked, left, seqs, use)
+        return checkpoints_in(geometry, asked, min(left, beside(asked, share) - slots), seqs, use)
     left = _limit(memory, config) - memory.ours
     if share is None:
-        return num_checkpoints(geometry, 2 * left // 3, left, seqs)
+        return num_checkpoints(geometry, 2 * left // 3, left, seqs, use)
     room = int(share * (left + slots)) - slots
-    return checkpoints_in(geometry, left - room, room)
+    return checkpoints_in(geometry, left - room, room, seqs, use)
 
 
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:

@@ -6,7 +6,7 @@ from quire.contracts.errors import ConfigError
 from quire.plan.cuda_memory import DeviceMemory, resolve_cuda_memory
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import GIB, MemoryPlan, resolve_memory
-from quire.plan.state_memory import divide_tier
+from quire.plan.state_memory import StateUse, divide_tier, state_use
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
@@ -21,7 +21,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     chunk = plan.step_tokens + 2 * (1 + drafts)  # or of a request in two steps
     if isinstance(measured, DeviceMemory):
         sizes = resolve_cuda_memory(
-            plan.geometry, config, measured, context=context, chunk=chunk, dtype=plan.weight_words
+            plan.geometry, config, measured, context=context, chunk=chunk, dtype=plan.weight_words, states=use_of(plan)
         )
     else:
         same = plan.machine.device == "cpu"  # the host's memory is the device's
@@ -39,10 +39,16 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
             chunk=chunk,
             max_num_seqs=config.scheduler.sequences(),
             free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
-            states=config.state.state_memory_fraction,
+            states=use_of(plan),
         )
     blocks, checkpoints = _host_tier(plan, sizes)
     return replace(sizes, host_blocks=blocks, host_checkpoints=checkpoints)
+
+
+def use_of(plan: EnginePlan) -> StateUse:
+    """Return the use of states of a plan."""
+    sharing = plan.offload.sharing
+    return state_use(plan.config, elsewhere=bool(plan.offload.folder or sharing.peers or sharing.takes))
 
 
 def host_bytes(plan: EnginePlan) -> int:
