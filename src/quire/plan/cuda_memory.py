@@ -129,20 +129,14 @@ def resolve_cuda_memory(
     forced = source != "gpu_memory_utilization"
     room = max(0, memory.free - memory.later - SPARE)
     if forced and given > room:
-        most = room // page - 1 if source == "num_gpu_blocks_override" else room
-        raise ConfigError(
-            f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
-            f"free: lower it to {most}, or leave it out."
-        )
+        raise _too_much(source, given, room, page)
     if given < wanted:
         shorter = geometry.most_tokens(num_blocks, chunk, length) if asked else 0
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
-        cause = (
-            f"max_model_len={asked} needs {_size(wanted)} of KV cache"
-            if asked
-            else (f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}")
-        )
+        cause = f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}"
+        if asked:
+            cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache"
         missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
         held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
@@ -154,11 +148,8 @@ def resolve_cuda_memory(
             f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
             "holds no more.",
         )
-    if not forced and _limit(memory, config) < int(config.cache.gpu_memory_utilization * memory.total):
-        notes += (
-            f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
-            f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",
-        )
+    if not forced:
+        notes += _crowded(memory, config)
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -219,6 +210,26 @@ def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[
         return cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
     blocks = (_limit(memory, config) - memory.ours) // page - 1
     return min(blocks, MAX_BLOCKS), "gpu_memory_utilization"
+
+
+def _too_much(source: str, given: int, room: int, page: int) -> ConfigError:
+    """Return the error of a KV cache whose size the option `source` sets, and which exceeds `room` bytes."""
+    most = room // page - 1 if source == "num_gpu_blocks_override" else room
+    return ConfigError(
+        f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
+        f"free: lower it to {most}, or leave it out."
+    )
+
+
+def _crowded(memory: DeviceMemory, config: EngineConfig) -> tuple[str, ...]:
+    """Return a line if other processes leave less memory than gpu_memory_utilization allows."""
+    share = config.cache.gpu_memory_utilization
+    if _limit(memory, config) >= int(share * memory.total):
+        return ()
+    return (
+        f"other processes hold {_size(memory.outside)} of the GPU's memory: less than gpu_memory_utilization={share:g} "
+        "is left.",
+    )
 
 
 def _room(memory: DeviceMemory, config: EngineConfig) -> str:
