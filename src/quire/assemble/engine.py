@@ -63,6 +63,7 @@ from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
 from quire.reports.engine import PlanReport
 from quire.reports.ranks import rank_lines
+from quire.reports.states import state_notes
 from quire.text.chat import ChatTemplate
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
@@ -440,7 +441,7 @@ def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tup
     """Return notes about the model, its ranks and memory. params: of a rank of each stage."""
     args, dtype, config = plan.args, plan.dtype, plan.config
     shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
-    notes = [*plan_notes(plan, params), *args.notes, *memory.notes, *shown]
+    notes = [*plan_notes(plan, params), *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

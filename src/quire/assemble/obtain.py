@@ -23,7 +23,7 @@ from quire.plan.layout import alone, layout
 from quire.plan.meeting_rows.records import REFUSED
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import check_cpu_weights, resolve_memory
-from quire.plan.state_memory import state_dtype
+from quire.plan.state_memory import state_dtype, state_use
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
@@ -163,7 +163,7 @@ def obtain_weights(
                 chunk=config.scheduler.token_budget(),
                 max_num_seqs=config.scheduler.sequences(),
                 free_bytes=free_bytes - weights,
-                states=config.state.state_memory_fraction,
+                states=state_use(config),
             )
 
     fetch_weights(config, folder, check)

@@ -338,11 +338,7 @@ def _state_values(states: StateStats) -> dict[str, Any]:
         "state_checkpoints_taken": states.taken,
         "prefix_cache_state_hits": states.hits,
         "prefix_cache_state_cut": states.cut,
-        "state_tier_checkpoints": {
-            (tier.value, state): count
-            for tier, stats in states.tiers.items()
-            for state, count in (("all", stats.num_blocks), ("used", stats.num_used))
-        },
+        "state_tier_checkpoints": _tier_sizes(states.tiers),
         "state_tier_copied_checkpoints": {
             (tier.value, direction): count
             for tier, stats in states.tiers.items()
@@ -352,12 +348,22 @@ def _state_values(states: StateStats) -> dict[str, Any]:
     }
 
 
+def _tier_sizes(tiers: Mapping[Tier, TierStats]) -> dict[Any, float]:
+    """Return the sizes of tiers that are counted in blocks. Ranks count those of files, and of peers, in bytes."""
+    return {
+        (tier.value, state): count
+        for tier, stats in tiers.items()
+        if stats.num_blocks
+        for state, count in (("all", stats.num_blocks), ("used", stats.num_used))
+    }
+
+
 def _tier_values(tiers: Mapping[Tier, TierStats]) -> dict[str, dict[Any, float]]:
     """Return the values of the metrics of tiers, by their labels."""
     names = ("blocks", "failed_blocks", "dropped_blocks", *COPIED)
     found: dict[str, dict[Any, float]] = {f"kv_tier_{name}": {} for name in names}
+    found["kv_tier_blocks"] = _tier_sizes(tiers)
     for tier, stats in tiers.items():
-        found["kv_tier_blocks"] |= {(tier.value, "all"): stats.num_blocks, (tier.value, "used"): stats.num_used}
         found["kv_tier_failed_blocks"][tier.value] = stats.num_failed
         found["kv_tier_dropped_blocks"][tier.value] = stats.num_dropped
         for name, (loaded, stored) in COPIED.items():

@@ -8,7 +8,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention_limits import MOST_SEQUENCES
 from quire.plan.memory import GIB, DeviceBudget, MemoryPlan
-from quire.plan.state_memory import beside, checkpoints_in, num_checkpoints
+from quire.plan.state_memory import USUAL, StateUse, beside, checkpoints_in, num_checkpoints
 
 CUDA_TOKENS = 8192  # of a step
 WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
@@ -101,17 +101,25 @@ def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
 
 
 def resolve_cuda_memory(
-    geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int, chunk: int, dtype: str
+    geometry: KVGeometry,
+    config: EngineConfig,
+    memory: DeviceMemory,
+    *,
+    context: int,
+    chunk: int,
+    dtype: str,
+    states: StateUse = USUAL,
 ) -> MemoryPlan:
     """Return the size of the KV cache and the context length on a GPU.
 
     context, chunk   the model's longest sequence, and the most tokens of a request in unfinished steps
+    states           the memory that is asked for them, and the checkpoints that have a use
     The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size, and checkpoints
     of states take a third of it. The states of running requests are in the measured memory. An unset max_model_len
     shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
     check_context(config.model, context)
-    checkpoints = _checkpoints(geometry, config, memory)
+    checkpoints = _checkpoints(geometry, config, memory, states)
     memory = replace(memory, later=memory.later + checkpoints * geometry.state_bytes)
     asked, page = config.model.max_model_len, geometry.page_bytes
     length = asked or context
@@ -121,20 +129,14 @@ def resolve_cuda_memory(
     forced = source != "gpu_memory_utilization"
     room = max(0, memory.free - memory.later - SPARE)
     if forced and given > room:
-        most = room // page - 1 if source == "num_gpu_blocks_override" else room
-        raise ConfigError(
-            f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
-            f"free: lower it to {most}, or leave it out."
-        )
+        raise _too_much(source, given, room, page)
     if given < wanted:
         shorter = geometry.most_tokens(num_blocks, chunk, length) if asked else 0
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
-        cause = (
-            f"max_model_len={asked} needs {_size(wanted)} of KV cache"
-            if asked
-            else (f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}")
-        )
+        cause = f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}"
+        if asked:
+            cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache"
         missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
         held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
@@ -146,11 +148,8 @@ def resolve_cuda_memory(
             f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
             "holds no more.",
         )
-    if not forced and _limit(memory, config) < int(config.cache.gpu_memory_utilization * memory.total):
-        notes += (
-            f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
-            f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",
-        )
+    if not forced:
+        notes += _crowded(memory, config)
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -176,25 +175,25 @@ def _budget(config: EngineConfig, memory: DeviceMemory, kv: int, checkpoints: in
     )
 
 
-def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory) -> int:
+def _checkpoints(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, use: StateUse) -> int:
     """Return the number of checkpoints of states beside a KV cache of twice their bytes; 0: no layer keeps states.
 
     With `state_memory_fraction`, slots and checkpoints have that share of the memory that both have with the KV cache.
     """
-    cache, seqs, share = config.cache, config.scheduler.sequences(), config.state.state_memory_fraction
+    cache, seqs, share = config.cache, config.scheduler.sequences(), use.fraction
     asked, slots = cache.kv_cache_memory_bytes, (seqs + 1) * geometry.state_bytes
     if cache.num_gpu_blocks_override is not None:
         asked = (cache.num_gpu_blocks_override + 1) * geometry.page_bytes
     if asked is not None:
         left = memory.free - memory.later - SPARE - asked
         if share is None:
-            return num_checkpoints(geometry, asked, left, seqs)
-        return checkpoints_in(geometry, asked, min(left, beside(asked, share) - slots))
+            return num_checkpoints(geometry, asked, left, seqs, use)
+        return checkpoints_in(geometry, asked, min(left, beside(asked, share) - slots), seqs, use)
     left = _limit(memory, config) - memory.ours
     if share is None:
-        return num_checkpoints(geometry, 2 * left // 3, left, seqs)
+        return num_checkpoints(geometry, 2 * left // 3, left, seqs, use)
     room = int(share * (left + slots)) - slots
-    return checkpoints_in(geometry, left - room, room)
+    return checkpoints_in(geometry, left - room, room, seqs, use)
 
 
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:
@@ -211,6 +210,26 @@ def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[
         return cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
     blocks = (_limit(memory, config) - memory.ours) // page - 1
     return min(blocks, MAX_BLOCKS), "gpu_memory_utilization"
+
+
+def _too_much(source: str, given: int, room: int, page: int) -> ConfigError:
+    """Return the error of a KV cache whose size the option `source` sets, and which exceeds `room` bytes."""
+    most = room // page - 1 if source == "num_gpu_blocks_override" else room
+    return ConfigError(
+        f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
+        f"free: lower it to {most}, or leave it out."
+    )
+
+
+def _crowded(memory: DeviceMemory, config: EngineConfig) -> tuple[str, ...]:
+    """Return a line if other processes leave less memory than gpu_memory_utilization allows."""
+    share = config.cache.gpu_memory_utilization
+    if _limit(memory, config) >= int(share * memory.total):
+        return ()
+    return (
+        f"other processes hold {_size(memory.outside)} of the GPU's memory: less than gpu_memory_utilization={share:g} "
+        "is left.",
+    )
 
 
 def _room(memory: DeviceMemory, config: EngineConfig) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from quire.config.engine import CacheConfig, ModelConfig, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
-from quire.plan.state_memory import divide
+from quire.plan.state_memory import USUAL, StateUse, divide
 
 GIB = 1024**3
 SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
@@ -86,13 +86,13 @@ def resolve_memory(
     chunk: int,
     max_num_seqs: int,
     free_bytes: int,
-    states: float | None = None,
+    states: StateUse = USUAL,
 ) -> MemoryPlan:
     """Size the KV cache and the context length.
 
     context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
     chunk                 most tokens of a request in unfinished steps
-    states                `state_memory_fraction`
+    states                the memory that is asked for them, and the checkpoints that have a use
     By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
     need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
     fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
@@ -101,7 +101,7 @@ def resolve_memory(
     check_context(model, context)
     length = asked or context
     whole = geometry.request_blocks(length, chunk)
-    share = states if geometry.states else None
+    share = states.fraction if geometry.states else None
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * whole, free_bytes, share)
     if asked and source.startswith(QUARTER) and num_blocks < whole:  # the default share grows
         tables, most_states = max_num_seqs * slot_bytes(asked, geometry), int((share or 0.5) * free_bytes)
@@ -125,8 +125,8 @@ def resolve_memory(
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     each = slot_bytes(length, geometry)
-    slots, checkpoints = divide(geometry, share, kv_bytes, free_bytes - kv_bytes, (each, max_num_seqs))
-    _check_free(source, kv_bytes, slots, each, free_bytes)
+    slots, checkpoints = divide(geometry, states, kv_bytes, free_bytes - kv_bytes, (each, max_num_seqs))
+    _check_free(source, kv_bytes, slots, slots * each + geometry.state_bytes, free_bytes)  # and of padding
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
@@ -171,13 +171,12 @@ def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
     return geometry.state_bytes + SLOT_BYTES + 4 * (max_model_len + len(geometry.groups) * entries)
 
 
-def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
+def _check_free(source: str, kv_bytes: int, num_slots: int, tables: int, free_bytes: int) -> None:
     if kv_bytes > free_bytes:
         raise ConfigError(
             f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
             f"free: lower {source}."
         )
-    tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
         what, remedy = f"max_num_seqs={num_slots} needs", "lower max_num_seqs or max_model_len"
         if num_slots == 1:  # given, or all that is left of max_num_seqs

@@ -8,7 +8,7 @@ from quire.contracts.errors import ConfigError
 from quire.plan.cuda_memory import DeviceMemory, resolve_cuda_memory
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import GIB, MemoryPlan, as_gib, resolve_memory
-from quire.plan.state_memory import divide_tier
+from quire.plan.state_memory import StateUse, divide_tier, state_use
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
@@ -23,7 +23,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     chunk = plan.step_tokens + 2 * (1 + drafts)  # or of a request in two steps
     if isinstance(measured, DeviceMemory):
         sizes = resolve_cuda_memory(
-            plan.geometry, config, measured, context=context, chunk=chunk, dtype=plan.weight_words
+            plan.geometry, config, measured, context=context, chunk=chunk, dtype=plan.weight_words, states=use_of(plan)
         )
     else:
         same = plan.machine.device == "cpu"  # the host's memory is the device's
@@ -41,10 +41,16 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
             chunk=chunk,
             max_num_seqs=config.scheduler.sequences(),
             free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
-            states=config.state.state_memory_fraction,
+            states=use_of(plan),
         )
     blocks, checkpoints = _host_tier(plan, sizes)
     return replace(sizes, host_blocks=blocks, host_checkpoints=checkpoints)
+
+
+def use_of(plan: EnginePlan) -> StateUse:
+    """Return the use of states of a plan."""
+    sharing = plan.offload.sharing
+    return state_use(plan.config, elsewhere=bool(plan.offload.folder or sharing.peers or sharing.takes))
 
 
 def host_bytes(plan: EnginePlan) -> int:
@@ -57,11 +63,12 @@ def _host_tier(plan: EnginePlan, sizes: MemoryPlan) -> tuple[int, int]:
     if not plan.offload.host_bytes:
         return 0, 0
     geometry, ranks = plan.geometry, plan.mesh.parallel.size
-    for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, sizes.checkpoints)
+    kept = sizes.checkpoints if use_of(plan).per_slot else 0  # the mover of checkpoints has at least one
+    for_blocks, for_states = divide_tier(geometry, host_bytes(plan), sizes.kv_bytes, kept)
     blocks = for_blocks // geometry.page_bytes
     if blocks < len(geometry.groups):
         states = f" and a checkpoint of {as_gib(geometry.state_bytes)}" * bool(geometry.states)
-        least = rounded_up((_least_tier(geometry, sizes) + 1) * ranks / GIB)
+        least = rounded_up((_least_tier(geometry, sizes.kv_bytes, kept) + 1) * ranks / GIB)
         raise ConfigError(
             f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
             f"not hold a KV block of {as_gib(geometry.page_bytes)}{states} each: "
@@ -70,15 +77,15 @@ def _host_tier(plan: EnginePlan, sizes: MemoryPlan) -> tuple[int, int]:
     return blocks, for_states // geometry.state_bytes if geometry.states else 0
 
 
-def _least_tier(geometry: KVGeometry, sizes: MemoryPlan) -> int:
+def _least_tier(geometry: KVGeometry, kv_bytes: int, checkpoints: int) -> int:
     """Return the least bytes of a tier whose part for KV blocks holds one of each group (`divide_tier`)."""
     low, high = 0, 1
     enough = len(geometry.groups) * geometry.page_bytes
-    while divide_tier(geometry, high, sizes.kv_bytes, sizes.checkpoints)[0] < enough:
+    while divide_tier(geometry, high, kv_bytes, checkpoints)[0] < enough:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        holds = divide_tier(geometry, middle, sizes.kv_bytes, sizes.checkpoints)[0] >= enough
+        holds = divide_tier(geometry, middle, kv_bytes, checkpoints)[0] >= enough
         low, high = (low, middle) if holds else (middle, high)
     return high
 

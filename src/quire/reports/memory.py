@@ -13,7 +13,7 @@ from quire.plan.memory import MemoryPlan
 from quire.plan.state_memory import divide_tier
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS
-from quire.reports.states import describe_states
+from quire.reports.states import describe_states, state_notes
 from quire.weights.units import LoadUnit
 
 
@@ -67,7 +67,7 @@ def describe_memory(
             "kv_bytes": plan.kv_bytes,
             "num_tokens": plan.num_tokens,
             "max_model_len": plan.max_model_len,
-            "notes": plan.notes,
+            "notes": (*plan.notes, *state_notes(whole, plan)),
             "sequences": whole.config.scheduler.sequences(),
             "states": describe_states(whole, plan),
             "tiers": _tiers(whole, plan),

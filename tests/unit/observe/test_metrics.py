@@ -166,6 +166,16 @@ def test_tiers_are_counted_by_tier_and_direction() -> None:
     assert value(metrics, "kv_tier_dropped_blocks_total", tier="host") == 2
 
 
+def test_a_tier_that_ranks_count_in_bytes_has_no_size() -> None:
+    metrics, host, disk = ready(), TierStats(num_blocks=9, num_used=4), TierStats(num_stored=5)
+    tiers = {Tier.HOST: host, Tier.DISK: disk}
+    prefix = PrefixStats(states=StateStats(tiers=tiers))
+    metrics.step(msgspec.structs.replace(STEP, tiers=tiers, prefix=prefix), 2)
+    for name in ("kv_tier_blocks", "state_tier_checkpoints"):
+        sizes = {labels: count for (found, labels), count in scrape(metrics).items() if found == f"quire:{name}"}
+        assert sizes == {frozenset({("tier", "host"), ("state", state)}): n for state, n in (("all", 9), ("used", 4))}
+
+
 def test_before_any_step_no_block_is_used() -> None:
     metrics = ready()
     assert value(metrics, "kv_cache_usage_perc") == 0 and value(metrics, "kv_blocks", state="free") == 100

@@ -22,7 +22,7 @@ from quire.plan.cuda_memory import (
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import CUDA_BLOCK_SIZE, resolve_geometry
 from quire.plan.memory import MemoryPlan
-from quire.plan.state_memory import slots_limit
+from quire.plan.state_memory import slots_limit, state_use
 
 GIB = 1024**3
 COMPONENTS = tuple(KVComponent(name, 8, 128, "bfloat16", 2) for name in ("k", "v"))
@@ -79,7 +79,7 @@ def test_a_tiny_page_does_not_make_millions_of_blocks() -> None:
 
 def test_states_take_their_part() -> None:
     """States of running requests are measured; checkpoints have a third of what is left, or what there is beside a
-    given KV cache, and at least one."""
+    given KV cache, and enough for 50 requests, if half of the memory that is left has room."""
     state = StateComponent("matrix", (32, 128, 128), "float32", 4)
     recurrent = structs.replace(GEOMETRY, states=(StateGroup(layers=tuple(range(24)), components=(state,)),))
     assert recurrent.state_bytes == 48 << 20
@@ -94,7 +94,7 @@ def test_states_take_their_part() -> None:
     small = found(replace(H200, free=40 * GIB))
     left = room - 81 * GIB
     assert 0 <= left // 3 - small.checkpoints * (48 << 20) < 48 << 20 and small.kv_bytes + PAGE > 2 * left // 3
-    assert found(kv_cache_memory_bytes=60 << 20).checkpoints == 1
+    assert found(kv_cache_memory_bytes=60 << 20).checkpoints == 51
     tight = replace(H200, free=GIB + SPARE + (50 << 20) + 9 * PAGE)
     assert found(tight, kv_cache_memory_bytes=9 * PAGE).checkpoints == 1
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes asks for .* lower it to"):
@@ -221,7 +221,7 @@ def test_states_have_their_share_of_a_gpu(share: float, given: dict[str, Any]) -
     matrix = StateComponent("matrix", (16, 1 << 20), "float32", 4)
     geometry = structs.replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(matrix,)),))
     config = EngineConfig.from_flat(max_num_seqs=8, state_memory_fraction=share, **given)
-    found = resolve_cuda_memory(geometry, config, H200, context=1 << 20, chunk=64, dtype="")
+    found = resolve_cuda_memory(geometry, config, H200, context=1 << 20, chunk=64, dtype="", states=state_use(config))
     states = (9 + found.checkpoints) * geometry.state_bytes
     assert states / (states + found.kv_bytes) == pytest.approx(share, abs=0.02)
     assert found.checkpoints > 1 and found.budget is not None and found.budget.states == states

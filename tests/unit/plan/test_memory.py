@@ -1,5 +1,7 @@
 """Plans are pure functions of facts: every branch, and the numbers in every refusal."""
 
+from dataclasses import replace as replace_use
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,6 +11,7 @@ from quire.contracts.errors import ConfigError
 from quire.plan.dtype import resolve_dtype
 from quire.plan.kv_geometry import resolve_geometry
 from quire.plan.memory import MemoryPlan, as_gib, resolve_memory, slot_bytes
+from quire.plan.state_memory import StateUse
 
 COMPONENTS = tuple(KVComponent(name, 2, 64, "bfloat16", 2) for name in ("k", "v"))
 GEOMETRY = resolve_geometry(COMPONENTS, 8, None)
@@ -117,8 +120,12 @@ MATRIX = StateComponent("matrix", (16, 1 << 20), "float32", 4)
 WITH_STATES = replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(MATRIX,)),))
 
 
+SMALL = StateComponent("matrix", (16, 1 << 10), "float32", 4)
+SMALL_STATES = replace(GEOMETRY, states=(StateGroup(layers=(0,), components=(SMALL,)),))
+
+
 def test_as_many_requests_run_as_have_room_for_their_states() -> None:
-    """Of 1 GiB, half of what the KV cache leaves has room for 6 states of 64 MiB, and not for 8."""
+    """Of 1 GiB, half of what the KV cache leaves has room for 6 states of 64 MiB. Half of the rest has 3."""
 
     def sized(free: int, seqs: int) -> MemoryPlan:
         return resolve_memory(
@@ -126,7 +133,7 @@ def test_as_many_requests_run_as_have_room_for_their_states() -> None:
         )
 
     found = sized(1 << 30, 8)
-    assert (found.num_slots, found.checkpoints) == (6, 1)
+    assert (found.num_slots, found.checkpoints) == (6, 3)
     assert "6 requests run at once, not max_num_seqs=8: each has 64.00 MiB" in found.notes[-1]
     assert sized(1 << 32, 8).num_slots == 8
     assert "1 request runs at once, not max_num_seqs=8: each has" in sized(1 << 28, 8).notes[-1]
@@ -145,7 +152,7 @@ def test_sizes_in_words(count: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("cache", [CacheConfig(), CacheConfig(kv_cache_memory_bytes=1 << 30)], ids=["default", "given"])
+@pytest.mark.parametrize("cache", [CacheConfig(), CacheConfig(kv_cache_memory_bytes=1 << 32)], ids=["default", "given"])
 def test_states_have_their_share_of_the_memory(share: float, cache: CacheConfig) -> None:
     """States of 64 MiB: slots take at most half of the share, and checkpoints the rest, as far as memory goes."""
     free = 1 << 36
@@ -157,16 +164,63 @@ def test_states_have_their_share_of_the_memory(share: float, cache: CacheConfig)
         chunk=64,
         max_num_seqs=4,
         free_bytes=free,
-        states=share,
+        states=StateUse(fraction=share),
     )
-    states = (found.num_slots + found.checkpoints) * WITH_STATES.state_bytes
+    states = (found.num_slots + 1 + found.checkpoints) * WITH_STATES.state_bytes
     assert states / (states + found.kv_bytes) == pytest.approx(share, abs=0.05)
-    assert states + found.kv_bytes <= free and found.num_slots <= max(1, found.checkpoints)
+    assert states + found.kv_bytes <= free and found.num_slots < found.checkpoints
 
 
 def test_no_more_checkpoints_are_made_than_the_cache_has_places() -> None:
     few = CacheConfig(num_gpu_blocks_override=20)
     found = resolve_memory(
-        WITH_STATES, ModelConfig(), few, context=256, chunk=64, max_num_seqs=4, free_bytes=1 << 38, states=0.9999
+        WITH_STATES,
+        ModelConfig(),
+        few,
+        context=256,
+        chunk=64,
+        max_num_seqs=4,
+        free_bytes=1 << 38,
+        states=StateUse(fraction=0.9999),
     )
     assert found.checkpoints <= 21
+
+
+@pytest.mark.parametrize(
+    ("use", "checkpoints"), [(StateUse(), 32), (StateUse(per_slot=1), 5), (StateUse(per_slot=0), 1)]
+)
+@pytest.mark.parametrize("fraction", [None, 0.9])
+def test_no_more_checkpoints_are_made_than_something_takes(
+    use: StateUse, checkpoints: int, fraction: float | None
+) -> None:
+    """With a share, states get more by default: a checkpoint for each of 64 places."""
+    given, asked = CacheConfig(num_gpu_blocks_override=64), replace_use(use, fraction=fraction)
+    found = resolve_memory(
+        SMALL_STATES, ModelConfig(), given, context=256, chunk=64, max_num_seqs=4, free_bytes=1 << 42, states=asked
+    )
+    if fraction is not None and use.per_slot > 1:
+        checkpoints = found.num_tokens // SMALL_STATES.hit_size + 1
+    assert found.checkpoints == checkpoints
+
+
+def test_a_small_cache_has_a_checkpoint_for_each_request_and_one_more() -> None:
+    few = CacheConfig(num_gpu_blocks_override=3)
+    for fraction in (None, 0.9999):
+        use = StateUse(fraction=fraction)
+        found = resolve_memory(
+            WITH_STATES, ModelConfig(), few, context=64, chunk=8, max_num_seqs=9, free_bytes=1 << 38, states=use
+        )
+        assert (found.num_slots, found.checkpoints) == (9, 10)
+
+
+def test_the_slot_of_padding_is_counted() -> None:
+    """1 + 1 + 1 states of 64 MiB: padding, a slot, and a checkpoint."""
+    cache = CacheConfig(num_gpu_blocks_override=3)
+    page, state = WITH_STATES.page_bytes, WITH_STATES.state_bytes
+
+    def sized(free: int) -> MemoryPlan:
+        return resolve_memory(WITH_STATES, ModelConfig(), cache, context=64, chunk=8, max_num_seqs=1, free_bytes=free)
+
+    with pytest.raises(ConfigError, match="max_num_seqs=1 needs .* of tables and states"):
+        sized(4 * page + state + (1 << 20))
+    assert sized(4 * page + 3 * state + (1 << 20)).checkpoints == 1
