@@ -58,7 +58,7 @@ class RunningRank(Launches, Protocol):
 
     @property
     def payload(self) -> bytes:
-        """JSON for the engine core, in `RankReady`: `depth`, the chosen implementations, and lines for the user."""
+        """Message for the engine core, in `RankReady`: `depth`, the chosen implementations, and lines for the user."""
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others end the rank."""
@@ -72,7 +72,7 @@ class LoadedRank(Protocol):
 
     @property
     def payload(self) -> bytes:
-        """JSON for the engine core, in `RankBuilt`: the memory of this rank's device."""
+        """Message for the engine core, in `RankBuilt`: the memory of this rank's device."""
 
     def size(self, payload: bytes) -> RunningRank:
         """Finish by the memory sizes in `payload`, such as the KV cache's. Return the rank, ready to run."""

@@ -50,8 +50,8 @@ def state_notes(plan: EnginePlan, memory: MemoryPlan) -> tuple[str, ...]:
     notes, slots, checkpoints = list[str](), found["slots"], memory.checkpoints
     if use.per_slot and checkpoints < enough(slots):
         notes.append(
-            f"{checkpoints:,} checkpoint{'s' * (checkpoints > 1)} of states for {slots:,} request{'s' * (slots > 1)} at "
-            "once: each may hold one, so that prompts of others leave none. Lower max_num_seqs, or raise "
+            f"{checkpoints:,} checkpoint{'s' * (checkpoints > 1)} of states for {slots:,} request{'s' * (slots > 1)} "
+            "at once: each may hold one, so that prompts of others leave none. Lower max_num_seqs, or raise "
             "state_memory_fraction."
         )
     if use.fraction is not None and found["fraction"] < use.fraction - SLACK:

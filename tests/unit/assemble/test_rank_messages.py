@@ -1,4 +1,4 @@
-"""What the engine sends to the processes of its ranks arrives whole."""
+"""Messages from the engine to the processes of its ranks arrive whole."""
 
 import math
 

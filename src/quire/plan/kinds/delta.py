@@ -120,13 +120,11 @@ class DeltaKind:
         """Return the key heads of a rank."""
         return share(self._args.key_heads, tp, place)
 
-    def divides(self, tp: int) -> bool:
-        """Return True when key heads can be divided among `tp` ranks."""
-        return self._args.key_heads % tp == 0
-
     def uneven(self, tp: int) -> str:
         """Return the key heads, in words."""
-        return "" if self.divides(tp) else counted(self._args.key_heads, "key head") + " of recurrent layers"
+        return (
+            "" if self._args.key_heads % tp == 0 else counted(self._args.key_heads, "key head") + " of recurrent layers"
+        )
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projections, the recurrence, and the output."""

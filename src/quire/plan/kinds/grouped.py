@@ -127,16 +127,12 @@ class GroupedKind:
         kv = min(self._args.num_kv_heads, tp)
         return share(self._args.num_kv_heads, kv, place * kv // tp)
 
-    def divides(self, tp: int) -> bool:
-        """Return True when KV heads can be divided among `tp` ranks, or copied evenly."""
-        kv = self._args.num_kv_heads
-        return kv % tp == 0 or tp % kv == 0
-
     def uneven(self, tp: int) -> str:
         """Return the attention heads or the KV heads, in words."""
         if self._args.num_heads % tp:
             return counted(self._args.num_heads, "attention head")
-        return "" if self.divides(tp) else counted(self._args.num_kv_heads, "KV head")
+        kv = self._args.num_kv_heads
+        return "" if kv % tp == 0 or tp % kv == 0 else counted(kv, "KV head")
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the preparation of heads, attention, and the output."""

@@ -309,13 +309,10 @@ class Mixer(Protocol):
     def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
         """Return the range of KV heads of the rank `place` of `tp`."""
 
-    def divides(self, tp: int) -> bool:
-        """Return True when `tp` ranks can divide or copy its KV heads evenly."""
-
     def uneven(self, tp: int) -> str:
         """Return the parts that `tp` ranks cannot share evenly, such as "6 KV heads"; "": they can share all.
 
-        These are its query heads (`num_heads`), or else what `divides` tells.
+        These are its query heads (`num_heads`), or else parts that ranks may also copy, such as KV heads.
         """
 
     def calls(self, step: LayerStep) -> Iterator[Call]:

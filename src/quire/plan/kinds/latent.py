@@ -89,10 +89,6 @@ class LatentKind:
         """Return the one head of the cache, which every rank keeps."""
         return 0, 1
 
-    def divides(self, tp: int) -> bool:
-        """Return True: every rank keeps the whole latent."""
-        return True
-
     def uneven(self, tp: int) -> str:
         """Return the attention heads, in words."""
         return counted(self._sizes.num_heads, "attention head") if self._sizes.num_heads % tp else ""

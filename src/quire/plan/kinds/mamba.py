@@ -103,7 +103,7 @@ class MambaKind:
         """Return the heads of a rank."""
         return share(self._args.heads, tp, place)
 
-    def divides(self, tp: int) -> bool:
+    def _divides(self, tp: int) -> bool:
         """Return True when `tp` ranks can have whole groups, or parts of a group whose norm they can sum."""
         args = self._args
         if args.heads % tp:
@@ -114,7 +114,7 @@ class MambaKind:
         """Return the heads or their groups, in words."""
         if self._args.heads % tp:
             return counted(self._args.heads, "Mamba head")
-        return "" if self.divides(tp) else counted(self._args.groups, "group") + " of Mamba heads"
+        return "" if self._divides(tp) else counted(self._args.groups, "group") + " of Mamba heads"
 
     def _summed(self, tp: int) -> bool:
         """Return True when ranks sum the squares of a norm: they have parts of the only group."""

@@ -37,10 +37,6 @@ class NoneKind:
         """Return an empty range."""
         return 0, 0
 
-    def divides(self, tp: int) -> bool:
-        """Return True."""
-        return True
-
     def uneven(self, tp: int) -> str:
         """Return ""."""
         return ""

@@ -70,13 +70,9 @@ class ShortConvKind:
         """Return the channels of a rank."""
         return share(self._args.width, tp, place)
 
-    def divides(self, tp: int) -> bool:
-        """Return True when channels can be divided among `tp` ranks."""
-        return self._args.width % tp == 0
-
     def uneven(self, tp: int) -> str:
         """Return the channels, in words."""
-        return "" if self.divides(tp) else counted(self._args.width, "convolution channel")
+        return "" if self._args.width % tp == 0 else counted(self._args.width, "convolution channel")
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projection, the convolution, and the output."""

@@ -23,7 +23,7 @@ def listed_or(words: list[str]) -> str:
 
 def _fitting_tp(i: Inputs) -> str:
     kinds, most = mixers(i.model), min(kind.num_heads for kind in mixers(i.model))
-    fits = [all(kind.num_heads % tp == 0 and kind.divides(tp) for kind in kinds) for tp in range(1, most + 1)]
+    fits = [not any(kind.uneven(tp) for kind in kinds) for tp in range(1, most + 1)]
     return listed_or([str(tp) for tp, good in enumerate(fits, 1) if good])
 
 

@@ -111,7 +111,7 @@ def _uneven_heads(i: Inputs, model: ModelArgs) -> bool:
 
 
 def _uneven_kv_heads(i: Inputs, model: ModelArgs) -> bool:
-    return not _uneven_heads(i, model) and not all(kind.divides(i.parallel.tp) for kind in mixers(model))
+    return not _uneven_heads(i, model) and any(kind.uneven(i.parallel.tp) for kind in mixers(model))
 
 
 def _odd_slots(i: Inputs) -> bool:
