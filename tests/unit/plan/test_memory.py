@@ -221,6 +221,6 @@ def test_the_slot_of_padding_is_counted() -> None:
     def sized(free: int) -> MemoryPlan:
         return resolve_memory(WITH_STATES, ModelConfig(), cache, context=64, chunk=8, max_num_seqs=1, free_bytes=free)
 
-    with pytest.raises(ConfigError, match="max_num_seqs=1 needs .* of tables and states"):
+    with pytest.raises(ConfigError, match="a running request needs .* of tables and states"):
         sized(4 * page + state + (1 << 20))
     assert sized(4 * page + 3 * state + (1 << 20)).checkpoints == 1
