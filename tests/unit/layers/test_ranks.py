@@ -132,5 +132,5 @@ def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
         for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)
     ]
     for found in threads.run_each(every):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
     assert (expected - hidden).abs().max() > 0.1
