@@ -84,7 +84,7 @@ def test_wherever_decodes_end(form: DeltaForm, decode_rows: int) -> None:
     check(make(form, STEPS["mixed"] + (Sequence(61, 9, (63, 70)), Sequence(5, 10))), decode_rows)
 
 
-@pytest.mark.parametrize("step", ["decodes", "mixed", "copies"])
+@pytest.mark.parametrize("step", ["decodes", "mixed", *full_rows(["copies"])])
 def test_decays_of_channels(step: str) -> None:
     for form in FORMS:
         check(make(form, STEPS[step], by_channel=True, taps=3))

@@ -106,9 +106,9 @@ def test_every_case_computes_what_the_library_computes(op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
-        *((op, "float32") for op in OPERATIONS if op != "mamba"),
+        *((op, "float32") for op in OPERATIONS if op not in ("delta", "mamba")),
         *(("layer", "bfloat16"), ("embedding", "bfloat16")),
-        *full_rows([("linear", "bfloat16"), ("mamba", "float32")]),
+        *full_rows([("linear", "bfloat16"), ("delta", "float32"), ("mamba", "float32")]),
     ],
 )
 def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
