@@ -90,9 +90,7 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
     num_seqs, in_pdl = len(meta.slots), pdl.in_use()
     key_dim, value_dim = call.sizes["DKP"], call.sizes["DVP"]
     warps = max(1, min(8, key_dim * value_dim // 1024, key_dim // 16))
-    held = (
-        key_dim * value_dim // (32 * warps)
-    )  # numbers of the matrix in a thread, whose registers let two programs run
+    held = key_dim * value_dim // (32 * warps)  # numbers of the matrix in a thread; its registers let two programs run
     _rows_kernel[(form.heads, num_seqs)](
         *call.inputs,
         *call.weights_of,
