@@ -334,6 +334,22 @@ def test_states_of_preempted_and_repeated_requests(name: str, oracle: Oracles) -
             llm.engine.core.check()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "granite_mamba"])
+def test_matrices_of_states_in_bfloat16(name: str, oracle: Oracles) -> None:
+    """Numbers are rounded, and near those of float32."""
+    checkpoint, prompts = oracle(name), mixed_prompts()
+    with make(checkpoint.folder, mamba_ssm_cache_dtype="bfloat16") as llm:
+        outputs = run(llm, prompts, greedy(16, logprobs=-1))
+    apart = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0]
+        assert answer.logprobs is not None
+        truth = checkpoint.logprobs([*prompt, *answer.token_ids])[len(prompt) - 1 :]
+        for row, values in zip(answer.logprobs, truth, strict=False):
+            apart = max(apart, *(abs(values[i] - one.logprob) for i, one in row.items()))
+    assert 1e-4 < apart < 0.3
+
+
 def test_a_cached_prefix_gives_the_same_tokens(oracle: Oracles, qwen3: LLM) -> None:
     prompts = mixed_prompts()
     expected = oracle("qwen3").greedy(prompts, NUM_TOKENS)
