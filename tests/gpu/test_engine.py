@@ -334,7 +334,7 @@ def test_states_of_preempted_and_repeated_requests(name: str, oracle: Oracles) -
             llm.engine.core.check()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "granite_mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granite_mamba"])
 def test_matrices_of_states_in_bfloat16(name: str, oracle: Oracles) -> None:
     """Numbers are rounded, and near those of float32."""
     checkpoint, prompts = oracle(name), mixed_prompts()
@@ -347,7 +347,7 @@ def test_matrices_of_states_in_bfloat16(name: str, oracle: Oracles) -> None:
         truth = checkpoint.logprobs([*prompt, *answer.token_ids])[len(prompt) - 1 :]
         for row, values in zip(answer.logprobs, truth, strict=False):
             apart = max(apart, *(abs(values[i] - one.logprob) for i, one in row.items()))
-    assert 1e-4 < apart < 0.3
+    assert 1e-5 < apart < 0.3, apart
 
 
 def test_a_cached_prefix_gives_the_same_tokens(oracle: Oracles, qwen3: LLM) -> None:

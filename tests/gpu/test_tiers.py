@@ -9,8 +9,8 @@ from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 
-from ..e2e.test_recurrent_tiers import SMALL as STATES
 from ..e2e.test_recurrent_tiers import FAMILIES, TALKS, talk
+from ..e2e.test_recurrent_tiers import SMALL as STATES
 from ..support.engines import core_of, tier_stats
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 from .test_engine import DEVICE, TEXTS, make
