@@ -237,6 +237,7 @@ def _solve_channels(call: DeltaCall, plan: Chunks, units: Tensor) -> tuple[Tenso
         CHUNK=CHUNK,
         PART=PART_BY_CHANNEL,
         num_warps=1,
+        num_stages=1,
     )
     products_kernel[(form.heads, plan.chunk_programs, LEVELS)](
         *plan[:2],
