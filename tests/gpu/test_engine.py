@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
@@ -80,6 +81,8 @@ COMPARED = ("quire-tiny", *(family for family in TINY if family != "olmo_hybrid"
 TINY |= {
     family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default") for family in EXPERTS
 }
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    del TINY["granite_moe"]  # its mixers of several groups are wrong there
 Oracles = Callable[[str], Oracle]
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9},
