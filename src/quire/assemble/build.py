@@ -62,10 +62,10 @@ def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:
     """Let the routers of a model draw experts, and its experts move between ranks, as the plan says."""
     rank, redundant, routed = plan.mesh.rank, plan.mesh.parallel.redundant, plan.config.load.routing
     num_experts = moe.routing.num_experts
-    for layer in range(*rank.layers):
+    for layer, block in model.blocks.items():
         if layer not in plan.args.expert_layers:
             continue
-        experts = model.layers[layer - rank.layers[0]].experts
+        experts = block.experts
         if redundant is not None:
             slots = (one.to(model.device) for one in initial_slots(num_experts, redundant))
             experts.balance(

@@ -66,6 +66,21 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class DraftSync(msgspec.Struct, frozen=True):
+    """The part of drafts in the record of a step, of a drafter with layers. Every replica makes the same passes.
+
+    most      most drafts of a decode of any replica, which is the number of passes; one pass at least, if any decodes
+    decodes   decodes of each replica
+    prompts   True for each replica that has chunks of prompts, whose draft entries are made at the end of the step
+
+        replica 0: 3 decodes with 2 drafts each; replica 1: a chunk of a prompt     DraftSync(2, (3, 0), (False, True))
+    """
+
+    most: int
+    decodes: tuple[int, ...]
+    prompts: tuple[bool, ...]
+
+
 class StepSync(msgspec.Struct, frozen=True):
     """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
 
@@ -73,10 +88,12 @@ class StepSync(msgspec.Struct, frozen=True):
              layers with experts, and does nothing else
     switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
              none
+    drafts   passes of a drafter with layers; None: no drafter has layers
     """
 
     rows: tuple[int, ...]
     switch: int = -1
+    drafts: DraftSync | None = None
 
 
 class Tier(StrEnum):

@@ -9,6 +9,7 @@ import msgspec
 from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
+from quire.contracts.parallel import Parallel
 from quire.contracts.speculation import read_speculative_config
 from quire.plan.as_stored import with_prediction
 from quire.plan.engine import EnginePlan, state_types
@@ -48,6 +49,19 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
         cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
         load=replace(config.load, quantization=speculation.quantization),
     )
+
+
+def draft_division(config: EngineConfig, args: ModelArgs, parallel: Parallel) -> tuple[EngineConfig, Parallel]:
+    """Return the options and the ranks of a draft model or EAGLE head: those of the model, as far as they apply.
+
+    config   the options of the drafter, as `draft_config` returns them
+    A drafter without experts has none to divide, exchange or draw. Experts of a draft model keep their places.
+    """
+    parallel = replace(parallel, redundant=None)
+    if args.moe is not None:
+        return config, parallel
+    load = replace(config.load, routing="model")
+    return replace(config, load=load), replace(parallel, experts=False, round_robin=False)
 
 
 def head_method(config: EngineConfig) -> str:

@@ -19,6 +19,7 @@ from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.choose import make_drafter
 from quire.spec.drafter import Drafter
+from quire.spec.joint_passes import JointPasses
 from quire.worker.agreement import ReplicaAgreement
 from quire.worker.balancing import RankBalancing
 from quire.worker.blending import Blending
@@ -116,7 +117,8 @@ def make_runner(
         tables=state.tables,
         sampling=(operations, sampler.rows),
     )
-    features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
+    exchanging = _exchanging(model, groups, state, upload, limits, None if drafter is None else drafter.joint)
+    features: list[StepFeature] = [*exchanging, *_own(model, kv, state, drafter)]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(
@@ -163,13 +165,13 @@ def _own(model: Model, kv: list[KVView], state: DeviceState, drafter: Drafter | 
 
 
 def _exchanging(
-    model: Model, groups: RankGroups, state: DeviceState, upload: Upload, limits: Limits
+    model: Model, groups: RankGroups, state: DeviceState, upload: Upload, limits: Limits, passes: JointPasses | None
 ) -> Iterator[StepFeature]:
     """Yield the features by which a rank works with other ranks."""
     if groups.pp is not None and groups.tokens is not None:
         yield PipelineStage(model, groups.pp, groups.tokens, state.tables)
     if limits.replicas > 1:
-        yield ReplicaAgreement(model, upload.step, limits)
+        yield ReplicaAgreement(model, upload.step, limits, passes)
     if groups.movers is not None:
-        layers = [layer.experts for layer in model.layers if isinstance(getattr(layer, "experts", None), MoE)]
+        layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]
         yield RankBalancing(layers, groups.movers)

@@ -69,7 +69,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (EXAMPLES["draft model"] | {"tensor_parallel_size": 2}, {}, {("draft model", "several ranks")}),
     (EAGLE | EXAMPLES["hosts"], {}, {("EAGLE", "hosts")}),
-    (EAGLE | EXAMPLES["-ep"], {}, {("drafts of another model", "options of experts")}),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),

@@ -134,11 +134,6 @@ def _decaying_by_number(i: Inputs) -> bool:
     return any(isinstance(one, DeltaArgs) and one.low_rank for one in mixers)
 
 
-def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
-    asked = i.parallel.experts or i.config.load.routing != "model"
-    return asked and draft.moe is None and i.num_experts > 0
-
-
 def _any_tier(i: Inputs) -> bool:
     cache, share = i.config.cache, i.config.share
     tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
@@ -159,7 +154,8 @@ RANKS: Mapping[str, Feature] = {
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
     "moving or shared experts": Feature(
-        lambda i: i.parallel.lockstep or i.parallel.redundant is not None, "experts that replicas share or that move"
+        lambda i: i.device == "cuda" and (i.parallel.lockstep or i.parallel.redundant is not None),
+        "experts that replicas of a GPU share, or that move there",
     ),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
@@ -235,7 +231,6 @@ DRAFTS: Mapping[str, Feature] = {
     "drafts over states": Feature(
         of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
     ),
-    "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
