@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from quire.args.experts import MoEArgs
-from quire.contracts.parallel import vocabulary_share
+from quire.contracts.parallel import Parallel, vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
@@ -50,12 +50,19 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
     if plan.draft is not None:
-        model.draft = build_model(plan.draft, groups, plan)
+        model.draft = build_model(plan.draft, _of_drafter(groups, plan.draft.mesh.parallel), plan)
         if plan.draft.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
     return model
+
+
+def _of_drafter(groups: RankGroups, parallel: Parallel) -> RankGroups:
+    """Return the groups of a rank that divide its draft model. parallel: sizes of the draft model"""
+    if parallel.lockstep:
+        return groups
+    return RankGroups(tp=groups.tp if parallel.tp > 1 else None)
 
 
 def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:

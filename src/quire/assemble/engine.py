@@ -292,7 +292,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         other = draft_config(config, found.dtype.dtype)
         if found.draft is None or other is None or made[0].missing:
             return made
-        drafts = plans(*draft_division(other, found.draft.args, parallel), found.draft)
+        drafts = plans(*draft_division(config, other, found.draft.args, parallel), found.draft)
         return [with_draft_model(*both) for both in zip(made, drafts, strict=True)]
 
     made = plans(config)

@@ -51,17 +51,28 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
     )
 
 
-def draft_division(config: EngineConfig, args: ModelArgs, parallel: Parallel) -> tuple[EngineConfig, Parallel]:
-    """Return the options and the ranks of a draft model or EAGLE head: those of the model, as far as they apply.
+def draft_division(
+    config: EngineConfig, drafter: EngineConfig, args: ModelArgs, parallel: Parallel
+) -> tuple[EngineConfig, Parallel]:
+    """Return the options of a draft model or EAGLE head, and its division over the ranks of an engine.
 
-    config   the options of the drafter, as `draft_config` returns them
-    A drafter without experts has none to divide, exchange or draw. Experts of a draft model keep their places.
+    config    options of the engine;  drafter  those of the draft model, as `draft_config` returns them
+    parallel  sizes of the engine
+
+        experts that the model's ranks divide      divided alike; they keep their places
+        "draft_tensor_parallel_size": 1            each rank has the whole drafter
+        else                                       the ranks of a tensor-parallel group divide it, as the model
+
+    Ranks keep their numbers: those that do not divide a drafter together count as its replicas.
     """
-    parallel = replace(parallel, redundant=None)
-    if args.moe is not None:
-        return config, parallel
-    load = replace(config.load, routing="model")
-    return replace(config, load=load), replace(parallel, experts=False, round_robin=False)
+    speculation = read_speculative_config(config.scheduler.speculative_config)
+    tp = 1 if speculation is not None and speculation.draft_tensor_parallel_size == 1 else parallel.tp
+    drafter = replace(drafter, hosts=replace(drafter.hosts, data_parallel_size_local=None))
+    if args.moe is None:
+        drafter = replace(drafter, load=replace(drafter.load, routing="model"))
+    elif parallel.experts and tp == parallel.tp:
+        return drafter, replace(parallel, redundant=None)
+    return drafter, Parallel(tp=tp, dp=parallel.size // tp)
 
 
 def head_method(config: EngineConfig) -> str:

@@ -39,7 +39,7 @@ def make_drafter(
         if draft is None:
             passes = PredictionPass(model, own)
         else:
-            passes = HeadPass(model, draft, own) if speculation.head else ModelPass(draft, own)
+            passes = (HeadPass if speculation.head else ModelPass)(model, draft, own)
         return LayerDrafter(
             passes,
             model.dtype,

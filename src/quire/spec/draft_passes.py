@@ -105,23 +105,21 @@ class HeadPass:
         if not self._head.last:
             return self._model.head(state)
         normed, ids = state if self._normed else self._head.norm(state), self._head.ids
-        return (
-            self._head.head(normed)
-            if ids is None
-            else ids.spread(self._head.head.whole(normed), self._model.vocabulary)
-        )
+        if ids is None:
+            return _sliced(self._head.head(normed), self._head, self._model)
+        return ids.spread(self._head.head.whole(normed), self._model.vocabulary)
 
     def join(self, ctx: StepContext) -> None:
         """Do nothing: a head has no experts. See `Pass`."""
 
 
 class ModelPass:
-    """A pass of a draft model, which sees tokens alone. A `Pass`."""
+    """A pass of a draft model, which sees tokens alone. A `Pass`. `target`: the model for which it drafts"""
 
     width = 0
 
-    def __init__(self, model: Model, kv: list[KVView]) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, target: Model, model: Model, kv: list[KVView]) -> None:
+        self._target, self._model, self._kv = target, model, kv
         mixers = (layer.attention for layer in model.layers)
         self.groups = tuple(sorted({one.group for one in mixers if isinstance(one, Attention | LatentAttention)}))
         self.recurrent = model.args.keeps_states
@@ -142,9 +140,17 @@ class ModelPass:
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts. See `Pass`."""
-        return self._model.head(state)
+        return _sliced(self._model.head(state), self._model, self._target)
 
     def join(self, ctx: StepContext) -> None:
         """Run this rank's experts of all layers for other replicas. See `Pass`."""
         for layer in self._model.layers:
             layer.join(ctx)
+
+
+def _sliced(logits: Tensor, drafter: Model, target: Model) -> Tensor:
+    """Return the logits of the slice of the vocabulary that this rank has of the model, of which it may have the whole
+    drafter."""
+    if target.vocabulary is None or drafter.vocabulary is not None:
+        return logits
+    return logits[:, target.vocabulary.first :][:, : target.vocabulary.count].contiguous()

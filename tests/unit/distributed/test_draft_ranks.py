@@ -22,8 +22,9 @@ from quire.engine import balancer
 from quire.engine.balancer import Balancer
 from quire.engine.replicas import Core, Replicas
 
+from ...support import eagle
 from ...support.full import FULL, full_rows
-from ...support.prediction_layers import predicting
+from ...support.prediction_layers import noisy, predicting, small
 from ...support.simulated_engine import simulated
 from .test_engine import BALANCED, until_moved
 
@@ -164,6 +165,63 @@ def test_experts_of_the_draft_layer_move(
     assert num_layers == 1 + sum(
         layer.experts is not None for layer in read_checkpoint_config(models(family)).layers[:4]
     )
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Makes models and drafters: a model with noise in its weights, a small one without experts, EAGLE heads."""
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(kind)
+        if kind.startswith("eagle"):
+            target = eagle.model(folder / "model", bundled_model(), 0.001, "gpt_oss")
+            eagle.write(folder / "drafter", kind, eagle.knowing(kind, target))
+        else:
+            target = models("glm4_moe")
+            {"noisy": noisy, "small": small}[kind](target, folder / "drafter")
+        method = kind if kind.startswith("eagle") else "draft_model"
+        return target, {"method": method, "model": str(folder / "drafter"), "num_speculative_tokens": DRAFTS}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def compared(pairs: Any) -> Callable[[str, int], tuple[Answers, Answers]]:
+    """Answers of a replica without and with drafts."""
+
+    @functools.cache
+    def make(kind: str, tp: int) -> tuple[Answers, Answers]:
+        folder, given = pairs(kind)
+        return run(folder, requests()), run(folder, requests(), tp=tp, speculative_config=given)
+
+    return make
+
+
+FEW: list[tuple[str, dict[str, Any], int]] = [
+    ("noisy", DP2 | {"tp": 2}, 0),
+    ("small", DP2 | {"tp": 2}, 1),
+    ("eagle3", {"tp": 2, "experts": True}, 1),
+]
+MANY: list[tuple[str, dict[str, Any], int]] = [
+    (kind, sizes, whole)
+    for kind in ("noisy", "small", "eagle", "eagle3")
+    for sizes in ({"tp": 2}, {"dp": 2}, {"tp": 2, "experts": True}, DP2, DP2 | {"tp": 2})
+    for whole in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "whole"), [*FEW, *full_rows(MANY)])
+def test_drafters_of_another_checkpoint(
+    kind: str, sizes: dict[str, Any], whole: int, pairs: Any, compared: Any
+) -> None:
+    """The ranks divide the drafter as the model, or each rank has the whole of it."""
+    folder, given = pairs(kind)
+    plain, drafted = compared(kind, sizes.get("tp", 1))
+    given = given | ({"draft_tensor_parallel_size": 1} if whole else {})
+    found = run(folder, requests(), **sizes, speculative_config=given)
+    assert found.tokens == plain.tokens == drafted.tokens
+    assert found.accepted > 20 and found.drafts == drafted.drafts
 
 
 SCHEDULES = 40 if FULL else 2

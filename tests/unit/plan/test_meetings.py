@@ -67,8 +67,16 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, {}, {("drafts", "-pp")}),
     (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
-    (EXAMPLES["draft model"] | {"tensor_parallel_size": 2}, {}, {("draft model", "several ranks")}),
-    (EAGLE | EXAMPLES["hosts"], {}, {("EAGLE", "hosts")}),
+    (
+        {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
+        {},
+        {("drafts of another model", "other ranks")},
+    ),
+    (
+        EXAMPLES["draft model"] | {"tensor_parallel_size": 8},
+        {"heads": (8, 8)},
+        {("drafts of another model", "uneven drafter")},
+    ),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),
@@ -100,7 +108,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"recurrent drafts": True},
         {("CacheBlend", "states")},
     ),
-    ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
+    ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("drafts of the model", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
         {"windows": (None, 8)},

@@ -76,6 +76,19 @@ def draft_vocabulary(draft: ModelArgs) -> int:
     return draft.eagle.vocab_size if draft.eagle is not None else draft.vocab_size
 
 
+def uneven_drafter(i: Inputs) -> str:
+    """Return the parts of the draft model or EAGLE head that the ranks of a stage cannot share; "": they can."""
+    if i.draft is None or i.speculation is None or i.speculation.draft_tensor_parallel_size == 1:
+        return ""
+    return " and ".join(dict.fromkeys(filter(None, (kind.uneven(i.parallel.tp) for kind in mixers(i.draft)))))
+
+
+def _other_ranks(i: Inputs, speculation: Speculation) -> bool:
+    """Return True if a number of ranks for drafts was asked for that is not the model's, nor 1 for another model."""
+    asked = speculation.draft_tensor_parallel_size
+    return asked not in (0, i.parallel.tp) and not (asked == 1 and speculation.method in MODELS)
+
+
 def given(name: str) -> Test:
     """Return the predicate that an option differs from its default."""
     part = flat_names()[name]
@@ -208,10 +221,9 @@ DRAFTS: Mapping[str, Feature] = {
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),
     "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
-    "draft ranks": Feature(of_drafts(lambda i, s: s.draft_tensor_parallel_size > 0), "ranks for drafts", SPEC),
-    "other ranks": Feature(
-        of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
-    ),
+    "drafts of the model": Feature(lambda i: i.method in ("ngram", "mtp"), "method {method}", SPEC),
+    "other ranks": Feature(of_drafts(_other_ranks), "another number of ranks for drafts"),
+    "uneven drafter": Feature(lambda i: bool(uneven_drafter(i)), "heads that ranks cannot share equally"),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
         of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
