@@ -88,6 +88,8 @@ def _check_passes(replica: int, plan: StepPlan) -> None:
         raise Disagreement(f"step {plan.step}: nobody knows the drafts of replica {replica}")
     most = int(plan.num_tokens[:count].max()) - 1 if count else 0
     own = count, len(plan.slots) > count
+    if (runs := plan.features.runs) is not None:  # a pipeline drafts for the slots that it has sampled
+        most, own = runs.most if runs.num_drafting else 0, (runs.num_drafting, own[1])
     if (told.decodes[replica], told.prompts[replica]) != own or told.most < most:
         raise Disagreement(f"replica {replica} has {own} and {most} drafts, not as in {told}")
 

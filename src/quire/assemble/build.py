@@ -14,7 +14,7 @@ from quire.kernels.expert_copies.slots import REPLICA_ROWS, ExpertSlots, initial
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, own_draft
 from quire.plan.formats import with_formats
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
@@ -49,9 +49,9 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
-    if plan.draft is not None:
-        model.draft = build_model(plan.draft, _of_drafter(groups, plan.draft.mesh.parallel), plan)
-        if plan.draft.args.eagle is not None:
+    if (drafter := own_draft(plan)) is not None:
+        model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
+        if drafter.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)

@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         self.ids: DraftIds | None = None
         if args.eagle is not None and "ids.offsets" in build.params:
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
-        drafts = range(args.num_layers, args.num_layers + args.draft_layers)
+        drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)

@@ -17,10 +17,13 @@ class ReplicaAgreement(StepFeature):
 
     words    inputs of the step, on the device
     passes   passes of a drafter whose layers share experts with other replicas; None: there is none
+    late     True: drafts are made at the end of a step, by `StageDrafts`
     """
 
-    def __init__(self, model: Model, words: StepWords, limits: Limits, passes: JointPasses | None = None) -> None:
-        self._model, self._words, self._limits, self._passes = model, words, limits, passes
+    def __init__(
+        self, model: Model, words: StepWords, limits: Limits, passes: JointPasses | None = None, *, late: bool = False
+    ) -> None:
+        self._model, self._words, self._limits, self._passes, self._late = model, words, limits, passes, late
         self.parts = () if passes is None else (passes,)
         count = words.words[NUM_TOKENS : NUM_TOKENS + 1]
         self._tokens = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
@@ -50,7 +53,7 @@ class ReplicaAgreement(StepFeature):
         """Launch the exchanges of layers with experts, for the tokens of other replicas."""
         if self._model.vocabulary is not None:
             self._model.vocabulary.group.begin_step()
-        if self._passes is not None:
+        if self._passes is not None and not self._late:
             self._passes.join_drafts()
         join_layers(self._model, self._of(shape), layers)
         if self._passes is not None:

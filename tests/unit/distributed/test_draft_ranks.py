@@ -26,6 +26,7 @@ from ...support import eagle
 from ...support.full import FULL, full_rows
 from ...support.prediction_layers import noisy, predicting, small
 from ...support.simulated_engine import simulated
+from ...support.tiny_models import Tiny, random_model, write_model
 from .test_engine import BALANCED, until_moved
 
 COUNT, DRAFTS = 20, 3
@@ -37,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 DP2: dict[str, Any] = {"dp": 2, "experts": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 KINDS: list[dict[str, Any]] = [
     {},
@@ -174,6 +176,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Callable[
     @functools.cache
     def make(kind: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(kind)
+        if kind == "mtp":
+            return models("glm4_moe"), MTP
+        if kind == "ngram":
+            write_model(random_model(Tiny(family="glm4_moe"), 0), folder, "glm4_moe")
+            return folder, NGRAM
         if kind.startswith("eagle"):
             target = eagle.model(folder / "model", bundled_model(), 0.001, "gpt_oss")
             eagle.write(folder / "drafter", kind, eagle.knowing(kind, target))
@@ -224,11 +231,37 @@ def test_drafters_of_another_checkpoint(
     assert found.accepted > 20 and found.drafts == drafted.drafts
 
 
-SCHEDULES = 40 if FULL else 2
+STAGES: list[tuple[str, dict[str, Any]]] = [
+    ("ngram", {"pp": 2}),
+    ("mtp", {"pp": 3, "tp": 2}),
+    ("mtp", DP2 | {"pp": 2}),
+    ("noisy", DP2 | {"pp": 2}),
+]
+MORE_STAGES: list[tuple[str, dict[str, Any]]] = [
+    (kind, sizes)
+    for kind in ("ngram", "mtp", "noisy", "small", "eagle")
+    for sizes in ({"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}, {"pp": 2, "tp": 2, "experts": True}, DP2 | {"pp": 2})
+]
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [*STAGES, *full_rows(MORE_STAGES)])
+def test_drafts_of_a_pipeline(kind: str, sizes: dict[str, Any], pairs: Any) -> None:
+    """The last stage drafts as one rank does."""
+    folder, given = pairs(kind)
+    expected = run(folder, requests())
+    one = run(folder, requests(), speculative_config=given)
+    found = run(folder, requests(), **sizes, speculative_config=given)
+    assert found.tokens == expected.tokens == one.tokens
+    assert found.accepted >= (5 if kind == "ngram" else 20), found.drafts
+    assert kind == "ngram" or "tp" in sizes or found.drafts == one.drafts  # n-grams are not tried where none is found
+
+
+SCHEDULES = 40 if FULL else 1
+
+
+@pytest.mark.parametrize("sizes", [DP2, DP2 | {"pp": 2}, *full_rows([{"pp": 3}, DP2 | {"tp": 2}])], ids=str)
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_random_schedules_of_replicas(seed: int, models: Models) -> None:
+def test_random_schedules(seed: int, sizes: dict[str, Any], models: Models) -> None:
     """Requests come at any time, some are aborted, blocks are short, and k changes with the load."""
     draw, folder = random.Random(seed), models("deepseek_v3")
     asked = [
@@ -240,7 +273,7 @@ def test_random_schedules_of_replicas(seed: int, models: Models) -> None:
     core, _ = simulated(
         folder,
         **SETTINGS,
-        **DP2,
+        **sizes,
         async_depth=draw.choice([1, 2]),
         num_gpu_blocks_override=draw.choice([6, 20]),
         speculative_config=MTP | ({"num_speculative_tokens_per_batch_size": by_batch} if by_batch else {}),

@@ -88,9 +88,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             caching=caching,
             policy=policy,
             max_waiting=max_waiting,
-            drafts=0 if stages > 1 else drafts,
+            drafts=drafts,
             accepts=(2, 0, 3, 1),
-            drafts_cached=layers and drafts > 0 and stages == 1,
+            drafts_cached=layers and drafts > 0,
             windows=windows,
             max_len=MAX_LEN,
             vocab=VOCAB,
@@ -316,7 +316,7 @@ FEATURES: dict[str, list[Any]] = {
     "policy": ["fcfs", "priority"],
     "host_blocks": [0, 12],
 }
-LONG = pairwise(FEATURES, lambda row: not row.get("drafts", (0,))[0] or row.get("shape", (1, 1, 1))[2] == 1)
+LONG = pairwise(FEATURES)
 MET: dict[
     str, Callable[[Row], bool]
 ] = {  # what happens beside every feature -> True for the runs that it can happen in

@@ -64,7 +64,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"expert_placement_strategy": "round_robin"}, {}, {("round robin", "idle placement")}),
     ({"routing": "uniform"}, {"dense": True}, {("routing", "no experts"), ("routing", "real weights")}),
     ({"speculative_config": {"method": "medusa", "model": "x"}}, {}, {("drafts", "planned method")}),
-    ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, {}, {("drafts", "-pp")}),
+    (
+        EAGLE | {"pipeline_parallel_size": 2},
+        {},
+        {("drafts", "pipeline of GPUs"), ("EAGLE-3", "-pp")},
+    ),
     (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (

@@ -69,8 +69,10 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("drafts", "-pp", MISSING, "the stages do not tell each other which drafts were accepted",
-        "leave out --speculative-config, or -pp"),
+    Row("drafts", "pipeline of GPUs", MISSING, "no GPU has run drafts at the end of a step",
+        "leave out --speculative-config or -pp, or use --device cpu"),
+    Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
+        'use "method": "eagle" with a head for it, or leave out -pp'),
     Row("drafts of layers", "moving or shared experts", MISSING, "no GPU has run the passes of its drafter",
         'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
