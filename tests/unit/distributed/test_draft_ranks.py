@@ -51,11 +51,13 @@ Models = Callable[[str], Path]
 
 
 class Answers(NamedTuple):
-    """Tokens of each request, its counts of drafts (made, first right, second right, ...), and preemptions."""
+    """Tokens of each request, its counts of drafts (made, first right, second right, ...), and preemptions, and
+    blocks that came from tiers."""
 
     tokens: dict[int, list[int]]
     drafts: dict[int, tuple[int, ...]]
     preempted: int = 0
+    loaded: int = 0
 
     @property
     def accepted(self) -> int:
@@ -109,7 +111,8 @@ def run(
     finally:
         made.shutdown()
     cores = made.cores if isinstance(made, Replicas) else (made,)
-    return Answers(tokens, drafts, sum(one.scheduler.num_preempted for one in cores))
+    loaded = sum(tier.num_loaded for one in cores for tier in one.state().stats.tiers.values())
+    return Answers(tokens, drafts, sum(one.scheduler.num_preempted for one in cores), loaded)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +257,30 @@ def test_drafts_of_a_pipeline(kind: str, sizes: dict[str, Any], pairs: Any) -> N
     assert found.tokens == expected.tokens == one.tokens
     assert found.accepted >= (5 if kind == "ngram" else 20), found.drafts
     assert kind == "ngram" or "tp" in sizes or found.drafts == one.drafts  # n-grams are not tried where none is found
+
+
+TIERS: list[tuple[str, dict[str, Any]]] = [
+    ("mtp", DP2),
+    ("noisy", {"pp": 2}),
+]
+MORE_TIERS: list[tuple[str, dict[str, Any]]] = [
+    (kind, sizes)
+    for kind in ("mtp", "noisy", "small", "eagle")
+    for sizes in ({"tp": 2}, {"pp": 2}, DP2, DP2 | {"pp": 2}, DP2 | {"tp": 2})
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [*TIERS, *full_rows(MORE_TIERS)])
+def test_drafts_over_kv_tiers(kind: str, sizes: dict[str, Any], pairs: Any, tmp_path: Path) -> None:
+    """Requests come again when the device has dropped their blocks, which come back with the entries of drafters."""
+    folder, given = pairs(kind)
+    asked = [request(i, [(i % 6 + 3 * j) % 90 for j in range(34)], 9) for i in range(12)]
+    expected = run(folder, asked)
+    tiers = {"kv_offload_gb": 0.01, "kv_offload_dir": str(tmp_path), "kv_offload_policy": "write_through"}
+    small = {"num_gpu_blocks_override": 10 if kind == "eagle" else 5, "max_num_seqs": 1}  # with two KV groups
+    found = run(folder, asked, **tiers, **small, **sizes, speculative_config=given)
+    assert found.tokens == expected.tokens and found.accepted > 10
+    assert found.loaded > 0, "no block came from a tier"
 
 
 SCHEDULES = 40 if FULL else 1
