@@ -43,7 +43,10 @@ SWITCH = "TEMPLATE_PROCESS"  # 0: no copies
 NAME = "quire-template"  # of a template in `ps`; tests that list children leave it out
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ONCE = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH", "PYTORCH", "TRITON")
-LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR")  # at use
+LATER = {  # variables of these kinds that are read when they are needed
+    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_GLOO_LAZY_INIT", "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "TRITON_CACHE_DIR",
+}  # fmt: skip
 IMPORTS: tuple[str, ...] = (
     "torch", "torch._dynamo", "torch.distributed", "numpy", "uvicorn", "uvicorn.lifespan.off", "httptools",
     "quire.assemble.cpu", "quire.assemble.engine", "quire.assemble.rank_child", "quire.assemble.ranks",
