@@ -103,6 +103,21 @@ def test_a_copy_obeys_signals_and_its_template_ends_with_it() -> None:
             until(lambda pid=own: not is_template(pid), lambda: "its template lives on")
 
 
+STARTS_ANOTHER = """
+import subprocess, sys
+from quire.procs import child_process
+words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+with child_process.subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as child:
+    print(child.stdout.read().decode().strip())
+"""
+
+
+def test_children_of_a_copy_are_copies() -> None:
+    """A core and the ranks of a server, which has the variables of its template."""
+    with template_process.start(["-c", STARTS_ANOTHER], stdout=subprocess.PIPE, start_new_session=True) as copy:
+        assert copy.stdout is not None and copy.stdout.read() == b"True\n"
+
+
 def is_template(pid: int) -> bool:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text()

@@ -199,8 +199,9 @@ def _start_template() -> Template:
     ours, theirs = socket.socketpair()
     variables = {name: text for name, text in os.environ.items() if not name.startswith("MANY_RANKS_")}
     with theirs:
-        words = [sys.executable, "-P", __file__, str(theirs.fileno()), ",".join(imports), "-" * ROOM]
         room = {"ROOM_FOR_VARIABLES": "-" * ROOM, "PYTHONPATH": str(SOURCE), "OPENBLAS_NUM_THREADS": "1"}
+        own = ",".join(room.keys() - variables.keys())  # are not of the copies
+        words = [sys.executable, "-P", __file__, str(theirs.fileno()), ",".join(imports), own, "-" * ROOM]
         process = REAL.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -221,7 +222,7 @@ def _start_template() -> Template:
 def main() -> None:
     """Import everything, then make copies until the asking process ends. A copy runs its module."""
     end = _high(socket.socket(fileno=int(sys.argv[1])))
-    names = os.environ.keys() - {"ROOM_FOR_VARIABLES", "OPENBLAS_NUM_THREADS"}
+    names = os.environ.keys() - set(sys.argv[3].split(","))
     variables = {name: os.environ[name] for name in names}
     for name in sys.argv[2].split(","):
         importlib.import_module(name)
