@@ -21,11 +21,12 @@ def kv_views(
 ) -> "list[KVView | StateView | BothViews]":
     """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
-    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key. Of a recurrent
-                 layer its states
+    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key, and behind these
+                 the keys of an indexer. Of a recurrent layer its states
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
     """
     from quire.kernels.attention import KVView
+    from quire.kernels.index import IndexView
     from quire.kernels.latent import LatentView
     from quire.kernels.states import NOTHING, StateView
 
@@ -35,7 +36,7 @@ def kv_views(
         if mixer == NONE
         else parts
         if isinstance(parts, StateView)
-        else LatentView(*parts, own[0])
+        else LatentView(*parts[:2], own[0], IndexView(*parts[2:]) if parts[2:] else None)
         if mixer.one_scale
         else KVView(*parts, *own)
         for mixer, parts, own in zip(mixers, components, every, strict=False)

@@ -85,6 +85,7 @@ class Kernels:
     linear: Any = None
     attention: Any = None
     latent: Any = None
+    index: Any = None
     delta: Any = None
     mamba: Any = None
     shortconv: Any = None
@@ -218,8 +219,8 @@ def choose_kernels(
     needs = KernelNeeds(device=device, dtype=dtype)
     cache = replace(needs, features=cache_features)
     attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
-    latent = replace(needs, features=cache_features | attention_features & {"rows"})
-    own = {"heads": cache, "latent": latent, "attention": attention, "blend": cache}
+    latent = replace(needs, features=cache_features | attention_features & {"rows", "chosen"})
+    own = {"heads": cache, "latent": latent, "index": cache, "attention": attention, "blend": cache}
     return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 

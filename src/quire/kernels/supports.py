@@ -96,9 +96,10 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
         "triton": replace(TRITON, extra=_NEW),
-        "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
-        "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
+        "cpu": replace(PLAIN, features=_CACHES | {"rows", "chosen"}, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES | {"rows", "chosen"}),
     },
+    "index": {"ref": replace(REFERENCE, features=_CACHES)},
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "shortconv": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},

@@ -43,7 +43,7 @@ from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
-from quire.plan.meeting_rows.records import MISSING
+from quire.plan.meeting_rows.records import MISSING, Inputs
 from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
@@ -294,15 +294,13 @@ def resolve_engine(
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
     inputs = replace(inputs, windows=geometry.windows)
-    unblended = any("CacheBlend" in (row.feature, row.other) and row.status == MISSING for row in rows_of(inputs))
-    asked = score_features(args) | frozenset(["rows"] * (blends and not unblended))
     kernels = choose_kernels(
         device,
         dtype.dtype,
         ops=operations(args, blends),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
-        attention_features=asked,
+        attention_features=_attention_features(inputs, args),
         cache_features=cache.features,
         probe=probe,
     )
@@ -339,6 +337,13 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def _attention_features(inputs: Inputs, args: ModelArgs) -> frozenset[str]:
+    """Return the features that attention kernels must have, without those that are not implemented for this engine."""
+    missing = [name for row in rows_of(inputs) if row.status == MISSING for name in (row.feature, row.other)]
+    blends = inputs.config.cache.enable_cache_blend and "CacheBlend" not in missing
+    return score_features(args) - frozenset(["chosen"] * ("chosen tokens" in missing)) | frozenset(["rows"] * blends)
 
 
 def _layouts(cache: CacheChoice, states: StateTypes, by_triton: bool) -> dict[str, Any]:

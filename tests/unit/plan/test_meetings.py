@@ -110,6 +110,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
+    ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens"), ("a GPU", "chosen tokens")}),
     ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},
@@ -191,6 +192,8 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
+    if more.pop("chosen", False):
+        args = parse_checkpoint_config(tiny_config(Tiny(family="glm_moe_dsa")))
     if more.pop("gemma4", False):
         raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
         raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}

@@ -16,6 +16,10 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.
 
+chosen(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale, positions [T, K] int32) -> [T, H, L]
+    As `absorbed`, but a row attends only to the tokens at `positions` of its sequence (`quire.kernels.index`), in which
+    -1 stands behind the last one. A function of implementations with the feature "chosen".
+
 `AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Feature "rows": the implementation
 takes `row_positions`.
 """
@@ -26,6 +30,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from quire.kernels.index import IndexView
+
 
 @dataclass(frozen=True)
 class LatentView:
@@ -34,11 +40,13 @@ class LatentView:
     latent   [num_blocks, 1, block_size, L] normalized latents
     rope     [num_blocks, 1, block_size, R] rotated keys
     scale    scale of both in a cache of 8-bit codes; 1 for other types
+    index    keys of the layer's indexer; None: it has none
     """
 
     latent: Tensor
     rope: Tensor
     scale: float = field(default=1.0, compare=False)
+    index: IndexView | None = None
 
     @property
     def block_size(self) -> int:

@@ -17,7 +17,9 @@ from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.ref import prepare, project
 
-__all__ = ["absorbed", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
+
+GATHERED = 1 << 22  # numbers of chosen tokens that are gathered at a time
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
@@ -28,6 +30,30 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
         both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
         attended = _attend(q[chunk.first : chunk.last], both, both, chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., : out.shape[2]] * cache.scale
+    return out
+
+
+def chosen(
+    q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, positions: Tensor
+) -> Tensor:
+    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`.
+
+    The tokens of some rows are gathered, and multiplied with all heads of each row.
+    """
+    out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2).float()
+    width, size = q_latent.shape[2], cache.block_size
+    rows = max(1, GATHERED // (positions.shape[1] * q.shape[2]))
+    for start, last, s, _ in sequences(meta):
+        table = meta.block_tables[s if meta.table_rows is None else int(meta.table_rows[s])].long()
+        for first in range(start, last, rows):
+            own = positions[first : min(first + rows, last)].long()
+            none = own < 0
+            own = own.clamp(min=0)
+            place = table[own // size], own % size
+            both = torch.cat([side[:, 0][place].float() for side in (cache.latent, cache.rope)], 2) * cache.scale
+            scores = torch.bmm(q[first : first + len(own)], both.transpose(1, 2)).mul_(scale)
+            weights = scores.masked_fill_(none[:, None], -torch.inf).softmax(-1)
+            out[first : first + len(own)] = torch.bmm(weights, both[..., :width])
     return out
 
 

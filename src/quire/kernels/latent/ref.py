@@ -43,6 +43,19 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     return out
 
 
+def chosen(
+    q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, positions: Tensor
+) -> Tensor:
+    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`."""
+    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
+        for row in range(first, last):
+            own = positions[row][positions[row] >= 0].long()
+            scores = q_latent[row].float() @ latent[own].t() + q_rope[row].float() @ rope[own].t()
+            out[row] = ((scores * scale).softmax(-1) @ latent[own]).to(out.dtype)
+    return out
+
+
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
     """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
 

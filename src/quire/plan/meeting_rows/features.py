@@ -5,6 +5,7 @@ from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
+from quire.args.latent import LatentArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
@@ -112,6 +113,11 @@ def _uneven_heads(i: Inputs, model: ModelArgs) -> bool:
 
 def _uneven_kv_heads(i: Inputs, model: ModelArgs) -> bool:
     return not _uneven_heads(i, model) and any(kind.uneven(i.parallel.tp) for kind in mixers(model))
+
+
+def _choosing(model: ModelArgs) -> bool:
+    """True if layers attend to chosen tokens alone."""
+    return any(isinstance(one, LatentArgs) and one.index is not None for one in model.mixers)
 
 
 def _odd_slots(i: Inputs) -> bool:
@@ -267,6 +273,9 @@ CACHE: Mapping[str, Feature] = {
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
+    ),
+    "chosen tokens": Feature(
+        lambda i: any(one is not None and _choosing(one) for one in (i.args, i.draft)), "sparse latent attention (DSA)"
     ),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"

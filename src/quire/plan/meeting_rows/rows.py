@@ -104,6 +104,8 @@ STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
     Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
         "leave out --speculative-config"),
+    Row("a GPU", "chosen tokens", MISSING, "no kernel for GPUs chooses tokens or attends to chosen ones",
+        "use --device cpu"),
     Row("a GPU", "states untried there", MISSING, "not all tests of these layers pass on a GPU yet",
         "use --device cpu"),
     Row("matrices in bfloat16", "a GPU", MISSING, "no GPU has run them yet",
@@ -121,6 +123,7 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
     Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
+    Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (
