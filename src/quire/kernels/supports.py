@@ -99,7 +99,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES | {"rows", "chosen"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"rows", "chosen"}),
     },
-    "index": {"ref": replace(REFERENCE, features=_CACHES)},
+    "index": {"native": replace(NATIVE, features=_CACHES), "ref": replace(REFERENCE, features=_CACHES)},
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "shortconv": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
