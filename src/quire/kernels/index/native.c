@@ -218,7 +218,8 @@ static void index_joins(void *argument) {
 
 /* Choose the top_k best keys of each row, see quire.kernels.index. q [., heads, dim], weights [., heads] and items as
    drawn above; keys: element (block, token) starts at block * block_stride + token * dim; tables: block ids,
-   table_stride a row. codes: the numbers of 256 codes, and scales [block * scale_stride + token], where keys are codes; else NULL.
+   table_stride a row. codes: the numbers of 256 codes, and scales [block * scale_stride + token], where keys are codes;
+   else NULL.
    Writes positions [rows, top_k]. With num_parts > 1 each row's context is divided among as many items; parts [rows,
    num_parts, top_k] and counts [rows, num_parts] are theirs. scratch: scratch_bytes for each thread, of which `room`
    candidates for each of INDEX_ROWS + 1 lists, at least 2 top_k and num_parts * top_k. */
