@@ -52,10 +52,13 @@ class Chosen:
     sequences   those whose rows attend to some tokens: they have more than `top_k`. Rows of others attend to all
     positions   [N, top_k] int32: of the N rows of these sequences, one after the other, ascending; -1 fills a row that
                 has fewer tokens
+    decodes     on a GPU, whose lengths the host does not know: the first so many rows of the step are decodes, and
+                attend to some tokens, too; theirs are the first rows of `positions`
     """
 
     sequences: tuple[Prompt, ...]
     positions: Tensor
+    decodes: int = 0
 
 
 def longer(meta: AttentionMeta, top_k: int) -> tuple[Prompt, ...]:
