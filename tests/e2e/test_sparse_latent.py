@@ -1,0 +1,60 @@
+"""Sparse latent attention in engines: texts whose blocks leave the device and come back, and drafts of its layer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
+
+from ..support.prediction_layers import predicting
+from ..support.tiny_models import Tiny
+
+# A cache that holds one conversation: each turn drives the blocks of the others out.
+SMALL: dict[str, Any] = {"block_size": 8, "max_num_seqs": 2, "max_model_len": 160, "num_gpu_blocks_override": 24}
+TALKS, TURNS, NEW = 3, 3, 19
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def talk(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens of the turns of some conversations in turn, and how many tokens of each were cached."""
+    texts, tokens, cached = [[(7 * i + 3 + j * j) % 90 + 1 for j in range(30)] for i in range(TALKS)], [], []
+    for turn in range(TURNS):
+        for number in range(TALKS):
+            (output,) = llm.generate([texts[number]], GREEDY, use_tqdm=False)
+            tokens.append(list(output.outputs[0].token_ids))
+            cached.append(output.num_cached_tokens or 0)
+            texts[number] = [*texts[number], *tokens[-1], 5 + number, 6 + turn]
+    flush(llm.engine.core)
+    llm.engine.core.check()
+    return tokens, cached
+
+
+def test_texts_through_tiers_are_plain_texts(
+    oracle: Callable[..., Any], engine: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """The keys of the indexer come back from host memory and files with the latents."""
+    folder = oracle(Tiny(family="glm_moe_dsa")).folder
+    plain, cached = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    assert not any(cached)
+    tiers = {"kv_offload_gb": 0.01, "kv_offload_policy": "write_through", "kv_offload_dir": str(tmp_path)}
+    found, cached = talk(engine(folder, **SMALL, **tiers, async_depth=2))
+    assert found == plain and all(cached[TALKS:]), cached
+    again = engine(folder, **SMALL, **tiers)  # another engine finds the files
+    found, cached = talk(again)
+    assert found == plain and all(cached), cached
+    disk = again.engine.core.state().stats.tiers[Tier.DISK]
+    assert disk.num_loaded >= TALKS and disk.num_failed == 0
+
+
+def test_drafts_do_not_change_answers(shared: Path, engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """The layer that drafts has an indexer of its own, whose keys lie in the page."""
+    folder = predicting(tmp_path, "deepseek_v32", shared / "models" / "quire-tiny", 0.05)
+    options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 3, "max_model_len": 256, "max_num_batched_tokens": 24}
+    prompts = [[(5 * i * i + 3 * n) % 50 for i in range(n)] for n in (41, 5, 70)]
+    wanted = [one.outputs[0].token_ids for one in engine(folder, **options).generate(prompts, GREEDY, use_tqdm=False)]
+    llm = engine(folder, **options, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
+    assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
+    runs, _, *accepted = llm.engine.core.state().stats.drafts
+    assert accepted[0] > runs // 3 > 0
