@@ -95,11 +95,15 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
-        "triton": replace(TRITON, extra=_NEW),
+        "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES | {"rows", "chosen"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"rows", "chosen"}),
     },
-    "index": {"native": replace(NATIVE, features=_CACHES), "ref": replace(REFERENCE, features=_CACHES)},
+    "index": {
+        "triton": replace(TRITON, extra=_NEW),
+        "native": replace(NATIVE, features=_CACHES),
+        "ref": replace(REFERENCE, features=_CACHES),
+    },
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "shortconv": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
