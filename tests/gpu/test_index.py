@@ -1,4 +1,4 @@
-"""Sparse latent attention on a GPU against its references, at the sizes of DeepSeek-V3.2 and GLM-5; captured decodes."""
+"""Sparse latent attention on a GPU against its references, at the sizes of DeepSeek-V3.2 and GLM-5; graphs."""
 
 from dataclasses import replace
 from typing import Any
@@ -78,6 +78,28 @@ def test_the_best_are_chosen(step: str, dtype: torch.dtype, codes: torch.dtype |
     close = check(given, triton.choose(*given, TOP_K))
     print(step, dtype, codes, close, "of equal rank")
     assert close <= 20
+
+
+@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_prepare(dtype: torch.dtype, codes: torch.dtype | None) -> None:
+    tokens, size = 300, 64
+    q, k, norm, angles = (
+        torch.randn(*one, device="cuda", generator=_draw())
+        for one in ((tokens, 64, 128), (tokens, 128), (2, 128), (tokens, 32))
+    )
+    q, k = q.to(dtype), k.to(dtype)
+    turn = torch.cat((angles.cos(),) * 2, 1), torch.cat((-angles.sin(), angles.sin()), 1)
+    slots, found = torch.randperm(8 * size, device="cuda", generator=_draw())[:tokens], []
+    for op in (ref, triton):
+        keys = torch.zeros(8, 1, size, 128, device="cuda").to(codes or dtype)
+        cache = IndexView(keys, torch.zeros(8, 1, size, 1, device="cuda") if codes else None)
+        found.append((op.prepare(q.clone(), k, norm, 1e-6, *turn, cache, slots), cache))
+    (q_ref, wanted), (q_found, cache) = found
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(q_found, q_ref, rtol=bound, atol=bound)
+    torch.testing.assert_close(cache.keys.float(), wanted.keys.float(), rtol=0.13 if codes else bound, atol=bound)
+    torch.testing.assert_close(cache.scales, wanted.scales, rtol=0, atol=0)
 
 
 def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
