@@ -4,11 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from quire import LLM, SamplingParams
+from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 
 from ..support.prediction_layers import predicting
+from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import Tiny
 
 # A cache that holds one conversation: each turn drives the blocks of the others out.
@@ -58,3 +63,51 @@ def test_drafts_do_not_change_answers(shared: Path, engine: Callable[..., LLM], 
     assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
     runs, _, *accepted = llm.engine.core.state().stats.drafts
     assert accepted[0] > runs // 3 > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_a_cache_of_rows_rounds_and_no_more(
+    family: str, oracle: Callable[..., Any], engine: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    """With latents dense and sparse: log-probabilities near those of transformers, and the same from reused blocks."""
+    checkpoint = oracle(Tiny(family=family))
+    options: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_logprobs": -1}
+    llm = engine(checkpoint.folder, **options, kv_cache_dtype="fp8_ds_mla")
+    (group,) = llm.engine.memory.geometry.groups
+    row = 24 + 4 + 2 * 8
+    assert [one.head_dim * one.item_bytes for one in group.components] == [row, *([16, 4] if "glm" in family else [])]
+    asked = SamplingParams(max_tokens=0, prompt_logprobs=-1)
+    differences = []
+    for out, ids in zip(llm.generate(prompts[1:], asked, use_tqdm=False), prompts[1:], strict=True):
+        assert out.prompt_logprobs is not None
+        table = [[row[i].logprob for i in range(len(row))] for row in out.prompt_logprobs[1:] if row]
+        differences.append(np.abs(np.array(table) - checkpoint.logprobs(ids)[:-1]))
+    every = np.concatenate([one.ravel() for one in differences])
+    assert 1e-4 < every.mean() < 0.5, "tests/unit/models compares with rounded numbers exactly"
+    texts = [[one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)] for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_w8a8_with_drafts_and_rows(shared: Path, engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """INT8 weights and activations, a cache of rows, the layer that drafts: answers are those without drafts."""
+    plain = predicting(tmp_path / "plain", "deepseek_v32", shared / "models" / "quire-tiny", 0.05)
+    quantize_checkpoint(plain, tmp_path / "w8a8", FORMS["ct-int8-channel"])
+    options: dict[str, Any] = {
+        "quantization": "slimquant_marlin", "kv_cache_dtype": "fp8_ds_mla", "block_size": 64, "max_num_seqs": 3,
+        "max_model_len": 256, "max_num_batched_tokens": 24, "skip_tokenizer_init": True,
+    }  # fmt: skip
+    prompts = [[(5 * i * i + 3 * n) % 50 for i in range(n)] for n in (41, 5, 70)]
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    wanted = answers(engine(tmp_path / "w8a8", **options))
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "quantization": "slimquant_marlin"}
+    llm = engine(tmp_path / "w8a8", **options, speculative_config=drafts)
+    assert answers(llm) == wanted
+    runs, _, *accepted = llm.engine.core.state().stats.drafts
+    assert accepted[0] > runs // 3 > 0
+    with pytest.raises(ConfigError, match="the layer that drafts is a part of the checkpoint.*contradicts"):
+        engine(tmp_path / "w8a8", **options, speculative_config=drafts | {"quantization": "awq"})
+    with pytest.raises(ConfigError, match="quantized as the model: leave it out"):
+        engine(plain, skip_tokenizer_init=True, speculative_config=drafts | {"quantization": "fp8"})

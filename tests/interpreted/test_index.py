@@ -114,6 +114,6 @@ def test_attention_to_chosen_tokens(case: Case, top_k: int) -> None:
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    kinds = ("places", "prepare", "score", "level", "count", "write", "chosen", "join")
+    kinds = ("places", "prepare", "score", "level", "write", "slots", "chosen", "join")
     found = {name.removeprefix("_") for name in compiled("compile_index")}
     assert found == {f"{kind}_kernel" for kind in kinds}

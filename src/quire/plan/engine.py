@@ -38,13 +38,14 @@ from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
-from quire.plan.kinds.blocks import operations, score_features
+from quire.plan.kernel_features import attention_features, missing_features
+from quire.plan.kinds.blocks import operations
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
-from quire.plan.meeting_rows.records import MISSING, Inputs
-from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
+from quire.plan.meeting_rows.records import MISSING
+from quire.plan.meetings import Meeting, check, inputs_of, met
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
@@ -300,8 +301,8 @@ def resolve_engine(
         ops=operations(args, blends),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
-        attention_features=_attention_features(inputs, args),
-        cache_features=cache.features,
+        attention_features=attention_features(inputs, args),
+        cache_features=cache.features - missing_features(inputs),
         probe=probe,
     )
     if by_triton and cache.features:
@@ -337,13 +338,6 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
-
-
-def _attention_features(inputs: Inputs, args: ModelArgs) -> frozenset[str]:
-    """Return the features that attention kernels must have, without those that are not implemented for this engine."""
-    missing = [name for row in rows_of(inputs) if row.status == MISSING for name in (row.feature, row.other)]
-    blends = inputs.config.cache.enable_cache_blend and "CacheBlend" not in missing
-    return score_features(args) - frozenset(["chosen"] * ("chosen tokens" in missing)) | frozenset(["rows"] * blends)
 
 
 def _layouts(cache: CacheChoice, states: StateTypes, by_triton: bool) -> dict[str, Any]:

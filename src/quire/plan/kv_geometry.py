@@ -8,6 +8,7 @@ from quire.args.layers import MixerArgs
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
+from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixer
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -15,7 +16,7 @@ from quire.plan.weight_bytes import ITEM_BYTES
 CPU_BLOCK_SIZE = 32  # tokens: the best size for the CPU attention kernel (docs/design.md, section 5)
 CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide it
 Kept = tuple[int | None, tuple[KVComponent, ...]]  # window, and components of the cache
-CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
+CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1, DS_MLA: 1}
 
 
 def kv_components(mixer_args: MixerArgs, dtype: str, rank: Rank | None = None) -> tuple[KVComponent, ...]:

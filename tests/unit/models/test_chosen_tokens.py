@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from quire.layers.stack import Model
 
@@ -102,6 +103,44 @@ def test_every_layer_chooses_the_tokens_of_transformers(
                 close += 1
     assert close <= 2, "more of them than random numbers have"
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def coded(x: Tensor, scale: Tensor | float) -> Tensor:
+    """The numbers x as e4m3 codes hold them."""
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+class Rounded(DynamicCache):
+    """A cache of transformers that holds what an 8-bit cache of type `kind` holds."""
+
+    kind = ""
+
+    def update(self, latent: Tensor, rope: Tensor, *given: Any, **named: Any) -> Any:
+        if self.kind == "fp8_ds_mla":  # tiles of 128 numbers: all of a latent here
+            scale = latent.abs().amax(-1, keepdim=True) / 448
+            return super().update(coded(latent, scale), rope.bfloat16().float(), *given, **named)
+        return super().update(coded(latent, 1.0), coded(rope, 1.0), *given, **named)
+
+    def update_indexer(self, key: Tensor, *given: Any, **named: Any) -> Any:
+        scale = torch.exp2(torch.ceil(torch.log2(key.abs().amax(-1, keepdim=True) / 448)))
+        return super().update_indexer(coded(key, scale), *given, **named)
+
+
+@pytest.mark.parametrize("kind", ["fp8_ds_mla", "float8_e4m3fn"])
+@pytest.mark.parametrize("case", ["dense", "deepseek_v32", "glm-shared"])
+def test_an_8_bit_cache_rounds_as_its_rule_says(case: str, kind: str, tmp_path: Path) -> None:
+    """Transformers with its cache rounded by the rule gives the same logits, in chunks too."""
+    theirs = write_checkpoint(tmp_path, *(CASES | {"dense": ("deepseek_v3", {})})[case])
+    prompt = torch.randint(0, 97, (75,), generator=torch.Generator().manual_seed(4)).tolist()
+    cache = Rounded(config=theirs.config)
+    cache.kind = kind
+    with torch.inference_mode():
+        plain = theirs(torch.tensor([prompt])).logits[0]
+        expected = theirs(torch.tensor([prompt]), cache=cache, use_cache=True).logits[0]
+    assert (plain - expected).abs().max() > 0.05
+    for chunks in ([75], [40, 1, 33, 1]):
+        (logits,) = run_paged(load(tmp_path), [prompt], [chunks], cache=kind)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
 
 
 def test_steps_of_all_kinds(tmp_path: Path) -> None:

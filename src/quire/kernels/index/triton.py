@@ -21,7 +21,7 @@ from quire.kernels.attention.triton_tiles import coded, finite
 from quire.kernels.index import Chosen, IndexView
 from quire.kernels.index.triton_places import places_of
 from quire.kernels.index.triton_scores import KEYS, score_kernel
-from quire.kernels.index.triton_select import BINS, SPLIT, count_kernel, level_kernel, write_kernel
+from quire.kernels.index.triton_select import BINS, LEVELS, SPLIT, level_kernel, write_kernel
 from quire.kernels.triton_runtime import jit, tl
 
 __all__ = ["choose", "prepare"]
@@ -199,8 +199,8 @@ def _choose_piece(
     top_k, splits = positions.shape[1], -(-piece.tokens // SPLIT)
     width = splits * SPLIT
     scores = torch.empty(count, width, dtype=torch.float32, device=q.device)
-    bins = torch.empty(count, 3, BINS, dtype=torch.int32, device=q.device)
-    counts = torch.empty(count, splits, 2, dtype=torch.int32, device=q.device)
+    bins = torch.empty(count, LEVELS, BINS, dtype=torch.int32, device=q.device)
+    counts = torch.empty(count, LEVELS, splits, BINS, dtype=torch.int32, device=q.device)
     own, padded = places[piece.first :], _power(heads)
     together = 1 if piece.alone else max(1, min(TOGETHER, LANES // padded))
     score_kernel[(-(-piece.tokens // SPAN), -(-count // together))](
@@ -228,29 +228,16 @@ def _choose_piece(
         SPAN=SPAN,
         KEYS=KEYS if q.element_size() < 4 else KEYS // 4,
         TOGETHER=together,
-        BINS=BINS,
+        BINS=LEVELS * BINS,
         EXACT=EXACT.get(q.dtype, "tf32"),
         PDL=in_pdl,
         num_warps=8,
         num_stages=3 if q.element_size() < 4 else 1,
         **pdl.options(in_pdl),
     )
-    for level in range(3):
-        level_kernel[(splits, count)](
-            scores,
-            own,
-            bins,
-            width,
-            top_k,
-            LEVEL=level,
-            BINS=BINS,
-            SPLIT=SPLIT,
-            PDL=in_pdl,
-            num_warps=8,
-            **pdl.options(in_pdl),
-        )
-    sizes = {"BINS": BINS, "SPLIT": SPLIT, "PDL": in_pdl, "num_warps": 8, **pdl.options(in_pdl)}
-    count_kernel[(splits, count)](scores, own, bins, counts, width, top_k, **sizes)
+    sizes = {"LEVELS": LEVELS, "BINS": BINS, "SPLIT": SPLIT, "PDL": in_pdl, "num_warps": 8, **pdl.options(in_pdl)}
+    for level in range(LEVELS):
+        level_kernel[(splits, count)](scores, own, bins, counts, width, top_k, LEVEL=level, **sizes)
     write_kernel[(splits, count)](
         scores, own, bins, counts, positions, width, top_k, SPLITS=_power(splits), TOP=_power(top_k), **sizes
     )

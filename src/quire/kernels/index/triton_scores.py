@@ -51,7 +51,7 @@ def score_kernel(
     table           block tables; stride_table  elements from row to row
     places          [rows, 2] position, and row of `table`; -1: none
     scores          [rows, stride_scores] float32, output; -0 becomes 0. Rows with at most top_k tokens get none
-    bins            [rows, 3, BINS] int32, cleared for the kernels of `triton_select`
+    bins            [rows, BINS] int32, cleared for the kernels of `triton_select`
     num_rows        rows in all;  HEADSP, DP  HEADS and D padded to powers of two
     KEYS            keys of a product;  EXACT  precision of products of float32
     """
@@ -63,9 +63,8 @@ def score_kernel(
     own = tl.load(places + 2 * each, mask=each < num_rows, other=-1)  # positions of the rows
     end = tl.max(own, 0) + 1
     if begin == 0:
-        for i in tl.static_range(3):
-            place = (each[:, None] * 3 + i) * BINS + tl.arange(0, BINS)[None, :]
-            tl.store(bins + place, tl.zeros([TOGETHER, BINS], tl.int32), mask=(each < num_rows)[:, None])
+        place = each[:, None] * BINS + tl.arange(0, BINS)[None, :]
+        tl.store(bins + place, tl.zeros([TOGETHER, BINS], tl.int32), mask=(each < num_rows)[:, None])
     if (end > top_k) & (begin < end):
         lane, dims = tl.arange(0, TOGETHER * HEADSP), tl.arange(0, DP)
         row, head = first + lane // HEADSP, lane % HEADSP
@@ -74,11 +73,15 @@ def score_kernel(
         queries = tl.load(pointers, mask=live[:, None] & (dims < D)[None, :], other=0.0)
         factor = tl.load(weights + row.to(tl.int64) * stride_weights + head, mask=live, other=0.0)
         blocks = table + tl.load(places + 2 * first + 1).to(tl.int64) * stride_table
-        for at in tl.range(begin, tl.minimum(end, begin + SPAN), KEYS):
+        stop = tl.minimum(end, begin + SPAN)
+        token = begin + tl.arange(0, KEYS)
+        block = tl.load(blocks + token // SIZE, mask=token < stop, other=0)
+        for at in tl.range(begin, stop, KEYS):
             token = at + tl.arange(0, KEYS)
-            known = token < end
-            block = tl.load(blocks + token // SIZE, mask=known, other=0).to(tl.int64)
-            place = block * keys_block + (token % SIZE) * D
+            following = tl.load(blocks + (token + KEYS) // SIZE, mask=token + KEYS < stop, other=0)
+            known = token < stop
+            wide = block.to(tl.int64)
+            place = wide * keys_block + (token % SIZE) * D
             key = tl.load(keys + place[:, None] + dims[None, :], mask=known[:, None] & (dims < D)[None, :], other=0.0)
             products = tl.dot(key.to(queries.dtype), tl.trans(queries), input_precision=EXACT)
             products = tl.where(products > 0, products, tl.where(products <= 0, 0.0, products)) * factor[None, :]
@@ -87,7 +90,8 @@ def score_kernel(
             else:
                 score = tl.sum(tl.reshape(products, [KEYS, TOGETHER, HEADSP]), 2)
             if scales is not None:
-                score *= tl.load(scales + block * scales_block + token % SIZE, mask=known, other=0.0)[:, None]
+                score *= tl.load(scales + wide * scales_block + token % SIZE, mask=known, other=0.0)[:, None]
             score = tl.where(score == 0, 0.0, score)
             to = scores + each.to(tl.int64)[None, :] * stride_scores + token[:, None]
             tl.store(to, score, mask=token[:, None] <= own[None, :])
+            block = following

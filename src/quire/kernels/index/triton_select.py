@@ -1,8 +1,8 @@
 """The positions of the largest scores of a row, exactly; of equal scores those that come first.
 
-Scores are ordered by their bits, of which each of three kernels counts some: after the third, the bits of the last
-score that is taken are known, and how many of its equals are. Then each program counts what it takes of its tokens,
-and writes their positions behind those of the programs before it.
+Scores are ordered by their bits, of which each of four kernels counts eight: then the bits of the last score that is
+taken are known, and how many of its equals are. The counts of each program stay, too, so that in the end it knows what
+the programs before it take, and writes its positions behind theirs.
 
 Floor: five reads of the scores, which lie in the L2 cache.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from quire.kernels.triton_runtime import jit, tl
 
-BINS = 2048  # of a level: 11, 11 and 10 bits
+LEVELS, BINS = 4, 256  # of eight bits each
 SPLIT = 8192  # tokens of a program
 
 
@@ -32,84 +32,43 @@ def _limit(bins, need, BINS: tl.constexpr):
 
 
 @jit
-def _last(bins, top_k, BINS: tl.constexpr):
-    """Return the order of the last score that is taken, and how many of its equals are taken."""
-    upper, need = _limit(bins, top_k, BINS)
-    middle, need = _limit(bins + BINS, need, BINS)
-    lower, need = _limit(bins + 2 * BINS, need, BINS)
-    return ((upper << 21) | (middle << 10) | lower).to(tl.uint32, bitcast=True), need
-
-
-@jit
 def level_kernel(
-    scores,
-    places,
-    bins,
-    stride_scores,
-    top_k,
-    LEVEL: tl.constexpr,
-    BINS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Count scores by some of their bits, those whose bits above are those of the last one. Grid (splits, rows).
-
-    scores   [rows, stride_scores] float32;  places  [rows, 2] position of each row, and another number
-    bins     [rows, 3, BINS] counts of each level, in which those of this level are zeros before
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    begin, row = tl.program_id(0) * SPLIT, tl.program_id(1)
-    end = tl.load(places + 2 * row) + 1
-    if (end > top_k) & (begin < end):
-        own, token = bins + row * (3 * BINS), begin + tl.arange(0, SPLIT)
-        known = token < end
-        order = _ordered(tl.load(scores + row.to(tl.int64) * stride_scores + token, mask=known, other=0.0))
-        if LEVEL == 0:
-            place = order >> 21
-        else:
-            upper, need = _limit(own, top_k, BINS)
-            known = known & ((order >> 21).to(tl.int32) == upper)
-            if LEVEL == 1:
-                place = (order >> 10) & 2047
-            else:
-                middle, _ = _limit(own + BINS, need, BINS)
-                known = known & (((order >> 10) & 2047).to(tl.int32) == middle)
-                place = order & 1023
-        found = tl.histogram(place.to(tl.int32), BINS, mask=known)
-        tl.atomic_add(own + LEVEL * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
-
-
-@jit
-def count_kernel(
     scores,
     places,
     bins,
     counts,
     stride_scores,
     top_k,
+    LEVEL: tl.constexpr,
+    LEVELS: tl.constexpr,
     BINS: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the scores above the last one, and its equals. Grid (splits, rows). See `level_kernel`.
+    """Count scores by eight of their bits, those whose bits above are those of the last one. Grid (splits, rows).
 
-    counts   [rows, splits, 2] int32, output
+    scores   [rows, stride_scores] float32;  places  [rows, 2] position of each row, and another number
+    bins     [rows, LEVELS, BINS] counts of each level, in which those of this level are zeros before
+    counts   [rows, LEVELS, splits, BINS] int32 counts of each program, output
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    begin, row = tl.program_id(0) * SPLIT, tl.program_id(1)
-    end = tl.load(places + 2 * row) + 1
+    split, row = tl.program_id(0), tl.program_id(1)
+    begin, end = split * SPLIT, tl.load(places + 2 * row) + 1
     if (end > top_k) & (begin < end):
-        token = begin + tl.arange(0, SPLIT)
-        known = token < end
+        own, token, bin = bins + row * (LEVELS * BINS), begin + tl.arange(0, SPLIT), tl.arange(0, BINS)
+        known, need, above = token < end, top_k, 0
         order = _ordered(tl.load(scores + row.to(tl.int64) * stride_scores + token, mask=known, other=0.0))
-        last, _ = _last(bins + row * (3 * BINS), top_k, BINS)
-        to = counts + 2 * (row * tl.num_programs(0) + tl.program_id(0))
-        tl.store(to, tl.sum((known & (order > last)).to(tl.int32), 0))
-        tl.store(to + 1, tl.sum((known & (order == last)).to(tl.int32), 0))
+        for level in tl.static_range(LEVEL):
+            upper, need = _limit(own + level * BINS, need, BINS)
+            above = (above << 8) | upper
+        if LEVEL > 0:
+            known = known & ((order >> (32 - 8 * LEVEL)).to(tl.int32) == above)
+        place = ((order >> (24 - 8 * LEVEL)) & 255).to(tl.int32)
+        found = tl.histogram(place, BINS, mask=known)
+        tl.store(counts + ((row * LEVELS + LEVEL) * tl.num_programs(0) + split) * BINS + bin, found)
+        tl.atomic_add(own + LEVEL * BINS + bin, found, mask=found > 0, sem="relaxed")
 
 
 @jit
@@ -123,11 +82,12 @@ def write_kernel(
     top_k,
     SPLITS: tl.constexpr,
     TOP: tl.constexpr,
+    LEVELS: tl.constexpr,
     BINS: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the positions that are taken, ascending. Grid (splits, rows). See `level_kernel` and `count_kernel`.
+    """Write the positions that are taken, ascending. Grid (splits, rows). See `level_kernel`.
 
     positions     [rows, top_k] int32; rows with fewer tokens get all, and -1 behind them
     SPLITS, TOP   number of splits and top_k, padded to powers of two
@@ -135,7 +95,8 @@ def write_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    begin, row = tl.program_id(0) * SPLIT, tl.program_id(1)
+    split, row = tl.program_id(0), tl.program_id(1)
+    begin = split * SPLIT
     end, to = tl.load(places + 2 * row) + 1, positions + row.to(tl.int64) * top_k
     if end <= top_k:
         if begin == 0:
@@ -145,11 +106,17 @@ def write_kernel(
         token = begin + tl.arange(0, SPLIT)
         known = token < end
         order = _ordered(tl.load(scores + row.to(tl.int64) * stride_scores + token, mask=known, other=0.0))
-        last, need = _last(bins + row * (3 * BINS), top_k, BINS)
-        split = tl.arange(0, SPLITS)
-        before, at = split < tl.program_id(0), counts + 2 * (row * tl.num_programs(0) + split)
-        above = tl.sum(tl.load(at, mask=before, other=0), 0)
-        equals = tl.sum(tl.load(at + 1, mask=before, other=0), 0)
+        bin, others = tl.arange(0, BINS)[None, :], tl.arange(0, SPLITS)[:, None]
+        last, need, above, equals = 0, top_k, 0, 0  # what programs before this one take, and their equals of the last
+        for level in tl.static_range(LEVELS):
+            upper, need = _limit(bins + (row * LEVELS + level) * BINS, need, BINS)
+            last = (last << 8) | upper
+            at = counts + ((row * LEVELS + level) * tl.num_programs(0) + others) * BINS + bin
+            found = tl.load(at, mask=(others < split) & (bin >= upper), other=0)
+            above += tl.sum(tl.sum(tl.where(bin > upper, found, 0), 1), 0)
+            if level == LEVELS - 1:
+                equals = tl.sum(tl.sum(tl.where(bin == upper, found, 0), 1), 0)
+        last = last.to(tl.uint32, bitcast=True)
         equal = (known & (order == last)).to(tl.int32)
         taken = (known & (order > last)) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= need))
         place = above + tl.minimum(equals, need) + tl.cumsum(taken.to(tl.int32), 0) - 1

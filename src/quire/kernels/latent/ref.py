@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import write_kv
-from quire.kernels.attention.eight_bits import gather
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.rows import numbers, write_rows
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
 
@@ -22,8 +22,11 @@ def prepare(
     """
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
-    view = KVView(cache.latent, cache.rope, cache.scale, cache.scale)
-    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), view, kv_slots)
+    latent, turned = rms_norm(latent, norm, eps), apply_rope(turned, cos, sin)
+    if cache.scales is not None:
+        write_rows(latent[:, 0], turned[:, 0], cache, kv_slots)
+    else:
+        write_kv(latent, turned, KVView(cache.latent, cache.rope, cache.scale, cache.scale), kv_slots)
     return q
 
 
@@ -83,9 +86,7 @@ def _contexts(
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
-        latent, rope = (
-            gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale for side in (cache.latent, cache.rope)
-        )
+        latent, rope = (side.flatten(0, 1)[:length] for side in numbers(cache, blocks))
         yield first, last, latent, rope
 
 

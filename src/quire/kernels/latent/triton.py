@@ -25,7 +25,7 @@ from quire.kernels.attention.triton_tiles import LOG2E, coded, finite
 from quire.kernels.index.triton_places import places_of
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
-from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel
+from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.latent.triton_project import project
 from quire.kernels.latent.triton_shared import shared_kernel
@@ -146,7 +146,7 @@ def _prepare_kernel(
     if part == 0:
         scale = tl.load(norm + dims, mask=dims < L, other=0.0).to(tl.float32)
         slot = tl.load(kv_slots + token)
-        block, offset = slot // SIZE, slot % SIZE
+        block, offset = (slot // SIZE).to(tl.int64), slot % SIZE
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
         to_latent = latent + block * latent_block + offset * L + dims
@@ -319,22 +319,26 @@ def chosen(
     sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
     sizes |= {"PDL": in_pdl, **pdl.options(in_pdl)}
     sums, stats = state
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    table = meta.block_tables
+    slots_kernel[(tokens, -(-top_k // 256))](
+        positions, places, table, slots, table.stride(0), top_k, SIZE=cache.block_size, BLOCK=256, PDL=in_pdl,
+        num_warps=4, **pdl.options(in_pdl),
+    )  # fmt: skip
     chosen_kernel[(work, parts)](
         q_latent,
         q_rope,
         out,
         cache.latent,
         cache.rope,
-        meta.block_tables,
         places,
-        positions,
+        slots,
         sums,
         stats,
         q_latent.stride(0),
         *q_rope.stride()[:2],
         cache.latent.stride(0),
         cache.rope.stride(0),
-        meta.block_tables.stride(0),
         scale * cache.scale * LOG2E,
         cache.scale if is_coded(cache.latent) else None,
         top_k,

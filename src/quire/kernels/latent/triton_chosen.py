@@ -13,15 +13,33 @@ from quire.kernels.triton_runtime import jit, tl
 
 
 @jit
+def slots_kernel(
+    positions, places, table, slots, stride_table, top_k, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Write the slot in the cache, block * SIZE + offset, of each chosen token. Grid (rows, ceil(top_k / BLOCK)).
+
+    positions      [rows, top_k] int32, ascending, -1 behind them, where slots [rows, top_k] int32 gets 0
+    places         [rows, 2] position of each row, and its row of `table`; stride_table  elements from row to row
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, entry = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(positions + row * top_k + entry, mask=entry < top_k, other=-1)
+    own = table + tl.maximum(tl.load(places + 2 * row + 1), 0).to(tl.int64) * stride_table
+    block = tl.load(own + token // SIZE, mask=token >= 0, other=0)
+    tl.store(slots + row * top_k + entry, tl.where(token >= 0, block * SIZE + token % SIZE, 0), mask=entry < top_k)
+
+
+@jit
 def chosen_kernel(
     q_latent,
     q_rope,
     out,
     latent,
     rope,
-    table,
     places,
-    positions,
+    slots,
     sums_at,
     stats_at,
     stride_latent,
@@ -29,7 +47,6 @@ def chosen_kernel(
     stride_rope_head,
     latent_block,
     rope_block,
-    stride_table,
     scale,
     v_scale,
     top_k,
@@ -49,8 +66,8 @@ def chosen_kernel(
 ):
     """Compute attention of a row to part of its tokens, for GROUP heads. Grid (rows * HEADS, PARTS).
 
-    positions           [rows, top_k] int32, ascending, -1 behind them;  span  entries of a part
-    places              [rows, 2] position of each row, and its row of `table`; a position of -1: the row is padding
+    slots               [rows, top_k] int32 of `slots_kernel`;  span  entries of a part
+    places              [rows, 2] position of each row, and another number; a position of -1: the row is padding
     sums_at, stats_at   [rows * HEADS, PARTS, M] sums [LP] and (maximum, weight), outputs if PARTS > 1
     HEADS, GROUP, M     groups of heads; heads of a group, also padded. Other arguments: see `absorbed_kernel`
     """
@@ -60,8 +77,7 @@ def chosen_kernel(
     work, part = tl.program_id(0), tl.program_id(1)
     row, group = work // HEADS, work % HEADS
     count = tl.minimum(tl.load(places + 2 * row) + 1, top_k)
-    table += tl.maximum(tl.load(places + 2 * row + 1), 0).to(tl.int64) * stride_table
-    positions += row.to(tl.int64) * top_k
+    slots += row.to(tl.int64) * top_k
     lane = tl.arange(0, M)
     heads, live = group * GROUP + lane, lane < GROUP
     rows = tl.zeros_like(lane) + row
@@ -73,12 +89,13 @@ def chosen_kernel(
     top = tl.zeros([M], tl.float32) + LOWEST
     weight = tl.zeros([M], tl.float32)
     start, end = part * span, tl.minimum(part * span + span, count)
+    entry = start + tl.arange(0, TILE)
+    slot = tl.load(slots + entry, mask=entry < end, other=0)
     for at in tl.range(start, end, TILE):
         entry = at + tl.arange(0, TILE)
+        following = tl.load(slots + entry + TILE, mask=entry + TILE < end, other=0)
         seen = entry < end
-        token = tl.load(positions + entry, mask=seen, other=0)
-        block = tl.load(table + token // SIZE, mask=seen, other=0).to(tl.int64)
-        offset = token % SIZE
+        block, offset = (slot // SIZE).to(tl.int64), slot % SIZE
         from_latent = latent + (block * latent_block + offset * L)[:, None] + dims[None, :]
         keys = tl.load(from_latent, mask=seen[:, None] & (dims < L)[None, :], other=0.0).to(plain.dtype)
         from_rope = rope + (block * rope_block + offset * R)[:, None] + few[None, :]
@@ -87,6 +104,7 @@ def chosen_kernel(
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         sums, top, weight = accumulate(scores, scale, keys, sums, top, weight, EXACT)
+        slot = following
     if v_scale is not None:
         sums *= v_scale
     if PARTS == 1:

@@ -13,6 +13,7 @@ from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
+from quire.kernels.latent_rows import DS_MLA, latent_row
 from quire.plan.kinds.index import IndexKind
 from quire.plan.kinds.interfaces import (
     Call,
@@ -95,6 +96,10 @@ class LatentKind:
 
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
         """Return the latent and the rotated key, which all heads share, and the key of the indexer."""
+        if dtype == DS_MLA:
+            row = latent_row(self._sizes.kv_rank, self._sizes.rope_dim)
+            rows = (KVComponent("latent", 1, row.size, "uint8", 1),)
+            return rows if self._index is None else (*rows, *self._index.components("float8_e4m3fn", 1))
         widths = {"latent": self._sizes.kv_rank, "rope": self._sizes.rope_dim}
         own = tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
         return own if self._index is None else (*own, *self._index.components(dtype, item_bytes))
