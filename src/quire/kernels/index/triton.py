@@ -20,7 +20,7 @@ from quire.kernels.attention import AttentionMeta, Prompt
 from quire.kernels.attention.triton_tiles import coded, finite
 from quire.kernels.index import Chosen, IndexView
 from quire.kernels.index.triton_places import places_of
-from quire.kernels.index.triton_scores import KEYS, score_kernel
+from quire.kernels.index.triton_scores import score_kernel
 from quire.kernels.index.triton_select import BINS, LEVELS, SPLIT, level_kernel, write_kernel
 from quire.kernels.triton_runtime import jit, tl
 
@@ -28,6 +28,9 @@ __all__ = ["choose", "prepare"]
 
 SCORES = 128 << 20  # bytes of scores at a time
 SPAN = 1024  # tokens of a context that a program scores
+# Tokens of a product, warps, and products in flight: where programs of decodes fill the GPU several times, and elsewhere.
+MANY, FEW = (64, 4, 3), (128, 8, 3)
+FULL = 1024  # programs from which on there are many
 TOGETHER = 4  # rows of a prompt that a program scores together
 LANES = 256  # most pairs of a row and a head in a product
 EXACT = {torch.float32: "ieee"}  # precision of products of float32
@@ -203,7 +206,9 @@ def _choose_piece(
     counts = torch.empty(count, LEVELS, splits, BINS, dtype=torch.int32, device=q.device)
     own, padded = places[piece.first :], _power(heads)
     together = 1 if piece.alone else max(1, min(TOGETHER, LANES // padded))
-    score_kernel[(-(-piece.tokens // SPAN), -(-count // together))](
+    spans = -(-piece.tokens // SPAN)
+    keys, warps, stages = MANY if piece.alone and spans * count >= FULL else FEW
+    score_kernel[(spans, -(-count // together))](
         q[piece.first :],
         weights[piece.first :],
         cache.keys,
@@ -226,13 +231,13 @@ def _choose_piece(
         DP=_power(dim),
         SIZE=cache.block_size,
         SPAN=SPAN,
-        KEYS=KEYS if q.element_size() < 4 else KEYS // 4,
+        KEYS=keys if q.element_size() < 4 else keys // 4,
         TOGETHER=together,
         BINS=LEVELS * BINS,
         EXACT=EXACT.get(q.dtype, "tf32"),
         PDL=in_pdl,
-        num_warps=8,
-        num_stages=3 if q.element_size() < 4 else 1,
+        num_warps=warps,
+        num_stages=stages if q.element_size() < 4 else 1,
         **pdl.options(in_pdl),
     )
     sizes = {"LEVELS": LEVELS, "BINS": BINS, "SPLIT": SPLIT, "PDL": in_pdl, "num_warps": 8, **pdl.options(in_pdl)}

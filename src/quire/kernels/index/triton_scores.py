@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from quire.kernels.triton_runtime import jit, tl
 
-KEYS = 128  # keys of a product
-
 
 @jit
 def score_kernel(
