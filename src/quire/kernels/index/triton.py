@@ -28,7 +28,7 @@ __all__ = ["choose", "prepare"]
 
 SCORES = 128 << 20  # bytes of scores at a time
 SPAN = 1024  # tokens of a context that a program scores
-# Tokens of a product, warps, and products in flight: where programs of decodes fill the GPU several times, and elsewhere.
+# Tokens of a product, warps, products in flight: where programs of decodes fill the GPU several times, and elsewhere.
 MANY, FEW = (64, 4, 3), (128, 8, 3)
 FULL = 1024  # programs from which on there are many
 TOGETHER = 4  # rows of a prompt that a program scores together
