@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from .tiny_models import Tiny, random_model, write_model
 
 VOCAB, CONTEXT, LAYERS = 8192, 1024, 4
-# With prediction layers: grouped-query attention, latent attention, and that of GLM-4.7-Flash.
-FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+# With prediction layers: grouped-query attention, latent attention, that of GLM-4.7-Flash, and with an indexer.
+FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32")
 
 
 @torch.no_grad()
@@ -31,6 +31,7 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     write_model(model, folder, family)
     raw, hidden = json.loads((folder / "config.json").read_text()), model.config.hidden_size
     spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
+    raw = {key: one[:LAYERS] if key in ("layer_types", "mlp_layer_types") else one for key, one in raw.items()}
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
     own = {
         "enorm": torch.ones(hidden),

@@ -55,6 +55,8 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+# Few heads give scores of exactly 0, among which transformers chooses otherwise.
+_INDEXER: dict[str, Any] = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8}
 _WINDOW: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -316,6 +318,10 @@ FAMILIES: Mapping[str, FamilyCase] = {
     ),
     "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
     "kimi_k2": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID, peer="deepseek_v3"),
+    "deepseek_v32": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID | _INDEXER),
+    "glm_moe_dsa": FamilyCase(
+        options=_DEEPSEEK | _LATENT | _SIGMOID | _INDEXER | {"indexer_types": ["full", "shared", "full"]}
+    ),
     "glm4_moe_lite": FamilyCase(
         options={key: one for key, one in (_DEEPSEEK | _LATENT | _SIGMOID).items() if key != "first_k_dense_replace"}
     ),

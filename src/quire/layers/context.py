@@ -14,6 +14,7 @@ from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
+from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
@@ -128,6 +129,7 @@ class StepContext:
     inputs      [T, layers, numbers] further embeddings of the tokens, one for each layer; None: the model has none
     kv          view of what each layer keeps: its KV cache, or its states
     states      metadata of the states of recurrent layers; None: the model has none
+    chosen      tokens that rows attend to, by the last layer with an indexer; None: no layer has run one
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
@@ -138,3 +140,4 @@ class StepContext:
     inputs: Tensor | None = None
     live: Tensor | None = None
     states: StateMeta | None = None
+    chosen: Chosen | None = None

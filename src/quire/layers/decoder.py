@@ -174,6 +174,7 @@ class Decoder(nn.Module):
     loaded.
 
     layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
+    numbers         numbers of `layers` in the model
     held            arguments of both, in this order
     blocks          number of a layer in the model -> the layer, or the decoder layer in one that drafts
     draft           draft model, whose KV caches come last; None: there is none
@@ -203,7 +204,7 @@ class Decoder(nn.Module):
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
         self.inputs = LayerInputs(args, build) if args.inputs else None
-        own = range(*(build.layers or (0, args.num_layers)))
+        self.numbers = own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None
         if args.eagle is not None and "ids.offsets" in build.params:

@@ -28,6 +28,7 @@ from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs
 from quire.plan.placement import parallel_sizes
 
 from ...support.changed_args import with_layers, with_mixer
+from ...support.tiny_models import Tiny, tiny_config
 
 MOVES = EXAMPLES["EPLB"]
 SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -114,6 +115,13 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention"), ("a GPU", "rows of latents")}),
+    (
+        {"kv_cache_dtype": "fp8_ds_mla", "enable_cache_blend": True},
+        {"latent": True, "device": "cpu"},
+        {("CacheBlend", "rows of latents")},
+    ),
+    ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},
@@ -195,6 +203,8 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
+    if more.pop("chosen", False):
+        args = parse_checkpoint_config(tiny_config(Tiny(family="glm_moe_dsa")))
     if more.pop("gemma4", False):
         raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
         raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}

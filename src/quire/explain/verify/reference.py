@@ -221,6 +221,14 @@ def _on_fused(module: Any, differences: Differences, stage: str) -> None:
     module.register_forward_hook(hook)
 
 
+def _of_chosen(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
+    """Return the mask [B, 1, T, S] for the tokens that an indexer chose, `indices` [B, T, K]; None: there is none."""
+    if mask is None or indices is None:
+        return mask
+    hidden = torch.ones(mask.shape, dtype=torch.bool).scatter(-1, indices.long()[:, None], False)
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
 def _register_attention(differences: Differences) -> None:
     """Let transformers attend with Quire's queries, keys and values, by the family's own eager function."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -229,7 +237,7 @@ def _register_attention(differences: Differences) -> None:
         stage = stage_name(module.layer_idx, ATTENTION)
         q, k, v = differences.ours.kinds[stage].replace(differences, stage, q, k, v)
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        result, weights = eager(module, q, k, v, mask, **options)
+        result, weights = eager(module, q, k, v, _of_chosen(mask, options.get("indices")), **options)
         return differences.replace(stage, "attention", result), weights
 
     AttentionInterface.register(INTERFACE, attend)

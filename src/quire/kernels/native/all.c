@@ -12,6 +12,7 @@
 #include "../attention_cpu/prompts.c"
 #include "../delta/native.c"
 #include "../heads/native.c"
+#include "../index/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"

@@ -5,6 +5,7 @@ from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
+from quire.args.latent import LatentArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
 from quire.config.connectors import ROLES
@@ -13,6 +14,7 @@ from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.contracts.step import CHECK_LAYER
+from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
@@ -124,6 +126,16 @@ def _uneven_heads(i: Inputs, model: ModelArgs) -> bool:
 
 def _uneven_kv_heads(i: Inputs, model: ModelArgs) -> bool:
     return not _uneven_heads(i, model) and any(kind.uneven(i.parallel.tp) for kind in mixers(model))
+
+
+def _attends_otherwise(model: ModelArgs) -> bool:
+    """True if layers attend without latents."""
+    return any(not isinstance(one, LatentArgs) for one in model.attending)
+
+
+def _choosing(model: ModelArgs) -> bool:
+    """True if layers attend to chosen tokens alone."""
+    return any(isinstance(one, LatentArgs) and one.index is not None for one in model.mixers)
 
 
 def _odd_slots(i: Inputs) -> bool:
@@ -257,6 +269,17 @@ CACHE: Mapping[str, Feature] = {
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
+    "chosen tokens": Feature(
+        lambda i: any(one is not None and _choosing(one) for one in (i.args, i.draft)), "sparse latent attention (DSA)"
+    ),
+    "rows of latents": Feature(
+        lambda i: i.config.cache.kv_cache_dtype == DS_MLA, "a cache of type fp8_ds_mla", "--kv-cache-dtype fp8_ds_mla"
+    ),
+    "other attention": Feature(
+        lambda i: any(one is not None and _attends_otherwise(one) for one in (i.args, i.draft)),
+        "attention without latents",
+    ),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"
     ),

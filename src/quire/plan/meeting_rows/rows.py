@@ -104,6 +104,11 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
+    Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
+        "use --kv-cache-dtype fp8 or auto, or --device cpu"),
+    Row("rows of latents", "other attention", REFUSED,
+        "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
+        "use --kv-cache-dtype fp8"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
@@ -117,6 +122,9 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
     Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
+    Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
+        "use --kv-cache-dtype fp8 or auto"),
+    Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (

@@ -55,7 +55,8 @@ class LatentSteps:
         if layer.q is not None:
             on_result(layer.q_norm, keep, "q_a_layernorm")
             layer.q.register_forward_hook(lambda module, given, result: queries("q_b_proj", result))
-        others = {name: getattr(kernel, name) for name in ("project", "absorbed", "expanded")}
+        named = ("project", "absorbed", "chosen", "expanded")  # not all kernels have "chosen"
+        others = {name: getattr(kernel, name) for name in named if hasattr(kernel, name)}
         layer.kernel = SimpleNamespace(prepare=prepare, **others)
         on_sum(layer.output, keep, "attention", "o_proj")
 
