@@ -112,6 +112,8 @@ def test_matrices_in_bfloat16(step: str, by_channel: bool) -> None:
 def test_many_sequences() -> None:
     """More programs than run at once: those that share columns wait for each other."""
     compare(on_gpu(step_of(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
+    drafts = (Sequence(9, 4, accepted=2),) * 150
+    compare(on_gpu(step_of(FORMS["qwen3.5-27b"], drafts, torch.bfloat16, pending=ROOM)), decode_rows=ROOM)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])

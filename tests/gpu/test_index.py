@@ -32,7 +32,7 @@ def on_gpu(case: Case, dtype: torch.dtype, codes: torch.dtype | None, decode_len
     """A step in the memory of the GPU."""
     q, weights, cache, meta = make(case, dtype, codes)
     scales = None if cache.scales is None else cache.scales.cuda()
-    tensors = {name: one.cuda() for name, one in vars(meta).items() if isinstance(one, Tensor)}
+    tensors: Any = {name: one.cuda() for name, one in vars(meta).items() if isinstance(one, Tensor)}
     meta = as_worker(replace(meta, **tensors), decode_len)
     return q.cuda(), weights.cuda(), IndexView(cache.keys.cuda(), scales), meta
 

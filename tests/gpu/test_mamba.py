@@ -53,11 +53,13 @@ def test_pending_rows(form: str, step: str, dtype: torch.dtype) -> None:
     compare(on_gpu(mamba_step(FORMS[form], PENDING[step], dtype, room=ROOM)), decode_rows=ROOM)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, "drafts"])
 @pytest.mark.parametrize("form", FORMS)
 def test_matrices_in_bfloat16(form: str, step: str) -> None:
     """Chunks of prompts round less often than the reference."""
-    given = with_meta(on_gpu(in_bfloat16(mamba_step(FORMS[form], STEPS[step], torch.bfloat16))))
+    room = ROOM * (step in PENDING)
+    given = on_gpu(in_bfloat16(mamba_step(FORMS[form], (STEPS | PENDING)[step], torch.bfloat16, room=room)))
+    given = with_meta(given, decode_rows=room or 1)
     wanted, found = run(ref.mix, given), run(triton.mix, given)
     for one, other in zip(found, wanted, strict=True):
         close(one, other, 1e-2)
@@ -78,6 +80,8 @@ def test_wherever_decodes_end(decode_rows: int) -> None:
 def test_many_sequences() -> None:
     """More programs than run at once: those of a group count each other."""
     compare(on_gpu(mamba_step(FORMS["granite-4-h-small"], [Sequence(5, 1)] * 150, torch.bfloat16)))
+    drafts = [Sequence(9, 4, accepted=2)] * 150
+    compare(on_gpu(mamba_step(FORMS["granite-4-h-small"], drafts, torch.bfloat16, room=ROOM)), decode_rows=ROOM)
 
 
 def test_a_resumed_prompt_gives_the_same_bits() -> None:

@@ -43,6 +43,11 @@ def test_pending_rows(step: str, channels: int, taps: int, dtype: torch.dtype) -
     compare(on_gpu(conv_step(PENDING[step], channels, taps, dtype, room=ROOM)), decode_rows=ROOM)
 
 
+def test_many_sequences() -> None:
+    drafts = [Sequence(9, 4, accepted=2)] * 300
+    compare(on_gpu(conv_step(drafts, 2048, dtype=torch.bfloat16, room=ROOM)), decode_rows=ROOM)
+
+
 def test_a_resumed_prompt_gives_the_same_bits() -> None:
     past = 100
     whole = on_gpu(conv_step((Sequence(0, 1000, (past, 0)),), 2048, dtype=torch.bfloat16))

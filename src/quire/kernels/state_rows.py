@@ -48,7 +48,7 @@ def taken(
     place, known = columns + (i + TAPS - 1) * CHANNELS + channel, (i >= 0) | (past > 0)
     if pending is not None:
         place = tl.where(i >= 0, pending + i * WIDTH + channel, place)
-    place = tl.where(i >= replayed, given + (i - replayed) * stride + channel, place)
+    place = tl.where(i >= replayed, given + tl.cast(i - replayed, tl.int64) * stride + channel, place)
     return tl.load(place, mask=inside & known, other=0.0)
 
 

@@ -108,8 +108,9 @@ def mix(rows: Tensor, weights: ShortConvWeights, state: StateView, meta: StateMe
 @jit
 def _product(given, i, channel, inside, CHANNELS: tl.constexpr, stride):
     """Return v of rows i of the step. given: the sequence's first row"""
-    b = tl.load(given + i * stride + channel, mask=inside, other=0.0)
-    x = tl.load(given + i * stride + 2 * CHANNELS + channel, mask=inside, other=0.0)
+    given += tl.cast(i, tl.int64) * stride
+    b = tl.load(given + channel, mask=inside, other=0.0)
+    x = tl.load(given + 2 * CHANNELS + channel, mask=inside, other=0.0)
     return (b.to(tl.float32) * x.to(tl.float32)).to(b.dtype)
 
 
@@ -275,7 +276,7 @@ def _rows_kernel(
             total += v.to(tl.float32) * tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0)
         if bias is not None:
             total += tl.load(bias + channel, mask=inside, other=0.0)
-        c = tl.load(given + i * stride + CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(given + tl.cast(i, tl.int64) * stride + CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + row * CHANNELS + channel, (c * total).to(y.dtype.element_ty), mask=inside)
         for k in range(0, 2):
             if tl.load(kept_at + 2 * slot + k) == past + i + 1:
@@ -325,7 +326,7 @@ def _chunks_kernel(
             total += v.to(tl.float32) * tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
         if bias is not None:
             total += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0)
-        c = tl.load(given + i * stride + CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(given + tl.cast(i, tl.int64) * stride + CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + row * CHANNELS + (flat * CHANNELS + channel), (c * total).to(y.dtype.element_ty), mask=inside)
 
 
