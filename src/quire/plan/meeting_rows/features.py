@@ -7,7 +7,6 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
-from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
@@ -141,12 +140,6 @@ def _keeping(*kinds: type[RecurrentArgs]) -> Test:
     return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
 
 
-def _decaying_by_number(i: Inputs) -> bool:
-    """Return True if each number of a key has a decay of its own, in the model or its draft model."""
-    mixers = [one for args in (i.args, i.draft) if args for one in args.mixers]
-    return any(isinstance(one, DeltaArgs) and one.low_rank for one in mixers)
-
-
 def _any_tier(i: Inputs) -> bool:
     cache, share = i.config.cache, i.config.share
     tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
@@ -242,9 +235,6 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "drafts over states": Feature(
-        of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
-    ),
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
@@ -256,23 +246,13 @@ CACHE: Mapping[str, Feature] = {
     ),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
-    "states untried there": Feature(
-        lambda i: _keeping(MambaArgs, ShortConvArgs)(i) or _decaying_by_number(i),
-        "Mamba 2, short convolutions or Kimi delta attention",
-    ),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "type of matrices": Feature(
         given("mamba_ssm_cache_dtype"), "a type of recurrent layers' matrices", "--mamba-ssm-cache-dtype"
     ),
-    "matrices in bfloat16": Feature(
-        lambda i: i.config.state.mamba_ssm_cache_dtype == "bfloat16", "matrices in bfloat16", "--mamba-ssm-cache-dtype"
-    ),
     "no matrices": Feature(
         of_model(lambda i, m: not _keeping(DeltaArgs, MambaArgs)(i)), "a model whose layers keep no matrices"
-    ),
-    "states without drafts": Feature(
-        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
@@ -302,7 +282,6 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

@@ -104,12 +104,6 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
-        "leave out --speculative-config"),
-    Row("a GPU", "states untried there", MISSING, "not all tests of these layers pass on a GPU yet",
-        "use --device cpu"),
-    Row("matrices in bfloat16", "a GPU", MISSING, "no GPU has run them yet",
-        "leave out --mamba-ssm-cache-dtype, or use --device cpu"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
