@@ -46,6 +46,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     """Requests come, grow and go at any of the replicas."""
 
     lockstep = True
+    drafting = False  # True: always by layers
     plant: Callable[[ReplicaRig], None] | None = None
 
     @initialize(
@@ -76,6 +77,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
     ) -> None:
         depth, lag, stages = shape
+        drafts, layers = (3, True) if self.drafting else (drafts, layers)
         self.rig = ReplicaRig(
             count,
             lockstep=self.lockstep,
@@ -216,6 +218,12 @@ class ReplicaMachine(RuleBasedStateMachine):
             assert len({len(plans) for plans in self.rig.meeting.plans}) == 1
 
 
+class DraftingMachine(ReplicaMachine):
+    """Replicas in lock-step with drafters that have layers, also in pipelines."""
+
+    drafting = True
+
+
 class IndependentMachine(ReplicaMachine):
     """Replicas that are ready at any time, and that die at any time; one lives to the end."""
 
@@ -270,9 +278,9 @@ def explore(machine: Callable[[], ReplicaMachine], examples: int, **options: Any
 
 
 @pytest.mark.parametrize("examples", [67, *full_rows([2_000] * 5)])
-@pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
+@pytest.mark.parametrize("machine", [ReplicaMachine, DraftingMachine, IndependentMachine])
 def test_random_schedules(machine: type[ReplicaMachine], examples: int) -> None:
-    explore(machine, examples)
+    explore(machine, examples * (2 if machine.drafting and not FULL else 1))
 
 
 def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests: int = 40) -> None:
