@@ -377,13 +377,17 @@ class Oracle:
     folder: Path
     model: Any
     _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    _logits: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[len(ids), V] float32 of one sequence, no cache of keys and values; computed once for a sequence."""
+        if (found := self._logits.get(key := tuple(ids))) is None:
+            found = self._logits[key] = self._computed(ids)
+        return found
 
     @torch.inference_mode()
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """[len(ids), V] float32 of one sequence, no cache.
-
-        Layers with Mamba 2 run token by token: at the edges of its chunks transformers is up to 2e-4 away from that.
-        """
+    def _computed(self, ids: Sequence[int]) -> np.ndarray:
+        """Layers with Mamba 2 run token by token: at the edges of chunks transformers is up to 2e-4 away from that."""
         if any(name.endswith("A_log") for name, _ in self.model.named_parameters()) and not hasattr(
             self.model.config, "linear_num_value_heads"
         ):

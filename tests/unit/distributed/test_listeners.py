@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ import pytest
 
 from quire.config.env import rank_variables
 from quire.distributed.listeners import listening, refuse_connections
+
+from ...support import template_process
 
 SECONDS = 120  # of a test's ranks
 RANK = """
@@ -65,9 +66,9 @@ def ranks(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     limit.start()
     try:
         for number in range(2):
-            command = [sys.executable, "-c", RANK, str(number), *arguments]
-            pipe = subprocess.PIPE
-            started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+            words, pipe = ["-c", RANK, str(number), *arguments], subprocess.PIPE
+            options = {"stdin": pipe, "stdout": pipe, "text": True, "env": environment, "start_new_session": True}
+            started.append(template_process.start(words, **options))
         yield started
     finally:
         limit.cancel()

@@ -29,7 +29,7 @@ CASES = {
 WINDOWS = (1, 5, 16, 100, PART, PART + 1, 5000, None)  # 16: a block of most cases; 5000: more than any context
 CHUNKS = (-1, -7, -16, -30, -100, -256, -300, -PART, -(PART + 1), -5000)  # 300: of a context that ends with its chunk
 ROWS = [(name, window, dtype) for name in CASES for window in (*WINDOWS, *CHUNKS) for dtype in TOLERANCE]
-USUAL = [row for i, row in enumerate(ROWS) if i % 5 == 0]  # every case, window and type
+USUAL = [row for i, row in enumerate(ROWS) if i % 7 == 0]  # every case, window and type
 needs_native = pytest.mark.skipif(bool(here("native")), reason=here("native") or "runs")
 pytestmark = needs_native
 
