@@ -93,9 +93,14 @@ def test_w8a8_with_drafts_and_rows(shared: Path, engine: Callable[..., LLM], tmp
     plain = predicting(tmp_path / "plain", "deepseek_v32", shared / "models" / "quire-tiny", 0.05)
     quantize_checkpoint(plain, tmp_path / "w8a8", FORMS["ct-int8-channel"])
     options: dict[str, Any] = {
-        "quantization": "slimquant_marlin", "kv_cache_dtype": "fp8_ds_mla", "block_size": 64, "max_num_seqs": 3,
-        "max_model_len": 256, "max_num_batched_tokens": 24, "skip_tokenizer_init": True,
-    }  # fmt: skip
+        "quantization": "slimquant_marlin",
+        "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": 64,
+        "max_num_seqs": 3,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 24,
+        "skip_tokenizer_init": True,
+    }
     prompts = [[(5 * i * i + 3 * n) % 50 for i in range(n)] for n in (41, 5, 70)]
 
     def answers(llm: LLM) -> list[list[int]]:
