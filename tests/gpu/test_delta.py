@@ -14,7 +14,7 @@ from quire.kernels.states import StateView
 
 from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
-from ..support.state_inputs import close
+from ..support.state_inputs import close, in_bfloat16
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -90,6 +90,17 @@ def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
 def test_pending_rows(form: str, step: str, by_channel: bool, dtype: torch.dtype) -> None:
     """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
     compare(on_gpu(step_of(FORMS[form], PENDING[step], dtype, pending=ROOM, by_channel=by_channel)), decode_rows=ROOM)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_matrices_in_bfloat16(step: str, by_channel: bool) -> None:
+    """Chunks of prompts round less often than the reference."""
+    for form in ("qwen3.5-9b", "olmo", "tiny"):
+        given = step_of(FORMS[form], STEPS[step], torch.bfloat16, by_channel=by_channel)
+        given = on_gpu(DeltaInputs(*in_bfloat16(given)))
+        for found, wanted in zip(run(triton, given), run(ref, given), strict=True):
+            close(found, wanted, 1e-2)
 
 
 def test_many_sequences() -> None:

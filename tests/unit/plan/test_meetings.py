@@ -91,12 +91,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
     (
-        EXAMPLES["n-grams"],
-        {"conv": True},
-        {("drafts over states", "states without drafts"), ("a GPU", "states untried there")},
-    ),
-    ({"mamba_ssm_cache_dtype": "bfloat16"}, {"recurrent": True}, {("matrices in bfloat16", "a GPU")}),
-    (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},
         {("CacheBlend", "states")},
@@ -238,14 +232,6 @@ def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any],
 def test_layers_draft_for_recurrent_ones_on_a_cpu(drafts: str) -> None:
     changes = {"recurrent": True, "recurrent drafts": drafts == "draft model", "device": "cpu"}
     assert not [pair for pair in pairs_of(sample(EXAMPLES[drafts], changes)) if "states" in " ".join(pair)]
-
-
-def test_what_is_missing_begins_with_its_words_if_no_option_stands_for_it() -> None:
-    args = parse_checkpoint_config(tiny_config(Tiny(family="lfm2")))
-    (found,) = (one for one in met(Inputs(args=args, device="cuda")) if one.status == MISSING)
-    assert found.said.startswith(
-        "a GPU with Mamba 2, short convolutions or Kimi delta attention is not implemented yet"
-    )
 
 
 def test_no_row_is_without_a_sample_and_no_feature_without_a_row() -> None:

@@ -8,7 +8,6 @@ from quire.args.delta import DeltaArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
-from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
@@ -140,12 +139,6 @@ def _keeping(*kinds: type[RecurrentArgs]) -> Test:
     return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
 
 
-def _decaying_by_number(i: Inputs) -> bool:
-    """Return True if each number of a key has a decay of its own, in the model or its draft model."""
-    mixers = [one for args in (i.args, i.draft) if args for one in args.mixers]
-    return any(isinstance(one, DeltaArgs) and one.low_rank for one in mixers)
-
-
 def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
     asked = i.parallel.experts or i.config.load.routing != "model"
     return asked and draft.moe is None and i.num_experts > 0
@@ -244,9 +237,6 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "drafts over states": Feature(
-        of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
-    ),
     "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
@@ -259,23 +249,13 @@ CACHE: Mapping[str, Feature] = {
     ),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
-    "states untried there": Feature(
-        lambda i: _keeping(MambaArgs, ShortConvArgs)(i) or _decaying_by_number(i),
-        "Mamba 2, short convolutions or Kimi delta attention",
-    ),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "type of matrices": Feature(
         given("mamba_ssm_cache_dtype"), "a type of recurrent layers' matrices", "--mamba-ssm-cache-dtype"
     ),
-    "matrices in bfloat16": Feature(
-        lambda i: i.config.state.mamba_ssm_cache_dtype == "bfloat16", "matrices in bfloat16", "--mamba-ssm-cache-dtype"
-    ),
     "no matrices": Feature(
         of_model(lambda i, m: not _keeping(DeltaArgs, MambaArgs)(i)), "a model whose layers keep no matrices"
-    ),
-    "states without drafts": Feature(
-        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"

@@ -102,8 +102,11 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
-        "leave out --speculative-config"),
+    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
+    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
+    Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
+)  # fmt: skip
+LATENTS: tuple[Row, ...] = (
     Row("a GPU", "chosen tokens", MISSING, "no kernel for GPUs chooses tokens or attends to chosen ones",
         "use --device cpu"),
     Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
@@ -111,13 +114,6 @@ STATES: tuple[Row, ...] = (
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
-    Row("a GPU", "states untried there", MISSING, "not all tests of these layers pass on a GPU yet",
-        "use --device cpu"),
-    Row("matrices in bfloat16", "a GPU", MISSING, "no GPU has run them yet",
-        "leave out --mamba-ssm-cache-dtype, or use --device cpu"),
-    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
-    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
-    Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
@@ -195,4 +191,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
