@@ -38,7 +38,7 @@ NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
     "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
-    "quantization": (str, ("draft_model", "mtp")),
+    "quantization": (str, ("draft_model", "mtp")),  # of mtp a name of the checkpoint's
 }  # fmt: skip
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC, *FIELDS)
 
@@ -55,8 +55,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     synthetic           for measurements: shares of the runs in which the first draft counts, the first two, ...,
                         whatever was sampled; (): drafts count if they are right
     draft_tensor_parallel_size   ranks that were asked for; 0: as many as the model has, which it always gets
-    revision, quantization       of the draft model or EAGLE head; None: the default. The layer of method mtp has the
-                        quantization of the checkpoint: a name must be one of it
+    revision, quantization       of the draft model or EAGLE head; None: the default
     max_model_len       context of the draft model or EAGLE head that was asked for; 0: its own
     unused              keys that were given and change nothing
     """
