@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
@@ -83,6 +84,8 @@ TINY |= {
     for family in EXPERTS
     if family not in REFUSED
 }
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    del TINY["granite_moe"]  # its mixers of several groups are wrong there
 Oracles = Callable[[str], Oracle]
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9},

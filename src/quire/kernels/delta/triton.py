@@ -6,11 +6,10 @@ new columns, when all have read the old ones. With pending rows (`quire.kernels.
 that were accepted, and writes the matrix then. Sequences of longer chunks are replayed here, too, before the kernels
 for prompts go on.
 
+Decodes whose decays differ by channel are computed here, too.
+
 Floor: 8 Hv Dk Dv bytes a sequence and layer, the matrices read and written once. 32 sequences with 32 heads of
 128 x 128 move 134 MB: 31 us at 4.3 TB/s.
-
-Sequences whose decays differ by channel are computed here, row by row: the products of a chunk would need a decay for
-each pair of rows and channel.
 """
 
 from __future__ import annotations
@@ -47,20 +46,19 @@ def mix(
     call = DeltaCall(*rows, strength, weights, state, meta, form, qkv.new_empty(len(qkv), form.heads * form.value_dim))
     if not len(qkv):
         return call.y
-    by_channel = len(weights.shift) != form.heads
-    limit = meta.max_rows if by_channel else meta.decode_rows
+    limit = meta.decode_rows
     if state.pending is not None and meta.max_rows > limit != state.pending.shape[1]:
         raise ValueError(f"triton delta: {limit} rows of decodes, and {state.pending.shape[1]} pending ones")
-    if limit == 1 and not by_channel and state.pending is None:
+    if limit == 1 and not call.by_channel and state.pending is None:
         mix_decodes(call)
     elif limit:
-        _mix_rows(call, limit, by_channel)
+        _mix_rows(call, limit)
     if meta.max_rows > limit:
         mix_prompts(call)
     return call.y
 
 
-def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
+def _mix_rows(call: DeltaCall, limit: int) -> None:
     """Launch the kernel for sequences of at most `limit` rows."""
     form, meta, state = call.form, call.meta, call.state
     num_seqs, in_pdl = len(meta.slots), pdl.in_use()
@@ -83,7 +81,7 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         form.lowest,
         limit,
         **call.sizes,
-        BY_CHANNEL=by_channel,
+        BY_CHANNEL=call.by_channel,
         MOST=0 if state.pending is None else state.pending.shape[1],
         ONE=limit == 1 and state.pending is None,
         PDL=in_pdl,
