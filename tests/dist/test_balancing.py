@@ -38,7 +38,10 @@ def balancer_of(llm: LLM) -> balancer.Balancer:
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3_moe", "dp2-ep"), *full_rows([("deepseek_v3", "tp2-ep"), ("deepseek_v3", "dp2-tp2-ep"), ("gpt_oss", "dp2-ep")])],
+    [
+        ("qwen3_moe", "dp2-ep"),
+        *full_rows([("deepseek_v3", "tp2-ep"), ("deepseek_v3", "dp2-tp2-ep"), ("gpt_oss", "dp2-ep")]),
+    ],
 )
 def test_every_layer_moves_while_requests_are_served(
     family: str,

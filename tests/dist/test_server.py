@@ -167,7 +167,7 @@ def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -
 
 def test_sigterm_lets_requests_finish(left: Left, real: None) -> None:
     with running_server(*FLAGS, "-tp", "2", **left.variables) as server, ThreadPoolExecutor(3) as pool:
-        results = streams(pool, server, 3, 200)
+        results = streams(pool, server, 3, 100)
         server.signal(signal.SIGTERM)
         for result in results:
             answer = result()

@@ -4,10 +4,13 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from quire import LLM
 
 from ..support import template_process
 from ..support.many_ranks import is_stopped, until
@@ -42,8 +45,15 @@ def run(*words: str, folder: Path, read: int, **variables: str) -> tuple[int, st
     """Start a module that reads a line and a descriptor; return its exit code and what it prints."""
     environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"} | variables
     process = template_process.start(
-        words, env=environment, cwd=folder, pass_fds=(read,), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True, text=True,
+        words,
+        env=environment,
+        cwd=folder,
+        pass_fds=(read,),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
     )
     out, err = process.communicate("a line\n", timeout=60)
     return process.returncode, out, err
@@ -93,6 +103,21 @@ def test_a_copy_obeys_signals_and_its_template_ends_with_it() -> None:
             until(lambda pid=own: not is_template(pid), lambda: "its template lives on")
 
 
+STARTS_ANOTHER = """
+import subprocess, sys
+from quire.procs import child_process
+words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+with child_process.subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as child:
+    print(child.stdout.read().decode().strip())
+"""
+
+
+def test_children_of_a_copy_are_copies() -> None:
+    """A core and the ranks of a server, which has the variables of its template."""
+    with template_process.start(["-c", STARTS_ANOTHER], stdout=subprocess.PIPE, start_new_session=True) as copy:
+        assert copy.stdout is not None and copy.stdout.read() == b"True\n"
+
+
 def is_template(pid: int) -> bool:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text()
@@ -108,8 +133,22 @@ def templates(parent: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "option", [{"umask": 0o77}, {"preexec_fn": os.getpid}, {"user": 0}, {"process_group": 0}, {"close_fds": False}], ids=str
+    "option",
+    [{"umask": 0o77}, {"preexec_fn": os.getpid}, {"user": 0}, {"process_group": 0}, {"close_fds": False}],
+    ids=str,
 )
 def test_what_a_copy_cannot_have_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"a copy of the template has no .*{SWITCH}=0"):
         template_process.start(["-c", ""], start_new_session=True, **option)
+
+
+def test_every_rank_of_an_engine_is_a_copy(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that the product adds for ranks must not make them start as always: each would import torch."""
+    fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def start(self: object, words: list[str], *others: Any) -> None:
+        assert template_process.LAST not in words, "a rank is no copy: see ONCE and LATER"
+        fresh(self, words, *others)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", start)
+    engine(tensor_parallel_size=2)

@@ -10,6 +10,7 @@ import torch
 
 from quire import LLM, SamplingParams
 
+from ..support.template_process import quick_starts
 from ..support.tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
 
 
@@ -30,6 +31,13 @@ def spare_known_objects() -> None:
 def spared() -> None:
     """Spare the objects of imported modules, and of fixtures that outlive a module."""
     spare_known_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copies() -> Iterator[None]:
+    """Start cores and ranks of engines as copies of a process that has imported torch, as those of servers are."""
+    with quick_starts():
+        yield
 
 
 @pytest.fixture(scope="session")

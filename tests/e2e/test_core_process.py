@@ -24,6 +24,7 @@ from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 
 from ..support.mock_tokens import mock_tokens
+from ..support.template_process import SWITCH
 
 PATIENCE = 120.0
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
@@ -85,7 +86,10 @@ async def ask(engine: ServedEngine, prompt: list[int], tokens: int, **fields: An
         stream.close()
 
 
-def test_it_serves_and_is_gone_afterwards() -> None:
+def test_it_serves_and_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no copy of a process that has imported torch: a core of the mock never does."""
+    monkeypatch.setenv(SWITCH, "0")
+
     async def work() -> None:
         loadings: list[str] = []
         engine = ServedEngine(ServerConfig.from_flat(device="mock", async_depth=2), metrics=Metrics())

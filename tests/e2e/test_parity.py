@@ -24,7 +24,7 @@ from quire.plan.kv_geometry import layer_groups
 from ..support.full import FULL, full_rows, only_full
 from ..support.logits_tap import LogitsTap
 from ..support.pairwise import Row, label, pairwise
-from ..support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config
+from ..support.tiny_models import ALONE, DENSE, EXPERTS, FAMILIES, tiny_config
 
 NUM_TOKENS = 64
 ATOL = 1e-4
@@ -149,7 +149,7 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
 
 
 KINDS = ("qwen3", "qwen3_moe", "deepseek_v3")  # dense layers, experts, latent attention
-CHUNKED = list(FAMILIES)[:: 1 if FULL else 2]  # ranks run every family in tests/unit/distributed/test_engine.py
+CHUNKED = list(FAMILIES) if FULL else ALONE
 
 
 def chosen() -> list[Row]:

@@ -78,11 +78,8 @@ TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENS
 # In bfloat16 the routers of random models choose other experts: there is no truth to compare with. transformers saves
 # convolutions of OLMo-Hybrid in three equal parts.
 COMPARED = ("quire-tiny", *(family for family in TINY if family != "olmo_hybrid"))
-REFUSED = ("deepseek_v32", "glm_moe_dsa")  # no kernel for GPUs chooses tokens yet
 TINY |= {
-    family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default")
-    for family in EXPERTS
-    if family not in REFUSED
+    family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default") for family in EXPERTS
 }
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
     del TINY["granite_moe"]  # its mixers of several groups are wrong there

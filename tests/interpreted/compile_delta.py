@@ -66,17 +66,17 @@ def check(made: Made) -> None:
 
 
 def main() -> None:
-    """Decodes with and without dependent launches, and prompts."""
+    """Decodes with dependent launches, drafts, and prompts; with --full also decodes without them."""
     AbsentGpu(check)
-    for dependent in (False, True):
+    for dependent in (*full_rows([False]), True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for heads in (HEADS[1], *full_rows((HEADS[0], (8, 16), (16, 48), (16, 64)))):
             launch(heads, 32, 32, 1)
     for heads in (*HEADS[1:], *full_rows((HEADS[0], (16, 48)))):
         launch(heads, 256, 512, 512)
-    launch(HEADS[1], 1, 512, 512, few=0)
     launch(KIMI, 256, 512, 512, few=0, by_channel=True)
-    launch(HEADS[1], 32, 128, 4, few=4)
+    for given in full_rows([(1, 512, 512, 0), (32, 128, 4, 4)]):
+        launch(HEADS[1], *given[:3], few=given[3])
     launch(HEADS[1], 32, 128, 4, few=4, pending=4)
     for given in ((32, 32, 1), *full_rows([(256, 512, 512)])):
         launch(HEADS[1], *given, matrix=torch.bfloat16)

@@ -72,13 +72,13 @@ def check(made: Made) -> None:
 
 
 def main() -> None:
-    """Decodes with and without dependent launches, and prompts."""
+    """Decodes with dependent launches, and prompts; with --full decodes without them, and prompts of all forms."""
     AbsentGpu(check)
-    for dependent in (False, True):
+    for dependent in (*full_rows([False]), True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for form in USUAL:
             launch(form, 32, 32, 1)
-    for form in USUAL:
+    for form in (USUAL[0], *full_rows(USUAL[1:])):
         launch(form, 256, 512, 512)
         for dtype in full_rows((torch.float16, torch.float32)):
             launch(form, 256, 512, 512, dtype)

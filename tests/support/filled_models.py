@@ -140,9 +140,13 @@ def sliced(part: Part, stored: Tensor) -> Tensor:
     """The rows of a parameter that a part fills, by the definition of `Part`."""
     matrix = stored if part.expert < 0 else stored[part.expert]
     rows = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count)
-    half = part.count // 2
+    return rows[order_of(part, len(rows))]
+
+
+def order_of(part: Part, count: int) -> Tensor:
+    """The row of a part's slice for each of its `count` rows, by the definition of `Part`."""
+    i, half = torch.arange(count), part.count // 2
     if part.paired:
-        return torch.stack([rows[2 * (i % half) + i // half] for i in range(part.count)])
-    run = len(part.order) or 1
-    order = part.order or (0,)
-    return torch.stack([rows[i - i % run + order[i % run]] for i in range(len(rows))]) if len(rows) else rows
+        return 2 * (i % half) + i // half
+    order = torch.tensor(part.order or (0,))
+    return i - i % len(order) + order[i % len(order)]

@@ -47,3 +47,31 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
     return folder
+
+
+def noisy(folder: Path, to: Path) -> Path:
+    """Write a checkpoint with noise in its matrices."""
+    random = torch.Generator().manual_seed(1)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1:
+            tensors[name] = tensor + 0.08 * tensor.std() * torch.randn(tensor.shape, generator=random)
+    to.mkdir()
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return to
+
+
+@torch.no_grad()
+def small(folder: Path, to: Path) -> Path:
+    """Write a model without experts that has the embedding and the head of the one in `folder`."""
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    model = random_model(Tiny(family="qwen3", changes=tuple(changes.items())), 0)
+    given = load_file(folder / "model.safetensors")
+    for name, value in model.named_parameters():
+        if name.startswith(("model.embed_tokens", "model.norm", "lm_head")):
+            value.copy_(given[name])
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.mul_(0.0)
+    write_model(model, to, "qwen3")
+    return to

@@ -43,7 +43,10 @@ SWITCH = "TEMPLATE_PROCESS"  # 0: no copies
 NAME = "quire-template"  # of a template in `ps`; tests that list children leave it out
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ONCE = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH", "PYTORCH", "TRITON")
-LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR")  # at use
+LATER = {  # variables of these kinds that are read when they are needed
+    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_GLOO_LAZY_INIT", "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "TRITON_CACHE_DIR",
+}  # fmt: skip
 IMPORTS: tuple[str, ...] = (
     "torch", "torch._dynamo", "torch.distributed", "numpy", "uvicorn", "uvicorn.lifespan.off", "httptools",
     "quire.assemble.cpu", "quire.assemble.engine", "quire.assemble.rank_child", "quire.assemble.ranks",
@@ -196,8 +199,9 @@ def _start_template() -> Template:
     ours, theirs = socket.socketpair()
     variables = {name: text for name, text in os.environ.items() if not name.startswith("MANY_RANKS_")}
     with theirs:
-        words = [sys.executable, "-P", __file__, str(theirs.fileno()), ",".join(imports), "-" * ROOM]
         room = {"ROOM_FOR_VARIABLES": "-" * ROOM, "PYTHONPATH": str(SOURCE), "OPENBLAS_NUM_THREADS": "1"}
+        own = ",".join(room.keys() - variables.keys())  # are not of the copies
+        words = [sys.executable, "-P", __file__, str(theirs.fileno()), ",".join(imports), own, "-" * ROOM]
         process = REAL.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -218,7 +222,7 @@ def _start_template() -> Template:
 def main() -> None:
     """Import everything, then make copies until the asking process ends. A copy runs its module."""
     end = _high(socket.socket(fileno=int(sys.argv[1])))
-    names = os.environ.keys() - {"ROOM_FOR_VARIABLES", "OPENBLAS_NUM_THREADS"}
+    names = os.environ.keys() - set(sys.argv[3].split(","))
     variables = {name: os.environ[name] for name in names}
     for name in sys.argv[2].split(","):
         importlib.import_module(name)

@@ -351,6 +351,9 @@ def _has_experts(family: str) -> bool:
 
 EXPERTS = tuple(family for family in FAMILIES if _has_experts(family))  # rows of models with experts
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
+# Whole engines of the ordinary run: one half of the families alone in e2e/test_parity.py, the other half on ranks in
+# unit/distributed/test_engine.py. With --full both have all.
+ALONE, ON_RANKS = list(FAMILIES)[::2], list(FAMILIES)[1::2]
 
 
 @dataclass(frozen=True)

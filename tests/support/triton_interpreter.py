@@ -94,7 +94,17 @@ def _keep_types(core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.of_tensor if type.is_block() else alone
 
+    others: dict[tuple[Any, ...], Any] = {}
+
+    def with_element(self: Any, element: Any) -> Any:
+        key = element.name, getattr(element, "address_space", None), id(self.shape)
+        if (found := others.get(key)) is None:
+            found = others[key] = core.block_type(element, self.shape)
+        return found
+
     core.block_type.__init__, core.tensor.__init__ = make_block_once, make_tensor
+    core.block_type.with_element_ty = with_element
+    core.block_type.to_ir = lambda self, builder: self  # what the interpreter's builder makes anew
 
 
 def _compare_at_once(core: Any, semantic: Any) -> None:
@@ -105,8 +115,43 @@ def _compare_at_once(core: Any, semantic: Any) -> None:
     def cast_others(self: Any, given: Any, kind: Any, *more: Any) -> Any:
         return given if given.type.scalar is kind.scalar else cast(self, given, kind, *more)
 
+    kinds: dict[tuple[str, tuple[int, ...]], Any] = {}  # by names of numbers, and sizes
+    targets: dict[tuple[int, int], tuple[Any, ...]] = {}  # by two shapes: theirs, and that of both for each, or None
+
+    def target(left: Any, right: Any) -> tuple[Any, ...]:
+        """Shapes that are spread to one, where both have as many axes, or one has none."""
+        ours, theirs = ([size.value for size in one.shape] for one in (left, right))
+        if len(ours) == len(theirs):
+            both = [max(pair) if 1 in pair else pair[0] for pair in zip(ours, theirs, strict=True)]
+            fits = all(
+                one in (1, size) and other in (1, size) for one, other, size in zip(ours, theirs, both, strict=True)
+            )
+        else:
+            both, fits = ours or theirs, not ours or not theirs
+        to = (tuple(both) if one != both else None for one in (ours, theirs))
+        return (left.shape, right.shape, *to) if fits else (left.shape, right.shape, None, None)
+
+    def spread_one(self: Any, given: Any, sizes: tuple[int, ...]) -> Any:
+        scalar = given.type.scalar
+        if (kind := kinds.get((scalar.name, sizes))) is None:
+            kind = kinds[scalar.name, sizes] = core.block_type(scalar, list(sizes))
+        if given.type.is_block():
+            return tensor(self.builder.create_broadcast(given.handle, sizes), kind)
+        return tensor(self.builder.create_splat(kind, given.handle), kind)
+
     def spread_others(self: Any, left: Any, right: Any) -> Any:
-        return (left, right) if left.shape is right.shape else spread(self, left, right)
+        if left.shape is right.shape:
+            return left, right
+        key = id(left.shape), id(right.shape)
+        if (found := targets.get(key)) is None:
+            found = targets[key] = target(left, right)
+        one, other = found[2:]
+        if (one is other is None) or left.type.scalar.is_ptr() or right.type.scalar.is_ptr():
+            return spread(self, left, right)
+        return (
+            left if one is None else spread_one(self, left, one),
+            right if other is None else spread_one(self, right, other),
+        )
 
     def check_others(self: Any, left: Any, right: Any, *given: Any, **named: Any) -> Any:
         """Two numbers of a type have that type but in divisions, and a small integer has the other's."""

@@ -140,8 +140,8 @@ class ModelArgs:
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts, without those that predict several tokens."""
-        own = self.layers[: self.num_layers]
+        """The numbers of the layers with experts that an engine runs: the model's, then those that draft."""
+        own = self.layers[: self.num_layers + self.draft_layers]
         return tuple(layer for layer, one in enumerate(own) if one.experts is not None)
 
     @property

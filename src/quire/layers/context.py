@@ -106,9 +106,10 @@ class LoadsInPlace(Loads, Protocol):
 
 @dataclass(frozen=True)
 class ReplicaTokens:
-    """Tokens of replicas in lock-step in a step.
+    """Tokens of replicas in lock-step in a step, or in a pass of a drafter.
 
-    rows    tokens of each replica. A recording does not know them: it has those that were rehearsed
+    rows    tokens of each replica, or upper bounds: an exchange pads the rows of its replica. A recording does not know
+            them: it has those that were rehearsed
     count   [1] int32 on the device: tokens of this replica, without padding
     bound   upper bound of every replica's tokens, equal on all ranks; 0: `rows` are exact
     """

@@ -53,16 +53,18 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
 def alike(meta: AttentionMeta, most: float, chosen: Chosen) -> Iterator[tuple[str, tuple[Prompt, ...]]]:
     """Yield neighbouring sequences of a step that are computed alike, and how: "absorbed", "naive" or "chosen".
 
-    most   query rows of a sequence up to which it is absorbed
+    most   query rows of a sequence up to which it is absorbed. Where the host knows only the prompts, these are naive
     """
     some = {prompt[2] for prompt in chosen.sequences}
+    whole = chosen.decodes is None or meta.prompts is None
+    known = sequences(meta) if whole else meta.prompts or ()
 
     def way(prompt: Prompt) -> str:
         if prompt[2] in some:
             return "chosen"
-        return "absorbed" if prompt[1] - prompt[0] <= most else "naive"
+        return "absorbed" if prompt[1] - prompt[0] <= most and whole else "naive"
 
-    for name, found in itertools.groupby(sequences(meta), way):
+    for name, found in itertools.groupby(known, way):
         yield name, tuple(found)
 
 
@@ -173,24 +175,35 @@ class LatentAttention(nn.Module):
             self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=naive), self.sizes.scale, out)
 
     def _attend_chosen(self, q: Tensor, kv: LatentView, meta: AttentionMeta, chosen: Chosen, out: Tensor) -> None:
-        """As `_attend`; rows of longer sequences attend to the chosen tokens alone."""
+        """As `_attend`; rows of longer sequences, and decodes of a GPU, attend to the chosen tokens alone."""
         done = 0  # rows of `chosen.positions`
+        if chosen.decodes:
+            done = chosen.decodes
+            self._absorb(q[:done], kv, meta, out[:done], chosen.positions[:done])
         for way, prompts in alike(meta, self.most_absorbed, chosen):
+            rows = slice(prompts[0][0], prompts[-1][1])
             if way == "naive":
                 self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=prompts), self.sizes.scale, out)
-                continue
-            rows = slice(prompts[0][0], prompts[-1][1])
-            count = rows.stop - rows.start if way == "chosen" else 0
-            positions = chosen.positions[done : done + count] if count else None
-            self._absorb(q[rows], kv, part_of(meta, prompts), out[rows], positions)
-            done += count
+            elif way == "absorbed":
+                self._absorb(q[rows], kv, part_of(meta, prompts), out[rows])
+            else:
+                count = rows.stop - rows.start
+                positions = chosen.positions[done : done + count]
+                self._absorb(q[rows], kv, meta, out[rows], positions, rows.start)
+                done += count
 
     def _absorb(
-        self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor, positions: Tensor | None = None
+        self,
+        q: Tensor,
+        kv: LatentView,
+        meta: AttentionMeta,
+        out: Tensor,
+        positions: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V].
 
-        positions   [n, K] tokens that rows attend to; None: all before them
+        positions   [n, K] tokens that the step's rows from `first` on attend to; None: all before them
         """
         sizes = self.sizes
         keys, values = self.kv_up.weight.split([sizes.nope_dim, sizes.v_dim], dim=1)
@@ -200,5 +213,5 @@ class LatentAttention(nn.Module):
         if positions is None:
             sums = self.kernel.absorbed(latents, turned, kv, meta, sizes.scale)
         else:
-            sums = self.kernel.chosen(latents, turned, kv, meta, sizes.scale, positions)
+            sums = self.kernel.chosen(latents, turned, kv, meta, sizes.scale, positions, first)
         self.kernel.project(sums, values.transpose(1, 2), out)

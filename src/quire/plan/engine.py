@@ -179,7 +179,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         own = unpacked_bytes(self.params, self.dtype.dtype)
-        return own + (self.draft.weight_bytes if self.draft is not None else 0)
+        drafter = own_draft(self)
+        return own + (drafter.weight_bytes if drafter is not None else 0)
 
     @property
     def weight_words(self) -> str:
@@ -211,6 +212,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
+
+
+def own_draft(plan: EnginePlan) -> EnginePlan | None:
+    """Return the plan of the draft model if the rank has it: a rank of the last stage of a pipeline."""
+    return plan.draft if plan.mesh.rank.last else None
 
 
 def _widens(plan: EnginePlan) -> bool:

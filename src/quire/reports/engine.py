@@ -195,6 +195,7 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
+            drafts=self.plan.speculation is not None,
         )
         return [asdict(one) for one in sent]
 

@@ -47,11 +47,12 @@ class PipelineStage(StepFeature):
     forward   group of the pipeline's ranks that sends hidden states to the next stage
     back      group of the same ranks that sends sampled tokens from the last stage to the first
     tables    device tables of this rank; the first stage writes the tokens to their token history
+    told      True: plans tell the sampled tokens, because the engine drafts (`stage_drafts.py`), and none are sent back
     first     True on the first stage, which has the embedding;  last  True on the last stage, which has the LM head
     """
 
-    def __init__(self, model: Model, forward: Group, back: Group, tables: Tables) -> None:
-        self._model, self._forward, self._back, self._tables = model, forward, back, tables
+    def __init__(self, model: Model, forward: Group, back: Group, tables: Tables, *, told: bool = False) -> None:
+        self._model, self._forward, self._back, self._tables, self._told = model, forward, back, tables, told
         self._owed: deque[_Owed] = deque()
         self.first, self.last = forward.rank == 0, forward.rank == forward.size - 1
         self._read, self._sent = (_shared(model, layer) for layer in (model.numbers.start, model.numbers.stop))
@@ -103,7 +104,7 @@ class PipelineStage(StepFeature):
 
         The last stage sends the tokens out[0] to the first. The first notes that it must receive them; see `apply`.
         """
-        count = len(rows)
+        count = 0 if self._told else len(rows)
         if count and self.last:
             self._back.post(out[0, :count], 0)
         elif count and self.first:

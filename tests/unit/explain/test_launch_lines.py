@@ -77,7 +77,8 @@ def test_explain_plans_a_model_of_that_size(shallow: Models, capsys: pytest.Capt
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
-        "speculative decoding with method mtp and experts that replicas share or that move (--speculative-config)",
+        "speculative decoding with method mtp and experts that replicas of a GPU share, or that move there "
+        "(--speculative-config)",
         *REFUSED,
     ]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]

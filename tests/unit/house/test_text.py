@@ -1,6 +1,7 @@
 """No file speaks of the machine or the place it was written at; helper modules of tests are in one folder."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import rules
@@ -33,3 +34,11 @@ def test_no_machine_paths_and_no_words_of_the_workplace() -> None:
 def test_helper_modules_of_tests_are_in_one_folder() -> None:
     found = [path.name for path in (rules.ROOT / "tests").glob("*.py") if path.name != "conftest.py"]
     assert found == [], "move them to tests/support"
+
+
+def test_ruff_sees_every_module() -> None:
+    """Ruff leaves out folders by name, such as `dist`, unless it is told its own list."""
+    command = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
+    shown = subprocess.run(command, cwd=rules.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    missing = {path for path in project_files() if path.suffix == ".py" and path.is_file()} - set(map(Path, shown))
+    assert not missing, sorted(missing)[:9]

@@ -19,7 +19,7 @@ from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
 from quire.weights.load import load_weights
 
-from ...support.filled_models import Taken, sliced, stored_tensors
+from ...support.filled_models import Taken, order_of, sliced, stored_tensors
 from ...support.thinned import thinned
 from ...support.tiny_models import EXPERTS, FAMILIES, Tiny, tiny_config
 
@@ -63,14 +63,15 @@ def test_ranks_make_the_model_again(tmp_path: Path, bytes_read: list[int], famil
             taken: Any = Taken(args, own, elsewhere=everything)
             bytes_read.clear()
             load_weights(taken, tmp_path)
+            tensors = taken.tensors
             for param in own:
-                loaded = taken.tensors[param.name]
+                loaded = tensors[param.name]
                 assert loaded.shape == param.shape, (parallel, param.name)
                 for part, rows in zip(param.parts, loaded.split([part.rows for part in param.parts]), strict=True):
                     assert torch.equal(rows, sliced(part, stored[part.stored])), (parallel, param.name)
                     write_back(again[part.stored], part, rows)
             # every number of the slices once, and no other: 4 bytes each
-            assert sum(bytes_read) == 4 * sum(tensor.numel() for tensor in taken.tensors.values())
+            assert sum(bytes_read) == 4 * sum(tensor.numel() for tensor in tensors.values())
         for name, tensor in stored.items():
             assert torch.equal(again[name], tensor), (parallel, name)
 
@@ -78,13 +79,8 @@ def test_ranks_make_the_model_again(tmp_path: Path, bytes_read: list[int], famil
 def write_back(stored: Tensor, part: Part, rows: Tensor) -> None:
     """The inverse of a slice with its order."""
     matrix = stored if part.expert < 0 else stored[part.expert]
-    target, run = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count), len(part.order)
-    half = part.count // 2
-    for i in range(len(rows)):
-        if part.paired:
-            target[2 * (i % half) + i // half] = rows[i]
-            continue
-        target[i - i % run + part.order[i % run] if run else i] = rows[i]
+    target = (matrix.T if part.transposed else matrix).narrow(part.axis, part.start, part.count)
+    target[order_of(part, len(rows))] = rows
 
 
 @pytest.mark.parametrize("family", FAMILIES)

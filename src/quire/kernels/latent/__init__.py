@@ -16,9 +16,10 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.
 
-chosen(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale, positions [T, K] int32) -> [T, H, L]
-    As `absorbed`, but a row attends only to the tokens at `positions` of its sequence (`quire.kernels.index`), in which
-    -1 stands behind the last one. A function of implementations with the feature "chosen".
+chosen(q_latent [N, H, L], q_rope [N, H, R], cache, meta, scale, positions [N, K] int32, first=0) -> [N, H, L]
+    As `absorbed`, for N rows of the step from row `first` on, but a row attends only to the tokens at `positions` of
+    its sequence (`quire.kernels.index`), in which -1 stands behind the last one. A function of implementations with
+    the feature "chosen".
 
 `AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Features: rows (the implementation
 takes `row_positions`), chosen, e4m3 cache, e5m2 cache, and ds_mla cache (it reads and writes `LatentView.scales`).

@@ -35,9 +35,15 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def chosen(
-    q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, positions: Tensor
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
 ) -> Tensor:
-    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`.
+    """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`.
 
     The tokens of some rows are gathered, and multiplied with all heads of each row.
     """
@@ -46,15 +52,16 @@ def chosen(
     rows = max(1, GATHERED // (positions.shape[1] * q.shape[2]))
     for start, last, s, _ in sequences(meta):
         table = meta.block_tables[s if meta.table_rows is None else int(meta.table_rows[s])].long()
-        for first in range(start, last, rows):
-            own = positions[first : min(first + rows, last)].long()
+        end = min(last - first, len(q))
+        for begin in range(max(start - first, 0), end, rows):
+            own = positions[begin : min(begin + rows, end)].long()
             none = own < 0
             own = own.clamp(min=0)
             place = table[own // size], own % size
             both = torch.cat(numbers(cache, place), 2)
-            scores = torch.bmm(q[first : first + len(own)], both.transpose(1, 2)).mul_(scale)
+            scores = torch.bmm(q[begin : begin + len(own)], both.transpose(1, 2)).mul_(scale)
             weights = scores.masked_fill_(none[:, None], -torch.inf).softmax(-1)
-            out[first : first + len(own)] = torch.bmm(weights, both[..., :width])
+            out[begin : begin + len(own)] = torch.bmm(weights, both[..., :width])
     return out
 
 

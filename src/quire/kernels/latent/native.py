@@ -16,16 +16,23 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}  # types of the cache; codes are 2
 
 
 def chosen(
-    q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, positions: Tensor
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
 ) -> Tensor:
-    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`."""
     q, latent, rope, scales = torch.cat((q_latent, q_rope), 2), cache.latent, cache.rope, cache.scales
     _check(q, cache, meta, positions)
     (rows, heads, width), threads = q.shape, torch.get_num_threads()
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     table_rows = torch.zeros(rows, dtype=torch.int64)
-    for first, last, s, _ in sequences(meta):
-        table_rows[first:last] = s if meta.table_rows is None else int(meta.table_rows[s])
+    for start, last, s, _ in sequences(meta):
+        own = slice(max(start - first, 0), max(min(last - first, rows), 0))
+        table_rows[own] = s if meta.table_rows is None else int(meta.table_rows[s])
     parts = max(1, min(-(-threads // max(1, rows)), heads // 8))
     codes = torch.arange(256, dtype=torch.uint8).view(latent.dtype).float() if is_coded(latent) else None
     numbers = heads * (width + KEYS + latent.shape[3] + 2) + 2 * KEYS * width + 16

@@ -47,12 +47,18 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def chosen(
-    q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, positions: Tensor
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
 ) -> Tensor:
-    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`."""
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
-        for row in range(first, last):
+    for start, last, latent, rope in _contexts(cache, meta, sequences(meta)):
+        for row in range(max(start - first, 0), min(last - first, len(out))):
             own = positions[row][positions[row] >= 0].long()
             scores = q_latent[row].float() @ latent[own].t() + q_rope[row].float() @ rope[own].t()
             out[row] = ((scores * scale).softmax(-1) @ latent[own]).to(out.dtype)

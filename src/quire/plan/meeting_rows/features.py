@@ -77,6 +77,19 @@ def draft_vocabulary(draft: ModelArgs) -> int:
     return draft.eagle.vocab_size if draft.eagle is not None else draft.vocab_size
 
 
+def uneven_drafter(i: Inputs) -> str:
+    """Return the parts of the draft model or EAGLE head that the ranks of a stage cannot share; "": they can."""
+    if i.draft is None or i.speculation is None or i.speculation.draft_tensor_parallel_size == 1:
+        return ""
+    return " and ".join(dict.fromkeys(filter(None, (kind.uneven(i.parallel.tp) for kind in mixers(i.draft)))))
+
+
+def _other_ranks(i: Inputs, speculation: Speculation) -> bool:
+    """Return True if a number of ranks for drafts was asked for that is not the model's, nor 1 for another model."""
+    asked = speculation.draft_tensor_parallel_size
+    return asked not in (0, i.parallel.tp) and not (asked == 1 and speculation.method in MODELS)
+
+
 def given(name: str) -> Test:
     """Return the predicate that an option differs from its default."""
     part = flat_names()[name]
@@ -139,11 +152,6 @@ def _keeping(*kinds: type[RecurrentArgs]) -> Test:
     return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
 
 
-def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
-    asked = i.parallel.experts or i.config.load.routing != "model"
-    return asked and draft.moe is None and i.num_experts > 0
-
-
 def _any_tier(i: Inputs) -> bool:
     cache, share = i.config.cache, i.config.share
     tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
@@ -164,7 +172,8 @@ RANKS: Mapping[str, Feature] = {
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
     "moving or shared experts": Feature(
-        lambda i: i.parallel.lockstep or i.parallel.redundant is not None, "experts that replicas share or that move"
+        lambda i: i.device == "cuda" and (i.parallel.lockstep or i.parallel.redundant is not None),
+        "experts that replicas of a GPU share, or that move there",
     ),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
@@ -213,14 +222,15 @@ DRAFTS: Mapping[str, Feature] = {
     "MTP": Feature(lambda i: i.method == "mtp", "method mtp", SPEC),
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
+    "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
+    "pipeline of GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.pp > 1, "a pipeline of GPUs"),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),
     "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
-    "draft ranks": Feature(of_drafts(lambda i, s: s.draft_tensor_parallel_size > 0), "ranks for drafts", SPEC),
-    "other ranks": Feature(
-        of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
-    ),
+    "drafts of the model": Feature(lambda i: i.method in ("ngram", "mtp"), "method {method}", SPEC),
+    "other ranks": Feature(of_drafts(_other_ranks), "another number of ranks for drafts"),
+    "uneven drafter": Feature(lambda i: bool(uneven_drafter(i)), "heads that ranks cannot share equally"),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
         of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
@@ -237,7 +247,6 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
@@ -270,6 +279,7 @@ CACHE: Mapping[str, Feature] = {
         lambda i: any(one is not None and _attends_otherwise(one) for one in (i.args, i.draft)),
         "attention without latents",
     ),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"
     ),
@@ -295,7 +305,6 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(
