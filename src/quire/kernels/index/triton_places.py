@@ -1,4 +1,4 @@
-"""Where the rows of a step are, for kernels of a GPU that take rows by themselves."""
+"""Places of the rows of a step, for kernels of a GPU that take rows by themselves."""
 
 from __future__ import annotations
 

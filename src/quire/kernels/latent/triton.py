@@ -322,9 +322,18 @@ def chosen(
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
     table = meta.block_tables
     slots_kernel[(tokens, -(-top_k // 256))](
-        positions, places, table, slots, table.stride(0), top_k, SIZE=cache.block_size, BLOCK=256, PDL=in_pdl,
-        num_warps=4, **pdl.options(in_pdl),
-    )  # fmt: skip
+        positions,
+        places,
+        table,
+        slots,
+        table.stride(0),
+        top_k,
+        SIZE=cache.block_size,
+        BLOCK=256,
+        PDL=in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
     chosen_kernel[(work, parts)](
         q_latent,
         q_rope,
