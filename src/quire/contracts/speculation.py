@@ -38,7 +38,7 @@ NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
     "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
-    "quantization": (str, ("draft_model", "mtp")),
+    "quantization": (str, ("draft_model", "mtp")),  # of mtp a name of the checkpoint's
 }  # fmt: skip
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC, *FIELDS)
 

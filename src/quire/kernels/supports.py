@@ -96,6 +96,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
         "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_NEW),
+        "native": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"},
+                          needs=("native", "flash attention")),
         "cpu": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES | {"ds_mla cache", "rows", "chosen"}),
     },

@@ -56,12 +56,13 @@ def alike(meta: AttentionMeta, most: float, chosen: Chosen) -> Iterator[tuple[st
     most   query rows of a sequence up to which it is absorbed. Where the host knows only the prompts, these are naive
     """
     some = {prompt[2] for prompt in chosen.sequences}
-    known = sequences(meta) if meta.prompts is None else meta.prompts
+    whole = chosen.decodes is None or meta.prompts is None
+    known = sequences(meta) if whole else meta.prompts or ()
 
     def way(prompt: Prompt) -> str:
         if prompt[2] in some:
             return "chosen"
-        return "absorbed" if prompt[1] - prompt[0] <= most and meta.prompts is None else "naive"
+        return "absorbed" if prompt[1] - prompt[0] <= most and whole else "naive"
 
     for name, found in itertools.groupby(known, way):
         yield name, tuple(found)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.attention import inputs, sequences
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.latent import LatentView, cpu, native, ref
 from quire.kernels.latent.inputs import make, steps, weights
 
 R, P, V = 8, 16, 12
@@ -37,7 +37,7 @@ def test_absorbed(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("op", [ref, cpu])
+@pytest.mark.parametrize("op", [ref, cpu, native])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chosen(case: Case, op: ModuleType, dtype: torch.dtype) -> None:
     """Attention to all tokens is absorbed attention; to some, absorbed attention to a cache of these alone."""

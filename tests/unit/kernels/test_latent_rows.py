@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import inputs, sequences
-from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.latent import LatentView, cpu, native, ref
 from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.rows import numbers, row_view, write_rows
 from quire.kernels.latent_rows import latent_row
@@ -64,7 +64,7 @@ def test_rounding(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("op", [ref, cpu])
+@pytest.mark.parametrize("op", [ref, cpu, native])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_read_rows(case: inputs.Case, op: ModuleType, dtype: torch.dtype) -> None:
     """All forms of attention: as to a cache that holds the rows' numbers in float32."""

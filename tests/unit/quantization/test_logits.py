@@ -45,17 +45,8 @@ LATENT = ("deepseek_v3", {
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "q_lora_rank": 128, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0})  # fmt: skip
-SPARSE = (
-    "glm_moe_dsa",
-    LATENT[1]
-    | {
-        "index_n_heads": 32,
-        "index_head_dim": 64,
-        "index_topk": 5,
-        "indexer_types": ["full", "shared"],
-        "topk_method": "noaux_tc",
-    },
-)
+SELECTING = {"index_n_heads": 32, "index_head_dim": 64, "index_topk": 5, "indexer_types": ["full", "shared"]}
+SPARSE = ("glm_moe_dsa", LATENT[1] | SELECTING)
 PROMPT = [3, 17, 42, 8, 91, 0, 55, 23, 64, 12, 77, 31, 5]
 
 

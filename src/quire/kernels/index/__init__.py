@@ -53,12 +53,13 @@ class Chosen:
     positions   [N, top_k] int32: of the N rows of these sequences, one after the other, ascending; -1 fills a row that
                 has fewer tokens
     decodes     on a GPU, whose lengths the host does not know: the first so many rows of the step are decodes, and
-                attend to some tokens, too; theirs are the first rows of `positions`
+                attend to some tokens, too; theirs are the first rows of `positions`. None: the host knows all lengths,
+                and `sequences` has decodes, too
     """
 
     sequences: tuple[Prompt, ...]
     positions: Tensor
-    decodes: int = 0
+    decodes: int | None = None
 
 
 def longer(meta: AttentionMeta, top_k: int) -> tuple[Prompt, ...]:

@@ -45,7 +45,10 @@ static IndexScratch index_scratch(IndexJob *job) {
     const long thread = __atomic_fetch_add(&job->entered, 1, __ATOMIC_RELAXED);
     IndexScratch own = {.sorted = (uint64_t *)(job->scratch + thread * job->scratch_bytes)};
     uint64_t *next = own.sorted + job->room;
-    for (int i = 0; i < INDEX_ROWS; i++, next += job->room) own.best[i] = next;
+    for (int i = 0; i < INDEX_ROWS; i++) {
+        own.best[i] = next;
+        next += i == 0 ? job->room : 2 * job->top_k;
+    }
     own.packed = (float *)next;
     own.wide = own.packed + job->dim * INDEX_KEYS;
     own.q = own.wide + job->dim * INDEX_KEYS;
@@ -158,7 +161,7 @@ static void score_keys(const IndexJob *job, const float *q, const float *weights
 static void index_tasks(void *argument) {
     IndexJob *job = argument;
     IndexScratch own = index_scratch(job);
-    const long width = job->heads * job->dim, top_k = job->top_k, room = job->room;
+    const long width = job->heads * job->dim, top_k = job->top_k, room = 2 * top_k;
     long task;
     while ((task = claim(&job->tasks)) >= 0) {
         const IndexItem *item = job->items + task;
@@ -221,8 +224,8 @@ static void index_joins(void *argument) {
    table_stride a row. codes: the numbers of 256 codes, and scales [block * scale_stride + token], where keys are codes;
    else NULL.
    Writes positions [rows, top_k]. With num_parts > 1 each row's context is divided among as many items; parts [rows,
-   num_parts, top_k] and counts [rows, num_parts] are theirs. scratch: scratch_bytes for each thread, of which `room`
-   candidates for each of INDEX_ROWS + 1 lists, at least 2 top_k and num_parts * top_k. */
+   num_parts, top_k] and counts [rows, num_parts] are theirs. scratch: scratch_bytes for each thread, with two lists of
+   `room` candidates, at least 2 top_k and num_parts * top_k, and INDEX_ROWS - 1 of 2 top_k. */
 void quire_index(const void *q, const float *weights, const void *keys, const float *scales, const float *codes,
                  const int32_t *tables, const void *items, int32_t *positions, void *parts, void *counts,
                  void *scratch, long num_items, long rows, long heads, long dim, long top_k, long block_size,

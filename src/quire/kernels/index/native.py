@@ -13,6 +13,7 @@ __all__ = ["choose", "prepare"]
 
 ROWS, KEYS = 4, 32  # INDEX_ROWS and INDEX_KEYS of native.c
 LEAST_PART = 1024  # keys of a part of a context: fewer cost less than joining parts
+MOST_PARTS = 32  # of a context: a thread joins the candidates of all
 TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -31,7 +32,7 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
     items, num_parts = _items(found, meta, threads)
     (_, heads, dim), tables = q.shape, meta.block_tables
     room = max(2, num_parts) * top_k
-    scratch_bytes = 8 * (ROWS + 1) * room + 4 * dim * (2 * KEYS + ROWS * heads)
+    scratch_bytes = 8 * (2 * room + (ROWS - 1) * 2 * top_k) + 4 * dim * (2 * KEYS + ROWS * heads)
     scratch_bytes += -scratch_bytes % 64
     scratch = torch.empty(threads, scratch_bytes, dtype=torch.uint8)
     parts = torch.empty(rows if num_parts > 1 else 0, num_parts, top_k, dtype=torch.int64)
@@ -73,7 +74,7 @@ def _items(found: tuple[tuple[int, int, int, int], ...], meta: AttentionMeta, th
     """Return the items of the C code [n, 8], and the number of parts into which each context is divided."""
     tiles = sum(-(-(last - first) // ROWS) for first, last, *_ in found)
     longest = max(past + last - first for first, last, _, past in found)
-    num_parts = max(1, min(-(-2 * threads // tiles), longest // LEAST_PART)) if tiles < 2 * threads else 1
+    num_parts = max(1, min(-(-2 * threads // tiles), longest // LEAST_PART, MOST_PARTS)) if tiles < 2 * threads else 1
     items, place = list[tuple[int, ...]](), 0
     for first, last, s, past in found:
         table = s if meta.table_rows is None else int(meta.table_rows[s])

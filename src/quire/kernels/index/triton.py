@@ -144,7 +144,7 @@ def _prepare_kernel(
     tl.store(pairs + dims[None, :], (one * c[None, :] + two * s[None, :]).to(q.dtype.element_ty), mask=known)
 
 
-class RowPiece(NamedTuple):
+class ScoredPart(NamedTuple):
     """Rows first .. last - 1 of a step, and an upper bound of the tokens that they score.
 
     alone   False: they are rows of one sequence
@@ -172,19 +172,19 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
     return Chosen(long, positions, decodes)
 
 
-def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[RowPiece]:
+def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[ScoredPart]:
     """Yield pieces whose scores fit the buffer: first decodes, then prompts."""
     width = meta.block_tables.shape[1] * size
     step = max(1, SCORES // (4 * width))
     for first in range(0, decodes, step):
-        yield RowPiece(first, min(first + step, decodes), width, True)
+        yield ScoredPart(first, min(first + step, decodes), width, True)
     for begin, end, _, past in long:
         first = begin
         while first < end:
             # of the most tokens that rows of this piece may have
             step = max(TOGETHER, SCORES // (4 * (past + end - begin)) // TOGETHER * TOGETHER)
             last = min(first + step, end)
-            yield RowPiece(first, last, past + last - begin, False)
+            yield ScoredPart(first, last, past + last - begin, False)
             first = last
 
 
@@ -193,7 +193,7 @@ def _choose_piece(
     weights: Tensor,
     cache: IndexView,
     meta: AttentionMeta,
-    piece: RowPiece,
+    piece: ScoredPart,
     places: Tensor,
     positions: Tensor,
 ) -> None:

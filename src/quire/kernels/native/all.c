@@ -13,6 +13,7 @@
 #include "../delta/native.c"
 #include "../heads/native.c"
 #include "../index/native.c"
+#include "../latent/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"

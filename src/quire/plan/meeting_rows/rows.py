@@ -104,14 +104,16 @@ DRAFTS: tuple[Row, ...] = (
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
+    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
+    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
+    Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
+)  # fmt: skip
+LATENTS: tuple[Row, ...] = (
     Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
         "use --kv-cache-dtype fp8 or auto, or --device cpu"),
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
-    Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
-    Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
-    Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
@@ -189,4 +191,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
