@@ -39,7 +39,7 @@ def on_gpu(case: Case, dtype: torch.dtype, codes: torch.dtype | None, decode_len
 
 def rows_of(chosen: Chosen) -> list[int]:
     """The rows of the step that `chosen.positions` has."""
-    return [*range(chosen.decodes), *(row for first, last, *_ in chosen.sequences for row in range(first, last))]
+    return [*range(chosen.decodes or 0), *(row for first, last, *_ in chosen.sequences for row in range(first, last))]
 
 
 def check(given: Given, chosen: Chosen, top_k: int = TOP_K) -> int:
@@ -147,7 +147,7 @@ def test_attention_to_chosen_tokens(step: str, heads: int, dtype: torch.dtype) -
     queries = torch.randn(len(given[0]), heads, 576, device="cuda", generator=_draw()).to(dtype)
     bound: Any = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
     at = 0
-    for first, last in ((0, chosen.decodes), *((one[0], one[1]) for one in chosen.sequences)):
+    for first, last in ((0, chosen.decodes or 0), *((one[0], one[1]) for one in chosen.sequences)):
         if first == last:
             continue
         positions = chosen.positions[at : at + last - first]
