@@ -79,8 +79,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["draft model"] | {"tensor_parallel_size": 8},
         {"heads": (8, 8)},
-        {("drafts of another model", "uneven drafter")},
+        {("drafts of another model", "uneven drafter"), ("draft model", "several GPUs")},
     ),
+    ({"pipeline_parallel_size": 2}, {"chosen": True}, {("pipeline of GPUs", "chosen tokens")}),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),

@@ -75,6 +75,7 @@ DRAFTS: tuple[Row, ...] = (
         'use "method": "eagle" with a head for it, or leave out -pp'),
     Row("drafts of layers", "moving or shared experts", MISSING, "no GPU has run the passes of its drafter",
         'use "method": "ngram", or --device cpu'),
+    Row("draft model", "several GPUs", MISSING, "no GPU has run its slices", 'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
@@ -109,6 +110,8 @@ STATES: tuple[Row, ...] = (
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 LATENTS: tuple[Row, ...] = (
+    Row("pipeline of GPUs", "chosen tokens", MISSING, "stages of GPUs do not send what an indexer has chosen",
+        "use -tp, or --device cpu"),
     Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
         "use --kv-cache-dtype fp8 or auto, or --device cpu"),
     Row("rows of latents", "other attention", REFUSED,
