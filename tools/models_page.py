@@ -53,6 +53,7 @@ def attention(args: ModelArgs) -> str:
     """Return the mixers of a model in words."""
     words = list(dict.fromkeys(KDA if getattr(one, "low_rank", 0) else KINDS[type(one)] for one in args.mixers))
     grouped = [one for one in args.mixers if isinstance(one, GroupedArgs)]
+    latent = [one for one in args.mixers if isinstance(one, LatentArgs)]
     facts = {
         "windows": any((one.window or 0) > 0 for one in grouped),
         "attention in chunks": any((one.window or 0) < 0 for one in grouped),
@@ -70,6 +71,8 @@ def attention(args: ModelArgs) -> str:
         "values from keys": any(one.values == "keys" for one in grouped),
         "both in each layer": any(one.beside is not None for one in args.layers),
         "gated": any(one.gated for one in grouped),
+        "tokens chosen by an indexer": any(one.index is not None for one in latent),
+        "some layers share it": any(one.index is not None and one.index.shared for one in latent),
         "KV of earlier layers": any(one.kv_from >= 0 for one in grouped),
     }
     return ", ".join([*words, *(name for name, true in facts.items() if true)])

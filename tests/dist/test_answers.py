@@ -131,11 +131,12 @@ def test_answers_of_one_rank(
 
 MORE_DRAFTS = [
     ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
-    ("trained", "tp2-ep"), ("trained", "dp2"), ("deepseek_v3", "tp4"), ("qwen3_moe", "dp4-ep"),
+    ("trained", "tp2-ep"), ("trained", "dp2"), ("trained", "tp2"), ("trained", "dp2-tp2-ep"), ("deepseek_v3", "tp4"),
+    ("qwen3_moe", "dp4-ep"), ("qwen3", "pp2"), ("trained", "dp2-pp2-ep"), ("deepseek_v3", "tp2-pp2"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("trained", "tp2"), *full_rows(MORE_DRAFTS)])
+@pytest.mark.parametrize(("family", "sizes"), [("trained", "dp2-ep"), ("trained", "pp2"), *full_rows(MORE_DRAFTS)])
 def test_drafts_are_accepted_by_all_ranks_alike(
     family: str,
     sizes: str,

@@ -3,7 +3,9 @@
 The second host is `quire serve --headless`. It gets its flags, and its key, from its own command line and environment.
 """
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +18,12 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.config.bundled import bundled_model
 from quire.config.env import CLUSTER_KEY
 from quire.contracts.errors import EngineDead
 
 from ..e2e.serving import running_server
-from ..support import template_process
+from ..support import eagle, template_process
 from ..support.full import full_rows
 from ..support.many_ranks import LARGER, SIZES, SMALL, Left, until
 from ..support.pairwise import Row
@@ -61,8 +64,8 @@ class Agent:
 
 
 @contextmanager
-def agent(port: int, model: str = "", **environment: str) -> Iterator[Agent]:
-    words = ["-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2"]
+def agent(port: int, model: str = "", flags: tuple[str, ...] = (), **environment: str) -> Iterator[Agent]:
+    words = ["-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2", *flags]
     with template_process.start(
         [*words, "--node-rank", "1", "--master-port", str(port), "--device", "cpu"],
         env=os.environ | environment,
@@ -93,6 +96,23 @@ def test_answers_of_one_rank(
         code, out = other.end()
         assert code == 0 and "the engine has ended" in out
     compare(found, truth(requests(24), folder))
+
+
+def test_an_eagle_head_is_found_on_each_host(port: int, tmp_path: Path, truth: Any) -> None:
+    """The hosts have the head in folders of other names."""
+    folder = eagle.model(tmp_path / "model", bundled_model(), 0.0)
+    heads = [str(tmp_path / name) for name in ("head", "there")]
+    eagle.write(Path(heads[0]), "eagle3", eagle.knowing("eagle3", folder))
+    shutil.copytree(*heads)
+    given = [{"method": "eagle3", "model": head, "num_speculative_tokens": 2} for head in heads]
+    with agent(port, str(folder), ("--speculative-config", json.dumps(given[1]))) as other:
+        options: Row = CHECKED | SIZES["tp2"] | {"nnodes": 2, "master_port": port}
+        with make_engine(folder, **options, speculative_config=given[0]) as llm:
+            found, totals = ask(llm, requests(16)), llm.engine.core.scheduler.drafts.totals
+        code, out = other.end()
+        assert code == 0 and "the engine has ended" in out
+    compare(found, truth(requests(16), folder))
+    assert sum(totals[2:]) > 20
 
 
 def test_slices_of_a_layer_on_several_hosts_are_noted(port: int) -> None:

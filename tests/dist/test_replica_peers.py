@@ -22,7 +22,7 @@ from quire.kvnet import block_share
 from ..e2e.in_process import Inside, running_inside
 from ..support.addresses import free_address
 from ..support.full import full_rows
-from ..support.many_ranks import SIZES, Left, until
+from ..support.many_ranks import LARGER, SIZES, Left, until
 from .test_hosts import agent
 
 OPTIONS = {
@@ -148,10 +148,17 @@ def role(name: str) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}
 
 
-@pytest.mark.parametrize("sizes", ["dp2-ep", *full_rows(["dp2"])])
-def test_prefill_and_decode_nodes_of_replicas(sizes: str, checkpoint: Callable[[str], Path], left: Left) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "drafts"), [("dp2-ep", False), *full_rows([("dp2", False), ("dp2-ep", True), ("dp2-pp2-ep", True)])]
+)
+def test_prefill_and_decode_nodes_of_replicas(
+    sizes: str, drafts: bool, checkpoint: Callable[[str], Path], left: Left, shared: Path
+) -> None:
     """Every prompt is computed once, by either replica of the prefill node, and goes on in either of the other."""
-    share, model = free_address(2), {"model": str(checkpoint("qwen3_moe"))} | NODE | SIZES[sizes]
+    share, model = free_address(2), {"model": str(checkpoint("qwen3_moe"))} | NODE | (LARGER | SIZES)[sizes]
+    if drafts:
+        given = {"method": "mtp", "num_speculative_tokens": 2}
+        model |= {"model": str(shared / "models" / "quire-tiny-moe"), "speculative_config": given}
     with (
         LLM(**model, **role("kv_producer"), kv_share=share) as first,
         LLM(**model, **role("kv_consumer"), kv_peers=(share, next_to(share))) as second,

@@ -26,6 +26,7 @@ from quire.spec.layers import LayerDrafter
 from ..support.features import drafter_of as runner_drafter
 from ..support.full import full_rows
 from ..support.pairwise import label
+from ..support.prediction_layers import predicting
 from .plain_decoding import (
     COLD,
     LONG,
@@ -83,6 +84,10 @@ class Oracle:
         config = transformers.AutoConfig.from_pretrained(folder)
         self.layer = config.num_hidden_layers
         config.num_hidden_layers += 1
+        if config.model_type == "deepseek_v32":
+            config.mlp_layer_types, config.layer_types = (
+                [*one, one[-1]] for one in (config.mlp_layer_types, config.layer_types)
+            )
         made = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         self.model = made.eval()
         tensors: dict[str, Tensor] = {}
@@ -140,12 +145,16 @@ def drafter_of(llm: LLM) -> LayerDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe"])
 def test_logits_of_drafts_are_those_of_the_formula(
-    family: str, trained: str, tmp_path: Path, drafting: Callable[..., LLM]
+    family: str, trained: str, shared: Path, tmp_path: Path, drafting: Callable[..., LLM]
 ) -> None:
     """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
-    folder = trained if family == "deepseek_v3" else glm(tmp_path)
+    folder = trained
+    if family == "glm4_moe":
+        folder = glm(tmp_path)
+    if family == "deepseek_v32":
+        folder = str(predicting(tmp_path / "sparse", family, shared / "models" / "quire-tiny", 0.3))
     alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
     llm = drafting(folder, 3, alone, max_num_batched_tokens=12, enable_prefix_caching=False, skip_tokenizer_init=True)
     runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)

@@ -307,6 +307,18 @@ def test_the_scale_of_latent_attention_is_named(checkpoint: Any, planted: Any) -
     assert "leaves the scale of the scores" in report.render()
 
 
+def test_tokens_that_an_indexer_should_not_choose_are_named(checkpoint: Any, planted: Any) -> None:
+    """Heads that are weighed otherwise choose other tokens; all that attention computes of these is right."""
+
+    def swap(rows: Rows) -> None:
+        heads = rows("model.layers.1.self_attn.indexer.weights_proj.weight")
+        heads[:2] = heads[:2].flip(0).clone()
+
+    report = planted(checkpoint("deepseek_v32"), swap)
+    assert report.first_divergent == ("layer 1 attention", "indexer")
+    assert [one.name for one in report.changed] == ["model.layers.1.self_attn.indexer.weights_proj.weight"]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2", "glm4_moe"])
 def test_small_errors_are_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)

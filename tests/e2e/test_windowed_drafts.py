@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from quire import SamplingParams
 from quire.args.checkpoint import parse_checkpoint_config
@@ -19,7 +17,7 @@ from quire.config.bundled import bundled_model
 from ..support.full import full_rows
 from ..support.pairwise import Row
 from ..support.prediction_layers import FAMILIES as PREDICTING
-from ..support.prediction_layers import predicting
+from ..support.prediction_layers import noisy, predicting
 from ..support.tiny_models import FAMILIES, Tiny, tiny_config
 
 NUM_TOKENS, DRAFTS = 48, 3
@@ -54,19 +52,6 @@ def drafted(
     llm.engine.core.check()
     texts = [[one.outputs[0].token_ids for one in outputs] for outputs in rounds]
     return texts, llm.engine.core.scheduler.drafts.totals
-
-
-def noisy(folder: Path, to: Path) -> Path:
-    """Write a checkpoint with noise in its matrices."""
-    random = torch.Generator().manual_seed(1)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if tensor.ndim > 1:
-            tensors[name] = tensor + 0.08 * tensor.std() * torch.randn(tensor.shape, generator=random)
-    to.mkdir()
-    save_file(tensors, to / "model.safetensors", {"format": "pt"})
-    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return to
 
 
 def attends(family: str) -> bool:

@@ -14,7 +14,7 @@ from quire.kernels.states import StateView
 
 from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
-from ..support.state_inputs import close
+from ..support.state_inputs import close, in_bfloat16
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -23,6 +23,7 @@ FORMS = {
     "qwen3.5-0.8b": DeltaForm(key_heads=16, heads=16, key_dim=128, value_dim=128, eps=1e-6),
     "qwen3.5-9b": DeltaForm(key_heads=16, heads=32, key_dim=128, value_dim=128, eps=1e-6),
     "qwen3.5-27b": DeltaForm(key_heads=16, heads=48, key_dim=128, value_dim=128, eps=1e-6),
+    "kimi": DeltaForm(key_heads=32, heads=32, key_dim=128, value_dim=128, eps=1e-5, act="sigmoid"),
     "olmo": DeltaForm(key_heads=6, heads=6, key_dim=96, value_dim=192, eps=1e-6, act="sigmoid", doubled=True),
     "tiny": DeltaForm(key_heads=2, heads=4, key_dim=16, value_dim=24, eps=1e-6),
     "odd": DeltaForm(key_heads=1, heads=3, key_dim=12, value_dim=40, eps=1e-6),
@@ -63,24 +64,29 @@ def compare(given: DeltaInputs, decode_rows: int = 1) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("form", FORMS)
-def test_steps(form: str, step: str, dtype: torch.dtype) -> None:
-    compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype)))
+def test_steps(form: str, step: str, by_channel: bool, dtype: torch.dtype) -> None:
+    compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype, by_channel=by_channel)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("step", ["decodes", "mixed"])
-def test_decays_of_channels(step: str, dtype: torch.dtype) -> None:
-    for form in ("qwen3.5-0.8b", "wide"):
-        compare(on_gpu(step_of(FORMS[form], STEPS[step], dtype, by_channel=True)))
+@pytest.mark.parametrize("form", ["kimi", "wide"])
+def test_decays_of_channels_from_none_to_all(form: str, dtype: torch.dtype) -> None:
+    """A channel in four forgets all in a row, the next ones hardly anything: no exponent is above 0."""
+    given = step_of(FORMS[form], (Sequence(0, 300, (70, 128)), Sequence(5, 66)), dtype, by_channel=True)
+    widths = torch.tensor([300.0, -15.0, -6.0, 0.0], dtype=dtype)
+    given.decay.copy_(widths[torch.arange(given.decay.shape[1]) % 4].expand_as(given.decay))
+    compare(on_gpu(given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_drafts_go_row_by_row(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_drafts_go_row_by_row(by_channel: bool, dtype: torch.dtype) -> None:
     steps = (*(Sequence(past, 1 + past % 9, (past + 1, 0)) for past in range(33)), Sequence(5, 100))
     for decode_rows in (0, 9):
-        compare(on_gpu(step_of(FORMS["qwen3.5-9b"], steps, dtype)), decode_rows)
+        compare(on_gpu(step_of(FORMS["qwen3.5-9b"], steps, dtype, by_channel=by_channel)), decode_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,14 +98,28 @@ def test_pending_rows(form: str, step: str, by_channel: bool, dtype: torch.dtype
     compare(on_gpu(step_of(FORMS[form], PENDING[step], dtype, pending=ROOM, by_channel=by_channel)), decode_rows=ROOM)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_matrices_in_bfloat16(step: str, by_channel: bool) -> None:
+    """Chunks of prompts round less often than the reference."""
+    for form in ("qwen3.5-9b", "kimi", "olmo", "tiny"):
+        given = step_of(FORMS[form], STEPS[step], torch.bfloat16, by_channel=by_channel)
+        given = on_gpu(DeltaInputs(*in_bfloat16(given)))
+        for found, wanted in zip(run(triton, given), run(ref, given), strict=True):
+            close(found, wanted, 1e-2)
+
+
 def test_many_sequences() -> None:
     """More programs than run at once: those that share columns wait for each other."""
     compare(on_gpu(step_of(FORMS["qwen3.5-27b"], tuple(Sequence(5, 1) for _ in range(300)), torch.bfloat16)))
+    drafts = (Sequence(9, 4, accepted=2),) * 150
+    compare(on_gpu(step_of(FORMS["qwen3.5-27b"], drafts, torch.bfloat16, pending=ROOM)), decode_rows=ROOM)
 
 
-def test_a_resumed_prompt_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_resumed_prompt_gives_the_same_bits(by_channel: bool) -> None:
     form, past = FORMS["qwen3.5-9b"], 640
-    whole = on_gpu(step_of(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16))
+    whole = on_gpu(step_of(form, (Sequence(0, 1000, (past, 0)),), torch.bfloat16, by_channel=by_channel))
     slot = int(whole.meta.slots[0])
     y, columns, matrix = run(triton, whole)
     copy, state = int(whole.meta.kept[slot, 0]), deepcopy(whole.state)
@@ -116,10 +136,11 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
     assert torch.equal(rest, y[past:]) and torch.equal(state.matrix[slot], matrix[slot])
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
-def test_a_captured_step(step: str) -> None:
+def test_a_captured_step(step: str, by_channel: bool) -> None:
     """A graph gives what launches give, each time that it runs: arrivals are counted from 0 again."""
-    given = on_gpu(step_of(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16))
+    given = on_gpu(step_of(FORMS["qwen3.5-9b"], STEPS[step], torch.bfloat16, by_channel=by_channel))
     y, columns, matrix = run(triton, given)
     state = deepcopy(given.state)
     assert state.matrix is not None and given.state.matrix is not None

@@ -1,5 +1,6 @@
 """Speculative decoding on a GPU, in float32: every answer is that of plain decoding, from captured steps and others."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 
+from ..support import qwen_prediction as qwen
 from ..support.engines import draft_totals
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 from .test_engine import DEVICE, RECURRENT, SURE, TEXTS, make, run, tokens
@@ -85,3 +87,35 @@ def test_drafts_over_states(family: str, options: dict[str, Any], tmp_path_facto
             drafting.engine.core.check()
         _, made, accepted = draft_totals(drafting)
         assert 0 < sum(accepted) < made, "drafts that are right and wrong"
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [*((family, family) for family in RECURRENT), *product(("qwen3_next", "qwen3_5_text"), ("mtp", "qwen3"))],
+)
+def test_layers_draft_for_states(family: str, drafter: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prediction layers and models of random weights are wrong; a model that drafts for itself is right, also behind
+    checkpoints."""
+    if drafter == "mtp":
+        model, config = qwen.with_layer(family), {"method": "mtp"}
+        folder = qwen.write(model, qwen.own_tensors(model), tmp_path_factory.mktemp(family))
+    else:
+        folder, own = (
+            make_oracle(Tiny(family=one), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
+            for one in (family, drafter)
+        )
+        config = {"method": "draft_model", "model": str(own)}
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 32}
+    texts = [[*prompt[:40], i + 3] for i, prompt in enumerate(mixed_prompts())]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    with (
+        make(folder, **sizes) as plain,
+        make(folder, speculative_config=config | {"num_speculative_tokens": 3}, **sizes) as drafting,
+    ):
+        for _ in range(3):
+            news, found = (tokens(run(llm, texts, params)) for llm in (plain, drafting))
+            assert found == news
+            texts = [[*text, *new, 7] for text, new in zip(texts, news, strict=True)]
+            drafting.engine.core.check()
+        _, made, accepted = draft_totals(drafting)
+        assert made > 500 and (sum(accepted) > 0.99 * made if drafter == family else sum(accepted) < 0.5 * made)

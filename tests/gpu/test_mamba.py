@@ -9,8 +9,9 @@ import torch
 from quire.kernels.delta.inputs import Sequence
 from quire.kernels.mamba import MambaForm, ref, triton
 
+from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
-from ..support.state_inputs import captured, close, mamba_step, on_gpu, resumed, run, with_meta
+from ..support.state_inputs import captured, close, in_bfloat16, mamba_step, on_gpu, resumed, run, with_meta
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -32,8 +33,9 @@ def compare(given: tuple[Any, ...], decode_rows: int = 1) -> None:
     given, bound = with_meta(given, decode_rows=decode_rows), BOUNDS[given[0].dtype]
     wanted, found = run(ref.mix, given), run(triton.mix, given)
     close(found[0], wanted[0], bound)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
     close(found[2], wanted[2], bound)
+    for one, other in zip((found[1], *found[3:]), (wanted[1], *wanted[3:]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -41,6 +43,26 @@ def compare(given: tuple[Any, ...], decode_rows: int = 1) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_steps(form: str, step: str, dtype: torch.dtype) -> None:
     compare(on_gpu(mamba_step(FORMS[form], STEPS[step], dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", PENDING)
+@pytest.mark.parametrize("form", FORMS)
+def test_pending_rows(form: str, step: str, dtype: torch.dtype) -> None:
+    """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
+    compare(on_gpu(mamba_step(FORMS[form], PENDING[step], dtype, room=ROOM)), decode_rows=ROOM)
+
+
+@pytest.mark.parametrize("step", [*STEPS, "drafts"])
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_in_bfloat16(form: str, step: str) -> None:
+    """Chunks of prompts round less often than the reference."""
+    room = ROOM * (step in PENDING)
+    given = on_gpu(in_bfloat16(mamba_step(FORMS[form], (STEPS | PENDING)[step], torch.bfloat16, room=room)))
+    given = with_meta(given, decode_rows=room or 1)
+    wanted, found = run(ref.mix, given), run(triton.mix, given)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, 1e-2)
 
 
 @pytest.mark.parametrize("norm", ["", "gated", "first"])
@@ -58,6 +80,8 @@ def test_wherever_decodes_end(decode_rows: int) -> None:
 def test_many_sequences() -> None:
     """More programs than run at once: those of a group count each other."""
     compare(on_gpu(mamba_step(FORMS["granite-4-h-small"], [Sequence(5, 1)] * 150, torch.bfloat16)))
+    drafts = [Sequence(9, 4, accepted=2)] * 150
+    compare(on_gpu(mamba_step(FORMS["granite-4-h-small"], drafts, torch.bfloat16, room=ROOM)), decode_rows=ROOM)
 
 
 def test_a_resumed_prompt_gives_the_same_bits() -> None:
@@ -70,9 +94,10 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
-def test_a_captured_step(step: str) -> None:
+@pytest.mark.parametrize("room", [0, ROOM])
+def test_a_captured_step(step: str, room: int) -> None:
     """A graph gives what launches give, each time that it runs: arrivals are counted from 0 again."""
-    given = on_gpu(mamba_step(FORMS["granite-4-h-small"], STEPS[step], torch.bfloat16))
+    given = on_gpu(mamba_step(FORMS["granite-4-h-small"], STEPS[step], torch.bfloat16, room=room))
     wanted = run(triton.mix, with_meta(given))
     for found in captured(triton.mix, with_meta(given)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

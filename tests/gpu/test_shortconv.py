@@ -8,6 +8,7 @@ import torch
 from quire.kernels.delta.inputs import Sequence
 from quire.kernels.shortconv import ref, triton
 
+from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import LONG as STEPS
 from ..support.state_inputs import captured, close, conv_step, on_gpu, resumed, run, with_meta
 
@@ -22,7 +23,8 @@ def compare(given: tuple[Any, ...], decode_rows: int = 1) -> None:
     given, bound = with_meta(given, decode_rows=decode_rows), BOUNDS[given[0].dtype]
     wanted, found = run(ref.mix, given), run(triton.mix, given)
     close(found[0], wanted[0], bound)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -31,6 +33,19 @@ def compare(given: tuple[Any, ...], decode_rows: int = 1) -> None:
 def test_steps(step: str, channels: int, taps: int, dtype: torch.dtype) -> None:
     for decode_rows in (0, 1):
         compare(on_gpu(conv_step(STEPS[step], channels, taps, dtype)), decode_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("channels", "taps"), [(2048, 3), (1023, 4), (64, 2)])
+@pytest.mark.parametrize("step", PENDING)
+def test_pending_rows(step: str, channels: int, taps: int, dtype: torch.dtype) -> None:
+    """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
+    compare(on_gpu(conv_step(PENDING[step], channels, taps, dtype, room=ROOM)), decode_rows=ROOM)
+
+
+def test_many_sequences() -> None:
+    drafts = [Sequence(9, 4, accepted=2)] * 300
+    compare(on_gpu(conv_step(drafts, 2048, dtype=torch.bfloat16, room=ROOM)), decode_rows=ROOM)
 
 
 def test_a_resumed_prompt_gives_the_same_bits() -> None:
@@ -43,9 +58,10 @@ def test_a_resumed_prompt_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
-def test_a_captured_step(step: str) -> None:
+@pytest.mark.parametrize("room", [0, ROOM])
+def test_a_captured_step(step: str, room: int) -> None:
     """A graph gives what launches give, each time that it runs."""
-    given = on_gpu(conv_step(STEPS[step], 2048, dtype=torch.bfloat16))
+    given = on_gpu(conv_step(STEPS[step], 2048, dtype=torch.bfloat16, room=room))
     wanted = run(triton.mix, with_meta(given))
     for found in captured(triton.mix, with_meta(given)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

@@ -9,8 +9,8 @@ from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 
+from ..e2e.test_recurrent_tiers import FAMILIES, TALKS, talk
 from ..e2e.test_recurrent_tiers import SMALL as STATES
-from ..e2e.test_recurrent_tiers import TALKS, talk
 from ..support.engines import core_of, tier_stats
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 from .test_engine import DEVICE, TEXTS, make
@@ -64,8 +64,9 @@ def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> Non
         assert tokens == truth and max(cached) >= 48, cached
 
 
-def test_checkpoints_of_states_come_back(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    folder = make_oracle(Tiny(family="qwen3_5_text"), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_states_come_back(family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    folder = make_oracle(Tiny(family=family), mixed_prompts(), tmp_path_factory.mktemp, DEVICE).folder
     sizes = STATES | {"block_size": 16, "num_gpu_blocks_override": 20}
     with make(folder, **sizes, enable_prefix_caching=False) as llm:
         plain, _ = talk(llm)

@@ -1,5 +1,7 @@
 """Compiles the kernels of Mamba 2 and of short convolutions for sm_90 at the sizes of real models; prints each."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,17 @@ def launch(
     most: int,
     dtype: torch.dtype = torch.bfloat16,
     matrix_dtype: torch.dtype = torch.float32,
+    pending: int = 0,
 ) -> None:
-    """A step of Mamba 2."""
+    """A step of Mamba 2. pending: pending rows of a state."""
     floats, heads = torch.float32, form.heads
     sizes = (4, form.channels), (heads,), (heads,), (heads,), (form.channels,), (form.width,)
     weights = MambaWeights(*(empty(*size, dtype=floats) for size in sizes))
     matrix = empty(seqs + 9, heads, form.state_dim, form.head_dim, dtype=matrix_dtype)
     state = StateView(empty(seqs + 9, 3, form.channels, dtype=dtype), matrix)
+    if pending:
+        later = empty(seqs + 9, pending, form.channels + heads, dtype=dtype)
+        state = replace(state, pending=later, at=empty(seqs + 9, 1, dtype=torch.int32))
     widths = [form.width, form.channels, heads]
     gate, inner, step = empty(rows, sum(widths), dtype=dtype).split(widths, 1)
     triton.mix(inner, gate, step, weights, state, meta_of(seqs, most), form)
@@ -77,6 +83,8 @@ def main() -> None:
         for dtype in full_rows((torch.float16, torch.float32)):
             launch(form, 256, 512, 512, dtype)
     nano = FORMS["Nemotron 3 Nano"]
+    for form in USUAL:
+        launch(form, 32, 128, 4, pending=4)
     for given in ((32, 32, 1), *full_rows([(256, 512, 512)])):
         launch(nano, *given, matrix_dtype=torch.bfloat16)
 
@@ -89,6 +97,8 @@ def short() -> None:
     for dependent, rows, most in ((False, 32, 1), (True, 32, 1), (True, 512, 512)):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         shortconv.mix(empty(rows, 3 * CHANNELS), weights, state, meta_of(32, most))
+    drafted = replace(state, pending=empty(41, 4, CHANNELS), at=empty(41, 1, dtype=torch.int32))
+    shortconv.mix(empty(128, 3 * CHANNELS), weights, drafted, meta_of(32, 4))
 
 
 def check_short(made: Made) -> None:

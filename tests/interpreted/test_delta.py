@@ -84,16 +84,34 @@ def test_wherever_decodes_end(form: DeltaForm, decode_rows: int) -> None:
     check(make(form, STEPS["mixed"] + (Sequence(61, 9, (63, 70)), Sequence(5, 10))), decode_rows)
 
 
-@pytest.mark.parametrize("step", ["decodes", "mixed", *full_rows(["copies"])])
-def test_decays_of_channels(step: str) -> None:
-    for form in FORMS:
-        check(make(form, STEPS[step], by_channel=True, taps=3))
+@pytest.mark.parametrize(
+    ("step", "form"),
+    [(step, FORMS[i % len(FORMS)]) for i, step in enumerate(STEPS, 1)]
+    + list(full_rows((step, form) for step in STEPS for form in FORMS)),
+    ids=str,
+)
+def test_decays_of_channels(step: str, form: DeltaForm) -> None:
+    check(make(form, STEPS[step], by_channel=True, taps=3))
 
 
-@pytest.mark.parametrize("step", ["decodes", "copies"])
-def test_half_precision(step: str) -> None:
+@pytest.mark.parametrize("decode_rows", [0, 9])
+def test_decays_of_channels_wherever_decodes_end(decode_rows: int) -> None:
+    check(make(FORMS[0], (*STEPS["mixed"], Sequence(61, 9, (63, 70))), by_channel=True), decode_rows)
+
+
+@pytest.mark.parametrize("form", FORMS[1:], ids=range(1, len(FORMS)))
+def test_decays_of_channels_from_none_to_all(form: DeltaForm) -> None:
+    """A channel in four forgets all in a row, the next ones hardly anything: no exponent is above 0."""
+    given = make(form, (Sequence(0, 130, (70, 128)), Sequence(5, 66)), by_channel=True)
+    widths = torch.tensor([300.0, -15.0, -6.0, 0.0])
+    given.decay.copy_(widths[torch.arange(given.decay.shape[1]) % 4].expand_as(given.decay))
+    check(given)
+
+
+@pytest.mark.parametrize(("step", "by_channel"), [("decodes", False), ("copies", False), ("copies", True)])
+def test_half_precision(step: str, by_channel: bool) -> None:
     """The interpreter has no bfloat16."""
-    check(make(FORMS[0], STEPS[step], torch.float16), bound=1e-2)
+    check(make(FORMS[0], STEPS[step], torch.float16, by_channel=by_channel), bound=1e-2)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 5])
@@ -101,9 +119,10 @@ def test_taps(taps: int) -> None:
     check(make(FORMS[1], STEPS["mixed"], taps=taps))
 
 
-def test_keys_that_are_alike() -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_keys_that_are_alike(by_channel: bool) -> None:
     """Equal keys with strengths near 2 that hardly fade: the largest inverses that there are."""
-    given = make(replace(FORMS[1], doubled=True), (Sequence(0, 128),))
+    given = make(replace(FORMS[1], doubled=True), (Sequence(0, 128),), by_channel=by_channel)
     width = given.form.key_heads * given.form.key_dim
     given.qkv[:, width : 2 * width] = 1.0
     given.decay.fill_(-20.0)
@@ -134,10 +153,12 @@ def test_drafts_change_nothing(number: int) -> None:
     check_decodes(triton, FORMS[1], number)
 
 
-@pytest.mark.parametrize("past", [63, 64, *full_rows([1, 100])])
-def test_a_resumed_prompt(past: int) -> None:
+@pytest.mark.parametrize(
+    ("past", "by_channel"), [(63, False), (64, False), (100, True), *full_rows([(1, False), (100, False), (64, True)])]
+)
+def test_a_resumed_prompt(past: int, by_channel: bool) -> None:
     """A prompt cut anywhere gives what the unbroken one gives; at a multiple of the chunk, to the bit."""
-    whole, form = make(FORMS[0], (Sequence(0, 150, (past, 0)),)), FORMS[0]
+    whole, form = make(FORMS[0], (Sequence(0, 150, (past, 0)),), by_channel=by_channel), FORMS[0]
     slot = int(whole.meta.slots[0])
     y, columns, matrix, *_ = run(triton, whole, 0)
     copy = int(whole.meta.kept[slot, 0])
@@ -214,5 +235,6 @@ def test_steps_of_a_gpu(
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
     kinds = ("decode", "rows", "plan", "convolve", "scan", "states", "outputs")
-    names = {f"_{kind}_kernel" for kind in kinds} | {"solve_kernel"}
+    names = {f"_{kind}_kernel" for kind in kinds}
+    names |= {f"{kind}_kernel" for kind in ("solve", "fade", "products", "solve_channels")}
     assert compiled("compile_delta") == names

@@ -16,6 +16,7 @@ from quire.kernels.shortconv import ref, triton
 from quire.kernels.states import StateView
 
 from ..support import state_inputs
+from ..support.drafted_steps import PENDING, ROOM
 from ..support.state_inputs import CHUNKED as STEPS
 from ..support.state_inputs import conv_step, resumed, run, with_meta
 
@@ -30,7 +31,8 @@ def check(given: tuple[Any, ...], decode_rows: int = 1, bound: float = 1e-5) -> 
     wanted, found = run(ref.mix, given), run(triton.mix, with_meta(given, decode_rows=decode_rows))
     assert found[0].dtype == given[0].dtype
     torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
-    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -43,6 +45,12 @@ def test_steps(step: str) -> None:
 def test_wherever_decodes_end(channels: int, taps: int, decode_rows: int) -> None:
     """Rows are right whether a sequence of one row goes by itself or in chunks."""
     check(conv_step(STEPS["mixed"] + STEPS["copies"], channels, taps), decode_rows)
+
+
+@pytest.mark.parametrize("step", PENDING)
+def test_pending_rows(step: str) -> None:
+    """Rows that were accepted are replayed, also before a chunk of a prompt; those of a decode become pending ones."""
+    check(conv_step(PENDING[step], 72, room=ROOM), decode_rows=ROOM)
 
 
 @pytest.mark.parametrize("step", ["decodes", "copies"])
@@ -69,4 +77,6 @@ def test_what_the_kernels_cannot_read_is_an_error() -> None:
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    assert compiled("compile_mamba", "short") == {f"_{kind}_kernel" for kind in ("decode", "plan", "chunks", "columns")}
+    assert compiled("compile_mamba", "short") == {
+        f"_{kind}_kernel" for kind in ("decode", "rows", "plan", "chunks", "columns")
+    }

@@ -159,6 +159,12 @@ class CheckedExecutor(MockExecutor):
         super()._compute(state, digests, num_valid)
         table.drafted = table.began + 1 if state.decodes else state.computed
 
+    def _reach(self, state: _Slot, limit: int) -> None:
+        """Check that a drafter with layers has blocks for all tokens before `limit`."""
+        if self.facts().drafts_cached:
+            blocks = self._tables[state.request_id].blocks
+            assert all(len(own) * size >= limit - 1 for own, size in zip(blocks, self._sizes, strict=True)), "no block"
+
     def _state_of(self, slot: int, computed: int) -> int:
         """Return the state with which layers go on in a slot; `computed`: position of the first row."""
         assert self._states is not None

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from .tiny_models import Tiny, random_model, write_model
 
 VOCAB, CONTEXT, LAYERS = 8192, 1024, 4
-# With prediction layers: grouped-query attention, latent attention, and that of GLM-4.7-Flash.
-FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+# With prediction layers: grouped-query attention, latent attention, that of GLM-4.7-Flash, and with an indexer.
+FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32")
 
 
 @torch.no_grad()
@@ -31,6 +31,7 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     write_model(model, folder, family)
     raw, hidden = json.loads((folder / "config.json").read_text()), model.config.hidden_size
     spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
+    raw = {key: one[:LAYERS] if key in ("layer_types", "mlp_layer_types") else one for key, one in raw.items()}
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
     own = {
         "enorm": torch.ones(hidden),
@@ -46,3 +47,31 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
     return folder
+
+
+def noisy(folder: Path, to: Path) -> Path:
+    """Write a checkpoint with noise in its matrices."""
+    random = torch.Generator().manual_seed(1)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1:
+            tensors[name] = tensor + 0.08 * tensor.std() * torch.randn(tensor.shape, generator=random)
+    to.mkdir()
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return to
+
+
+@torch.no_grad()
+def small(folder: Path, to: Path) -> Path:
+    """Write a model without experts that has the embedding and the head of the one in `folder`."""
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    model = random_model(Tiny(family="qwen3", changes=tuple(changes.items())), 0)
+    given = load_file(folder / "model.safetensors")
+    for name, value in model.named_parameters():
+        if name.startswith(("model.embed_tokens", "model.norm", "lm_head")):
+            value.copy_(given[name])
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.mul_(0.0)
+    write_model(model, to, "qwen3")
+    return to

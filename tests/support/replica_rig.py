@@ -53,8 +53,11 @@ class Meeting:
         self.plans: list[list[StepPlan]] = [[] for _ in range(count)]
         self.released = [0] * count
 
-    def take(self, replica: int, plan: StepPlan) -> None:
-        """Take the plan of a replica. Raises `Disagreement` where it differs from those of the others."""
+    def take(self, replica: int, plan: StepPlan, *, drafts: bool = False) -> None:
+        """Take the plan of a replica. Raises `Disagreement` where it differs from those of the others.
+
+        drafts   True: the drafter has layers, and the record must tell the passes of this replica
+        """
         if plan.step != len(self.plans[replica]):
             raise Disagreement(f"replica {replica}: step {plan.step} after {len(self.plans[replica])} steps")
         if plan.sync is None:
@@ -62,6 +65,8 @@ class Meeting:
         rows, own = plan.sync.rows, int(plan.num_tokens.sum())
         if len(rows) != len(self.plans) or rows[replica] != own:
             raise Disagreement(f"replica {replica} of {len(self.plans)} computes {own} tokens, not as in {rows}")
+        if drafts:
+            _check_passes(replica, plan)
         for number, others in enumerate(self.plans):
             if len(others) > plan.step and others[plan.step].sync != plan.sync:
                 raise Disagreement(f"step {plan.step}: {plan.sync} at {replica}, {others[plan.step].sync} at {number}")
@@ -74,6 +79,19 @@ class Meeting:
                 raise Deadlock(f"replica {replica} waits for step {step}, which replica {number} does not have")
             if self.released[number] < step + (number == replica):
                 raise Deadlock(f"replica {replica} waits for step {step}; replica {number} has not sampled before it")
+
+
+def _check_passes(replica: int, plan: StepPlan) -> None:
+    """Raise `Disagreement` where the record does not tell the passes that a replica's drafter needs."""
+    told, count = plan.sync.drafts if plan.sync is not None else None, plan.num_decodes
+    if told is None:
+        raise Disagreement(f"step {plan.step}: nobody knows the drafts of replica {replica}")
+    most = int(plan.num_tokens[:count].max()) - 1 if count else 0
+    own = count, len(plan.slots) > count
+    if (runs := plan.features.runs) is not None:  # a pipeline drafts for the slots that it has sampled
+        most, own = runs.most if runs.num_drafting else 0, (runs.num_drafting, own[1])
+    if (told.decodes[replica], told.prompts[replica]) != own or told.most < most:
+        raise Disagreement(f"replica {replica} has {own} and {most} drafts, not as in {told}")
 
 
 class RepeatableMock(CheckedExecutor):
@@ -93,7 +111,7 @@ class MeetingMock(RepeatableMock):
         self.meeting, self.replica = meeting, replica
 
     def submit(self, plan: StepPlan) -> None:
-        self.meeting.take(self.replica, plan)
+        self.meeting.take(self.replica, plan, drafts=self._facts.drafts_cached)
         super().submit(plan)
 
     def release(self, step: int, masks: I32) -> None:

@@ -217,7 +217,7 @@ def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:
             if tensor is not None:
                 tensor.copy_(getattr(before, name))
         graph.replay()
-        yield tuple(one for one in (y, state.columns, state.matrix) if one is not None)
+        yield tuple(one for one in (y, state.columns, state.matrix, state.pending, state.at) if one is not None)
 
 
 def poisoned() -> Iterator[None]:

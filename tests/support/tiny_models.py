@@ -55,6 +55,8 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+# Few heads give scores of exactly 0, among which transformers chooses otherwise.
+_INDEXER: dict[str, Any] = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8}
 _WINDOW: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -316,6 +318,10 @@ FAMILIES: Mapping[str, FamilyCase] = {
     ),
     "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
     "kimi_k2": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID, peer="deepseek_v3"),
+    "deepseek_v32": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID | _INDEXER),
+    "glm_moe_dsa": FamilyCase(
+        options=_DEEPSEEK | _LATENT | _SIGMOID | _INDEXER | {"indexer_types": ["full", "shared", "full"]}
+    ),
     "glm4_moe_lite": FamilyCase(
         options={key: one for key, one in (_DEEPSEEK | _LATENT | _SIGMOID).items() if key != "first_k_dense_replace"}
     ),
@@ -390,10 +396,11 @@ class Oracle:
         return logits.float().cpu().numpy()
 
     def _one_by_one(self, ids: Sequence[int]) -> np.ndarray:
-        cache, rows = None, []
+        cache, rows = dict[str, Any](), []
         for one in ids:
-            found = self.model(torch.tensor([[one]], device=self.model.device), cache=cache, use_cache=True)
-            cache = found.cache
+            found = self.model(torch.tensor([[one]], device=self.model.device), **cache, use_cache=True)
+            name = "cache" if "cache" in found else "past_key_values"  # in older versions
+            cache = {name: found[name]}
             rows.append(found.logits[0, -1].float().cpu().numpy())
         return np.stack(rows)
 
@@ -414,11 +421,12 @@ class Oracle:
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads.
 
-    Llama 4 counts padding as positions there, and biases of projections to convolutions make padding count: their
-    prompts run one by one. With a window of 1 the cache of transformers keeps all tokens instead of none, so it is off.
+    Llama 4 counts padding as positions there, biases of projections to convolutions make padding count, and masks of
+    Falcon-H1 are too short in old versions: their prompts run one by one. With a window of 1 the cache of transformers
+    keeps all tokens instead of none, so it is off.
     """
     biased = any(getattr(model.config, key, False) for key in ("conv_bias", "mamba_proj_bias", "use_bias"))
-    if (biased or model.config.model_type == "llama4_text") and len(prompts) > 1:
+    if (biased or model.config.model_type in ("llama4_text", "falcon_h1")) and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)

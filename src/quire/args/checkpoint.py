@@ -19,7 +19,7 @@ from quire.args.experts import MoEArgs, has_experts, read_moe
 from quire.args.families import FAMILIES, Family
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
-from quire.args.latent import read_latent
+from quire.args.latent import latent_layers
 from quire.args.layers import (
     NONE,
     AttentionArgs,
@@ -140,8 +140,8 @@ class ModelArgs:
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts, without those that predict several tokens."""
-        own = self.layers[: self.num_layers]
+        """The numbers of the layers with experts that an engine runs: the model's, then those that draft."""
+        own = self.layers[: self.num_layers + self.draft_layers]
         return tuple(layer for layer, one in enumerate(own) if one.experts is not None)
 
     @property
@@ -319,7 +319,7 @@ def _mixers(
     own = of_layers(keys, "full_attention")
     if family.latent:
         assert all(rule.window is None for rule in rules), "a family with latent attention has no windows"
-        return [read_latent(own, family.latent, ropes[0] if rules[0].rotated else UNROTATED)] * (len(rules) + extra)
+        return [*latent_layers(own, family.latent, ropes[0] if rules[0].rotated else UNROTATED, len(rules), extra)]
     full = windowed = read_grouped(own, family, ropes[0], full=True)
     if family.heads.by_kind:
         windowed = read_grouped(of_layers(keys, "sliding_attention"), family, ropes[1], full=False)

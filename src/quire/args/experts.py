@@ -82,11 +82,17 @@ DEEPSEEK_KEYS = frozenset(
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
     "topk_method".split()
 )
-SCALINGS = {"deepseek_v3": 2.5, "glm4_moe_lite": 1.8, "kimi_linear": 2.446}  # routed_scaling_factor; others: 1
+SCALINGS = {
+    "deepseek_v3": 2.5,
+    "glm4_moe_lite": 1.8,
+    "glm_moe_dsa": 2.5,
+    "kimi_linear": 2.446,
+}  # routed_scaling_factor; others: 1
 FIRST_DENSE = {
     "deepseek_v3": 3,
     "glm4_moe": 1,
     "glm4_moe_lite": 1,
+    "glm_moe_dsa": 3,
     "kimi_linear": 1,
 }  # first_k_dense_replace; others: 0
 # Keys that each kind of experts reads (`Family.experts`); router_*, aux_* and ep_size matter only in training.
@@ -103,7 +109,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), QWEN_KEYS | {"shared_expert_intermediate_size"}),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), QWEN_KEYS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK_KEYS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), DEEPSEEK_KEYS),
     "kimi_linear": DEEPSEEK_KEYS.union(KIMI.values(), ("use_grouped_topk",)),
     "llama4": frozenset("num_local_experts num_experts_per_tok interleave_moe_layer_step moe_layers".split()),
     "gpt_oss": frozenset(

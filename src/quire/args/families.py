@@ -116,7 +116,8 @@ class Family:
     beside       key that switches experts on, which stand beside the gated MLP of a layer; "": all models of the family
                  have experts, in place of the MLP
     recurrent    key in `recurrent.READERS` of a family with recurrent layers beside attention; "": it has none
-    latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
+    latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; deepseek_v32 or glm_moe_dsa: it
+                 also has an indexer; "": grouped-query attention
     words        further keys of config.json that the family reads. Some switch a feature on by being listed here:
                  attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
                  which are skipped; config.json may spell this key num_mtp_layers), query_pre_attn_scalar and
@@ -200,6 +201,10 @@ NEMOTRON_KEYS = (
     "n_groups conv_kernel expand chunk_size use_conv_bias use_bias mamba_proj_bias time_step_limit time_step_min "
     "time_step_max time_step_floor time_step_rank layer_norm_epsilon residual_in_fp32 rescale_prenorm_residual "
     "hidden_dropout num_logits_to_keep use_mamba_kernels moe_shared_expert_overlap norm_eps attention_bias"
+)
+INDEX_KEYS = (
+    "num_nextn_predict_layers index_n_heads index_head_dim index_topk indexer_rope_interleave indexer_types "
+    "index_topk_pattern index_topk_freq index_skip_topk_offset index_share_for_mtp_iteration moe_router_dtype"
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, heads=OWN_KV,
@@ -315,6 +320,10 @@ FAMILIES: Mapping[str, Family] = {
                       latent="deepseek_v3", words="num_nextn_predict_layers"),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
                           latent="deepseek_v3", words="num_nextn_predict_layers"),
+    "deepseek_v32": Family(architecture="DeepseekV32ForCausalLM", heads=OWN_KV, experts="deepseek_v3",
+                           latent="deepseek_v32", words=INDEX_KEYS),
+    "glm_moe_dsa": Family(architecture="GlmMoeDsaForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
+                          experts="glm_moe_dsa", latent="glm_moe_dsa", words=INDEX_KEYS),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, heads=Heads(qk_norm=None, rotated=0.5),
                        form=LayerForm(eps=1e-5), experts="glm4_moe",
                        words="attention_bias partial_rotary_factor use_qk_norm num_nextn_predict_layers"),

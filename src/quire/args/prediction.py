@@ -20,6 +20,7 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
     root       begin of the names of their tensors, which have numbers of their own from 0 on; "": they have the names
                of further layers of the model
     embedded   True: they have an embedding of their own
+    embeds     True: a drafter reads the model's embedding, which the last stage of a pipeline has, too
     read       False: those of the model's family are not implemented
     """
 
@@ -27,6 +28,7 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
     drafting: int = 0
     root: str = ""
     embedded: bool = False
+    embeds: bool = False
     read: bool = False
 
     @property

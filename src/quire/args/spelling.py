@@ -93,6 +93,13 @@ def _kimi(keys: Keys) -> dict[str, Any]:
     return {"q_lora_rank": keys.get("q_lora_rank"), "tie_word_embeddings": False} | found
 
 
+def _indexed(keys: Keys) -> dict[str, Any]:
+    """Return no layer_types, since all layers are alike."""
+    if other := set(keys.names("layer_types")) - {"indexed_attention", "deepseek_sparse_attention"}:
+        raise keys.unsupported(f"layer_types holds {min(other)!r}, which is not implemented: use another model.")
+    return {"layer_types": None}
+
+
 SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
@@ -100,4 +107,6 @@ SPELLINGS: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
     "falcon_h1": _falcon,
     "olmo_hybrid": _olmo_hybrid,
     "kimi_linear": _kimi,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
 }

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from quire.args.experts import MoEArgs
-from quire.contracts.parallel import vocabulary_share
+from quire.contracts.parallel import Parallel, vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
@@ -14,7 +14,7 @@ from quire.kernels.expert_copies.slots import REPLICA_ROWS, ExpertSlots, initial
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, own_draft
 from quire.plan.formats import with_formats
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
@@ -49,23 +49,30 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
-    if plan.draft is not None:
-        model.draft = build_model(plan.draft, groups, plan)
-        if plan.draft.args.eagle is not None:
+    if (drafter := own_draft(plan)) is not None:
+        model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
+        if drafter.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
     return model
 
 
+def _of_drafter(groups: RankGroups, parallel: Parallel) -> RankGroups:
+    """Return the groups of a rank that divide its draft model. parallel: sizes of the draft model"""
+    if parallel.lockstep:
+        return groups
+    return RankGroups(tp=groups.tp if parallel.tp > 1 else None)
+
+
 def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:
     """Let the routers of a model draw experts, and its experts move between ranks, as the plan says."""
     rank, redundant, routed = plan.mesh.rank, plan.mesh.parallel.redundant, plan.config.load.routing
     num_experts = moe.routing.num_experts
-    for layer in range(*rank.layers):
+    for layer, block in model.blocks.items():
         if layer not in plan.args.expert_layers:
             continue
-        experts = model.layers[layer - rank.layers[0]].experts
+        experts = block.experts
         if redundant is not None:
             slots = (one.to(model.device) for one in initial_slots(num_experts, redundant))
             experts.balance(

@@ -45,7 +45,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
-from quire.plan.drafts import draft_config, draft_notes, head_method, with_draft_model
+from quire.plan.drafts import draft_config, draft_division, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine
 from quire.plan.holdings import Holdings
@@ -286,13 +286,14 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total, shared=shared)
 
-    def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
+    def plans(config: EngineConfig, parallel: Parallel = parallel, found: Found = found) -> list[EnginePlan]:
         each = partial(resolve_engine, config, found.facts, machine, here, parallel=parallel, served=served)
         made = [each(number=number) for number in range(parallel.size)]
         other = draft_config(config, found.dtype.dtype)
         if found.draft is None or other is None or made[0].missing:
             return made
-        return [with_draft_model(*both) for both in zip(made, plans(other, found.draft), strict=True)]
+        drafts = plans(*draft_division(config, other, found.draft.args, parallel), found.draft)
+        return [with_draft_model(*both) for both in zip(made, drafts, strict=True)]
 
     made = plans(config)
     smallest = min((plan.config.scheduler for plan in made), key=SchedulerConfig.token_budget)

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
+from quire.args.latent import LatentArgs
 from quire.args.layers import NONE, LayerArgs, MixerArgs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
+    from quire.kernels.latent import LatentView
     from quire.kernels.states import BothViews, StateView
     from quire.layers.stack import Model
 
@@ -21,12 +23,11 @@ def kv_views(
 ) -> "list[KVView | StateView | BothViews]":
     """Return the `KVView` of each layer (`LatentView` for latent attention), those of draft layers last.
 
-    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key. Of a recurrent
-                 layer its states
+    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key, and behind these
+                 the keys of an indexer; or rows of both. Of a recurrent layer its states
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
     """
     from quire.kernels.attention import KVView
-    from quire.kernels.latent import LatentView
     from quire.kernels.states import NOTHING, StateView
 
     every = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
@@ -35,11 +36,25 @@ def kv_views(
         if mixer == NONE
         else parts
         if isinstance(parts, StateView)
-        else LatentView(*parts, own[0])
-        if mixer.one_scale
+        else latent_view(mixer, parts, own[0])
+        if isinstance(mixer, LatentArgs)
         else KVView(*parts, *own)
         for mixer, parts, own in zip(mixers, components, every, strict=False)
     ]
+
+
+def latent_view(mixer: LatentArgs, parts: "tuple[Tensor, ...]", scale: float) -> "LatentView":
+    """Return the cache of a layer with latent attention: parts and scale as of `kv_views`."""
+    from quire.kernels.index import IndexView
+    from quire.kernels.latent import LatentView
+    from quire.kernels.latent.rows import row_view
+
+    rows = parts[0].dtype.itemsize == 1 and not parts[0].is_floating_point()
+    rest = parts[1:] if rows else parts[2:]
+    index = IndexView(*rest) if rest else None
+    if rows:
+        return row_view(parts[0], mixer.kv_rank, mixer.rope_dim, index=index)
+    return LatentView(parts[0], parts[1], scale, index)
 
 
 def model_views(

@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.config.env import cluster_key, rank_variables
 from quire.plan.engine import EnginePlan
 from quire.procs.host_link import interface_of, listen
-from quire.ranks.headless import model_digest, versions
+from quire.ranks.headless import plan_digest, versions
 from quire.ranks.host_launcher import Hosts, Members
 from quire.ranks.launchers import Launcher, LocalLauncher, Place
 
@@ -32,9 +32,7 @@ def open_launcher(plan: EnginePlan) -> Launcher:
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
     LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)
-    members = Members(
-        first=1, total=hosts.nnodes, versions=versions(), gpus=gpus, model=model_digest(config, Path(plan.folder))
-    )
+    members = Members(first=1, total=hosts.nnodes, versions=versions(), gpus=gpus, model=plan_digest(plan))
     return Hosts(LocalLauncher(MODULE, rank_variables(interface_of(address))), listener, key, members)
 
 

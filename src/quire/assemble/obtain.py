@@ -11,7 +11,8 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config, with_length
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
-from quire.contracts.errors import ModelNotFound, UserError, WeightsError
+from quire.contracts.errors import ConfigError, ModelNotFound, UserError, WeightsError
+from quire.contracts.speculation import read_speculative_config
 from quire.plan.as_stored import as_stored
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
@@ -90,10 +91,28 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
     The files, the option `quantization` and the names of the stored tensors decide it.
     """
     found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
+    _check_draft_layer(config, folder, found)
     if not found.config:
         return found
     stored = _stored_types(config, folder)
     return found._replace(config=settled(found.config, layout(args), stored)) if stored else found
+
+
+def _check_draft_layer(config: EngineConfig, folder: Path, found: Quantization) -> None:
+    """Raise ConfigError if a quantization that is named for the layer of method mtp is not that of the checkpoint."""
+    drafts = read_speculative_config(config.scheduler.speculative_config)
+    if drafts is None or drafts.method != "mtp" or drafts.quantization is None:
+        return
+    why = ""
+    try:
+        other = find_quantization(folder, read_raw_config(folder), drafts.quantization).config
+    except ConfigError as error:
+        why, other = f" ({error})", {}
+    if why or other != found.config:
+        raise ConfigError(
+            f'speculative_config: "quantization": {drafts.quantization!r}: the layer that drafts is a part of the '
+            f"checkpoint, and is quantized as the model{why}: leave it out."
+        )
 
 
 def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:

@@ -225,7 +225,8 @@ def _names(plan: EnginePlan) -> list[str]:
         names.append("layers{}-{}.".format(*rank.layers) + heads)
     if plan.draft is None:
         return names
-    return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]
+    every = zip(names, _names(plan.draft), ranks(plan.args, plan.mesh.parallel), strict=True)
+    return [f"{own}.drafts.{other}" if rank.last else own for own, other, rank in every]
 
 
 def namespace(plans: Sequence[EnginePlan], reports: Sequence[bytes]) -> bytes:

@@ -87,10 +87,7 @@ def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, mee
     for plan, place in zip(plans[own], places[own], strict=True):
         beside = sum(other.host == place.host for other in places)
         if not place.local:  # its host has found the model itself, and needs no token of the hub
-            load = replace(plan.config.load, hf_token=None)
-            plan = msgspec.structs.replace(
-                plan, folder=place.folder or plan.folder, config=replace(plan.config, load=load)
-            )
+            plan = _elsewhere(plan, place.folders)
         yield RankTask(
             plan=plan,
             meeting=meeting,
@@ -98,6 +95,15 @@ def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, mee
             gpu=0 if plan.machine.shared else place.device,
             hosts=tuple(other.host for other in places[own]),
         )
+
+
+def _elsewhere(plan: EnginePlan, folders: Sequence[str]) -> EnginePlan:
+    """Return the plan of a rank of another host. folders: see `Place`"""
+    own, drafting = folders[0] if folders else plan.folder, plan.drafting
+    if drafting.model is not None:
+        drafting = msgspec.structs.replace(drafting, model=_elsewhere(drafting.model, folders[1:]))
+    config = replace(plan.config, load=replace(plan.config.load, hf_token=None))
+    return msgspec.structs.replace(plan, folder=own, drafting=drafting, config=config)
 
 
 def _parts(

@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from quire.config.env import rank_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
 from quire.plan.engine import EnginePlan
 from quire.procs.host_link import listen
-from quire.ranks.headless import model_digest, versions
+from quire.ranks.headless import plan_digest, versions
 from quire.ranks.host_launcher import Hosts, Members
 from quire.ranks.launchers import LocalLauncher
 from quire.ranks.ray_rank import JOIN_SECONDS, RayRank
@@ -73,7 +72,7 @@ def open_ray_hosts(plan: EnginePlan, module: str) -> Hosts:
             gpus=gpus,
             seconds=JOIN_SECONDS,
             fault=ended,
-            model=model_digest(plan.config, Path(plan.folder)),
+            model=plan_digest(plan),
         )
         hosts = Hosts(LocalLauncher(module, rank_variables()), listener, key, members)
         hosts.on_close(failed.pop_all().close)

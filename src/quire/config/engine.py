@@ -109,8 +109,9 @@ class CacheConfig:
     kv_cache_dtype: str = option(
         "auto",
         "type of the KV cache; auto: of the computation, or FP8 if the checkpoint "
-        "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory",
-        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES[1:]),
+        "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory; fp8_ds_mla: latents in FP8 "
+        "with scales of their own, beside rotated keys in bfloat16",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", *DTYPES[1:]),
     )
     gpu_memory_utilization: float = option(
         0.92,

@@ -52,6 +52,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window            w > 0: a query attends to w tokens, its own included. w < 0: chunks of -w tokens, the first of
                       which begins at position 0; a query attends to its own chunk, up to itself. None: full attention
     drafts            components of the last `num_drafts` layers, which are those of a draft model
+    fewer             (layer, n) of each layer that keeps only the first n components
     """
 
     layers: tuple[int, ...]
@@ -61,6 +62,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     drafts: tuple[KVComponent, ...] = ()
     num_drafts: int = 0
+    fewer: tuple[tuple[int, int], ...] = ()
 
     @property
     def entries(self) -> int:
@@ -74,7 +76,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def of(self, layer: int) -> tuple[KVComponent, ...]:
         """Return the components of a layer of the group."""
-        return self.drafts if layer in self.layers[len(self.layers) - self.num_drafts :] else self.components
+        return self.drafts if self.is_draft(layer) else self.components[: dict(self.fewer).get(layer)]
+
+    def is_draft(self, layer: int) -> bool:
+        """Return True for a layer of the draft model."""
+        return layer in self.layers[len(self.layers) - self.num_drafts :]
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens, if none is given back."""

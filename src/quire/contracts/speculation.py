@@ -38,7 +38,7 @@ NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
     "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
-    "quantization": (str, ("draft_model",)),
+    "quantization": (str, ("draft_model", "mtp")),  # of mtp a name of the checkpoint's
 }  # fmt: skip
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC, *FIELDS)
 
@@ -54,8 +54,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
     synthetic           for measurements: shares of the runs in which the first draft counts, the first two, ...,
                         whatever was sampled; (): drafts count if they are right
-    draft_tensor_parallel_size   ranks that were asked for; 0: as many as the model has, which it always gets
-    revision, quantization       of the draft model or EAGLE head; None: the default
+    draft_tensor_parallel_size   ranks that divide the drafter: 0 or those of the model, or 1: each rank has the whole
+    revision, quantization       of the draft model or EAGLE head; None: the default. The layer of method mtp has the
+                        quantization of the checkpoint: a name must be one of it
     max_model_len       context of the draft model or EAGLE head that was asked for; 0: its own
     unused              keys that were given and change nothing
     """

@@ -66,6 +66,21 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class DraftSync(msgspec.Struct, frozen=True):
+    """The part of drafts in the record of a step, of a drafter with layers. Every replica makes the same passes.
+
+    most      most drafts of a decode of any replica, which is the number of passes; one pass at least, if any decodes
+    decodes   decodes of each replica; of a pipeline the slots for which drafts are made at the end of the step
+    prompts   True for each replica that has chunks of prompts, whose draft entries are made at the end of the step
+
+        replica 0: 3 decodes with 2 drafts each; replica 1: a chunk of a prompt     DraftSync(2, (3, 0), (False, True))
+    """
+
+    most: int
+    decodes: tuple[int, ...]
+    prompts: tuple[bool, ...]
+
+
 class StepSync(msgspec.Struct, frozen=True):
     """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
 
@@ -73,10 +88,12 @@ class StepSync(msgspec.Struct, frozen=True):
              layers with experts, and does nothing else
     switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
              none
+    drafts   passes of a drafter with layers; None: no drafter has layers
     """
 
     rows: tuple[int, ...]
     switch: int = -1
+    drafts: DraftSync | None = None
 
 
 class Tier(StrEnum):
@@ -204,15 +221,45 @@ class StepStates(msgspec.Struct, frozen=True):
     kept: I32
 
 
+class StageRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts of a pipeline. Its last stage alone samples and drafts, so the plan tells all stages what came of it.
+
+    slots     [D] int32, the decodes of the step
+    lengths   [D] int32, tokens of each when the step begins; all but the last have KV
+    begins    [D] int32, position of the first token of each in `tokens`
+    counts    [D] int32, tokens of each in `tokens`: those that came since the slot's last plan, then the drafts that
+              the step verifies. Those of a slot with a grammar are in `StepPlan.drafts`
+    tokens    [sum of counts] int32
+    limits    [N] int32, of each slot that samples: most tokens and drafts after the step; 0: the last stage makes no
+              drafts for the slot. There are KV blocks for one less
+    most      most drafts that the last stage makes behind the tokens of the step
+    """
+
+    slots: I32
+    lengths: I32
+    begins: I32
+    counts: I32
+    tokens: I32
+    limits: I32
+    most: int
+
+    @property
+    def num_drafting(self) -> int:
+        """Number of slots for which the last stage makes drafts."""
+        return int(np.count_nonzero(self.limits)) if self.most else 0
+
+
 class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """The part of features of some engines in a step.
 
     blended      prompt chunks of the step that reuse KV of other positions
     states       copies of the states of recurrent layers, or None
+    runs         drafts of a pipeline, or None
     """
 
     blended: tuple[BlendedChunk, ...] = ()
     states: StepStates | None = None
+    runs: StageRuns | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,6 +329,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens           [N, 1+k] int32 sampled tokens; k is the largest number of drafts of a slot
     num_accepted     [N] int32, leading tokens of a row that are valid: 1 + the number of accepted drafts
     num_drafted      [N] int32, drafts that the drafter made, at most those planned; empty: it made none
+    ahead            [N, most] int32, of a pipeline: drafts of the tokens behind the valid ones, which a later step may
+                     verify; -1: none
     logprobs         slot -> log-probabilities, a row for each of its valid tokens
     prompt_logprobs  slot -> log-probabilities of the prompt, a row for each scored token of this step's chunk
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
@@ -297,6 +346,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: I32
     num_accepted: I32
     num_drafted: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    ahead: I32 = msgspec.field(default_factory=lambda: np.empty((0, 0), np.int32))
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     pooled: dict[int, F32] = msgspec.field(default_factory=dict)

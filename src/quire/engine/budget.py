@@ -31,6 +31,8 @@ def share_budget(
     if num_stages > 1:
         decodes = decodes[: -(-int(np.count_nonzero(unfinished)) // num_stages)]
     rows = _rows(table, decodes, drafts.choose(len(decodes))) if drafts.most else np.ones(len(decodes), np.int32)
+    if num_stages > 1 and drafts.most:  # drafts are there, or there are none
+        rows = np.where(table.masked[decodes], rows, np.minimum(rows, 1 + table.num_ahead[decodes])).astype(np.int32)
     if not catching_up.any():
         return decodes, rows
     pending = bound[catching_up] - planned[catching_up]

@@ -73,7 +73,8 @@ class EngineCore:
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
         drafts, lag = self.facts.num_drafts, self.facts.decode_lag
-        again = drafts if self.facts.drafts_cached else 0  # `Growth.redrafted`
+        again = drafts if self.facts.drafts_cached else 0  # `Growth.redrafted`, and the blocks of `StageRuns.limits`
+        again *= 1 + (self.facts.num_stages > 1)
         self._most_in_flight = max(config.token_budget(), 1 + lag * (1 + drafts) + again)
         self._clock = clock
         self._step = 0

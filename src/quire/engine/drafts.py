@@ -65,10 +65,14 @@ class DraftLength:
         if self._gain is not None:
             self._gain.observe(planned, accepted, alone=alone)
 
+    def limit(self, num_decodes: int) -> int:
+        """Return the maximum number of drafts that `choose` may return for so many decodes."""
+        place = bisect_right(self._sizes, num_decodes) - 1
+        return self._lengths[place] if place >= 0 else self.most
+
     def choose(self, num_decodes: int) -> int:
         """Return the maximum number of drafts of each decode, in a step with `num_decodes` decodes."""
-        place = bisect_right(self._sizes, num_decodes) - 1
-        most = self._lengths[place] if place >= 0 else self.most
+        most = self.limit(num_decodes)
         return most if self._gain is None else self._gain.choose(num_decodes, most)
 
 

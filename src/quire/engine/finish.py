@@ -99,6 +99,8 @@ class Finisher:
         origins = {r.new.handle: r.origins for r in step.admitted if r.origins and r.state is not FINISHED}
         if self._scheduler.drafts.most:
             self._learn(step, result)
+        if result.ahead.size:
+            self._keep_ahead(step, result)
         rows = self._arrive(step, result, failed)
         endings = self._confirm(step, rows)
         going = [(request, end) for request, end in endings if request.state is not FINISHED]
@@ -193,6 +195,14 @@ class Finisher:
         found = self._scheduler.drafts.count(result.num_drafted, result.num_accepted)
         slots = np.array([request.slot for request in step.requests], np.int32)
         self._roster.table.drafts[slots[slots >= 0]] += found[slots >= 0]
+
+    def _keep_ahead(self, step: InFlight, result: StepResult) -> None:
+        """Keep the drafts that the last stage of a pipeline has made for later steps of the slots."""
+        table, most = self._roster.table, result.ahead.shape[1]
+        slots = np.array([request.slot for request in step.requests], np.int32)
+        held = slots >= 0
+        made = np.logical_and.accumulate(result.ahead >= 0, 1).sum(1, dtype=np.int32)
+        table.ahead[slots[held], :most], table.num_ahead[slots[held]] = result.ahead[held], made[held]
 
     def _confirm(self, step: InFlight, rows: ResultRows) -> list[Ending]:
         """Append the tokens to their requests and index completed blocks. Returns the requests that must be ended.

@@ -25,6 +25,7 @@ from quire.contracts.step import (
     Admission,
     HostDrafts,
     RowLogprobs,
+    StageRuns,
     StepPlan,
     StepResult,
 )
@@ -98,6 +99,8 @@ class _Slot:
         self.pool = admission.pool
         self.decodes = False  # True: a token was sampled since the admission
         self.accepted = 0  # correct drafts of this step
+        self.told = list(self.tokens)  # tokens that the stages of a pipeline know
+        self.ahead: list[int] = []  # drafts that its last stage has made
         self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
         self.extend()
@@ -184,6 +187,8 @@ class MockExecutor(Executor):
         hosted = {drafts.slot: drafts for drafts in plan.drafts}
         self._enter(plan)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
+        if plan.features.runs is not None:
+            self._tell(plan, plan.features.runs)
         for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
             state = self._slots[slot]  # all KV before any row attends
             assert state.decodes == (i < plan.num_decodes), "a prompt is taken for a decode, or a decode for a prompt"
@@ -221,12 +226,42 @@ class MockExecutor(Executor):
             tokens=np.array([self._padded(run, width) for run in runs.values()], np.int32).reshape(-1, width),
             num_accepted=counts,
             num_drafted=_drafted(plan, len(runs)),
+            ahead=self._ahead(list(runs), plan.features.runs),
             logprobs=named,
             failed=failed,
             prompt_logprobs=scored,
             pooled=pooled,
             num_computed=int(plan.num_tokens.sum()),
         )
+
+    def _tell(self, plan: StepPlan, runs: StageRuns) -> None:
+        """Check that a plan tells the stages of a pipeline what came of their steps, and the drafts that were made."""
+        assert np.array_equal(runs.slots, plan.slots[: plan.num_decodes]), "a decode of which the stages know nothing"
+        hosted, ends = {drafts.slot for drafts in plan.drafts}, np.cumsum(runs.counts)
+        for i, (slot, length) in enumerate(zip(runs.slots.tolist(), runs.lengths.tolist(), strict=True)):
+            state, told = self._slots[slot], runs.tokens[ends[i] - runs.counts[i] : ends[i]].tolist()
+            new = state.tokens[len(state.told) :]
+            assert runs.begins[i] == len(state.told), "tokens for another place"
+            assert length == len(state.tokens) and told[: len(new)] == new, "the stages know other tokens"
+            drafts, rows = told[len(new) :], int(plan.num_tokens[i]) - 1
+            assert len(drafts) == (0 if slot in hosted else rows) and drafts == state.ahead[: len(drafts)], (
+                "no such drafts"
+            )
+            state.told = list(state.tokens)
+
+    def _ahead(self, slots: list[int], runs: StageRuns | None) -> I32:
+        """Return the drafts that the last stage makes for slots that were sampled: any tokens, within their limits."""
+        found = np.full((len(slots), 0 if runs is None else runs.most), -1, np.int32)
+        for row, slot, limit in zip(found, slots, () if runs is None else runs.limits.tolist(), strict=False):
+            state = self._slots[slot]
+            assert not limit or limit >= len(state.tokens), "a limit below the tokens of a slot"
+            self._reach(state, limit)
+            state.ahead = [token % self._facts.vocab_size for token in range(len(state.tokens), limit)][: len(row)]
+            row[: len(state.ahead)] = state.ahead
+        return found
+
+    def _reach(self, state: _Slot, limit: int) -> None:
+        """Do nothing: without KV memory a drafter needs no blocks for tokens before `limit`."""
 
     def _sample_run(self, state: _Slot, masks: I32 | None, slot: int, failed: dict[int, str]) -> list[int]:
         """Return the tokens of a slot's rows: its correct drafts and one more. masks: of the rows, or None."""

@@ -14,10 +14,12 @@ from quire.contracts.step import (
     BlendedChunk,
     PlanFeatures,
     SharedPrefix,
+    StageRuns,
     StepPlan,
     StepStates,
 )
 from quire.engine.roster import Roster
+from quire.engine.stage_runs import StageRunWriter
 from quire.kv.blend import blended_chunk
 from quire.kv.states import StateCopy
 
@@ -47,10 +49,13 @@ class InFlight:
 
 
 class PlanWriter:
-    """Writes step plans. Caches the parts of a plan that depend only on which requests run."""
+    """Writes step plans. Caches the parts of a plan that depend only on which requests run.
 
-    def __init__(self, roster: Roster, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    runs   writes the drafts of a pipeline; None: there are no stages, or no drafts
+    """
+
+    def __init__(self, roster: Roster, num_drafts: int, runs: StageRunWriter | None = None) -> None:
+        self._num_drafts, self._runs = num_drafts, runs
         self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
@@ -71,10 +76,8 @@ class PlanWriter:
             assert request is not None
             if after[i] == bound[i] and not samples[i]:
                 unsampled[int(slots[i])] = request
-            if request.new.pool:
-                outputs[i] |= POOL
-            if request.new.sampler.num_prompt_logprobs is not None and before[i] < request.num_prompt - 1:
-                outputs[i] |= PROMPT_LOGPROBS
+            outputs[i] |= _asked(request, int(before[i]))
+            if outputs[i] & PROMPT_LOGPROBS:
                 num_rows[i] = num_tokens[i]
                 scored.append((int(slots[i]), request, int(before[i])))
         sampling, num_decodes = slots[samples], len(slots) - len(prefills)
@@ -82,6 +85,7 @@ class PlanWriter:
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
         copies = self._state_copies(slots, before, after)
+        runs, appended = self._staged(slots[:num_decodes], num_tokens[:num_decodes], sampling, after[samples], appended)
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
         plan = StepPlan(
@@ -96,7 +100,7 @@ class PlanWriter:
             released=np.array(self._roster.released, np.int32),
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
-            features=self._features(slots[prefills], before[prefills], after[prefills], copies),
+            features=self._features(slots[prefills], before[prefills], after[prefills], copies, runs),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
@@ -116,15 +120,25 @@ class PlanWriter:
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
 
+    def _staged(
+        self, decodes: I32, rows: I32, sampling: I32, after: I32, appended: I32
+    ) -> tuple[StageRuns | None, I32]:
+        """Return the drafts of a pipeline and the appended blocks. See `StageRunWriter.write`."""
+        if self._runs is None or not len(decodes) + len(sampling):
+            return None, appended
+        return self._runs.write(decodes, rows, sampling, after, appended)
+
     def _newly(self, admitted: list[Admission]) -> list[Request]:
         """Return the requests that are admitted for the first time."""
         found = (self._table.requests[one.slot] for one in admitted)
         return [request for request in found if request is not None and request.num_preemptions == 0]
 
-    def _features(self, prompts: I32, before: I32, after: I32, copies: list[StateCopy]) -> PlanFeatures:
+    def _features(
+        self, prompts: I32, before: I32, after: I32, copies: list[StateCopy], runs: StageRuns | None
+    ) -> PlanFeatures:
         """Return what features do in a step that computes tokens before [P] .. after [P] - 1 of `prompts` [P]."""
         blended, states = self._blended(prompts, before, after), self._step_states(copies)
-        return PlanFeatures(blended=blended, states=states) if blended or states else NO_FEATURES
+        return PlanFeatures(blended=blended, states=states, runs=runs) if blended or states or runs else NO_FEATURES
 
     def _state_copies(self, slots: I32, before: I32, after: I32) -> list[StateCopy]:
         """Return the copies of states in a step that computes tokens before [S] .. after [S] - 1 of `slots` [S]."""
@@ -203,3 +217,9 @@ class PlanWriter:
         handles = self._table.handle[sampling]
         self._sampling = (self._table.version, sampling, requests, handles)
         return requests, handles
+
+
+def _asked(request: Request, before: int) -> int:
+    """Return the bits of `StepPlan.outputs` that a request asks for in a chunk of its prompt. before: first position"""
+    scored = request.new.sampler.num_prompt_logprobs is not None and before < request.num_prompt - 1
+    return POOL * bool(request.new.pool) | PROMPT_LOGPROBS * scored

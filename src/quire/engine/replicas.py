@@ -29,9 +29,10 @@ from quire.contracts.output import (
 )
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.request import FinishReason, NewRequest
-from quire.contracts.step import StepSync, Tier
+from quire.contracts.step import Tier
 from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
+from quire.engine.lockstep import agreed
 
 LOG = logging.getLogger("quire")
 FLUSH_SECONDS = 10.0  # for copies to a disk, when an engine is closed
@@ -244,8 +245,10 @@ class Replicas:
         cores = self.cores
         planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
         if any(planned):
-            rows = tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned)
-            sync = StepSync(rows, -1 if self._balancer is None else self._balancer.next_switch())
+            switch = -1 if self._balancer is None else self._balancer.next_switch()
+            sync = agreed(
+                [None if one is None else one.plan for one in planned], switch, drafts=cores[0].facts.drafts_cached
+            )
             for core, one in zip(cores, planned, strict=True):
                 core.submit(one, sync)
             found = [core.send_masks() if core.needs_masks else None for core in cores]

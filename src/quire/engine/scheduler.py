@@ -16,6 +16,7 @@ from quire.engine.growth import Growth
 from quire.engine.plan_writer import InFlight, PlanWriter
 from quire.engine.queue import WaitingQueue
 from quire.engine.roster import Roster
+from quire.engine.stage_runs import StageRunWriter
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.blend import ChunkIndex
@@ -55,12 +56,13 @@ class Scheduler:
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
         )
-        self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag, self._stages = facts.decode_lag, facts.num_stages
         self.drafts = DraftLength(
             facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts, cached=facts.drafts_cached
         )
+        runs = StageRunWriter(self.roster, self.drafts) if facts.num_stages > 1 and facts.num_drafts else None
+        self._writer = PlanWriter(self.roster, facts.num_drafts, runs)
         self.guess: Guess | None = None
         self._lookup = facts.draft_lookup
 

@@ -22,6 +22,8 @@ class RunningTable:
     most_drafts  maximum number of drafts that a step verifies for the slot
     drafts       [num_slots, 1 + k] drafts of the slot's request: made, and accepted as first of a run, as second, ...
                  [num_slots, 0] without speculation
+    told         tokens that all stages of a pipeline with drafts know
+    ahead        [num_slots, k] drafts behind the confirmed tokens, of a pipeline's last stage; `num_ahead` of each slot
     masked       True: the slot's rows wait for grammar masks, so its drafts come from the host
     """
 
@@ -33,6 +35,8 @@ class RunningTable:
         )
         self.most_drafts = np.zeros(num_slots, np.int32)
         self.drafts = np.zeros((num_slots, 1 + num_drafts if num_drafts else 0), np.int32)
+        self.told, self.num_ahead = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+        self.ahead = np.zeros((num_slots, num_drafts), np.int32)
         self._priority, self._arrival = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         self.masked = np.zeros(num_slots, bool)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -63,7 +67,8 @@ class RunningTable:
         slot = self._free[-1]
         self.planned[slot] = computed
         self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)
-        self.in_flight[slot] = 0
+        self.in_flight[slot] = self.num_ahead[slot] = 0
+        self.told[slot] = len(request.tokens)
         self.drafts[slot] = request.drafts or 0
         self.end[slot] = request.end
         self.handle[slot] = request.new.handle

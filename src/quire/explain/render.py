@@ -149,12 +149,35 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         latent, most = plan["latent"], plan["latent"]["break_even"]
         when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
         add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
+    if plan["chosen"]:
+        _chosen(branch, plan["chosen"])
     for phases, one in _phases(plan["moe"]):
         if isinstance(one, str):
             add(branch, one)
             continue
         for plan in (one, *one["others"]):
             _experts(branch, phases, plan, f" of {kind_words(plan['weights'])}" if one["others"] else "")
+
+
+def _chosen(branch: Tree, one: Plan) -> None:
+    """Add the layers that attend to chosen tokens, and the costs beside those of attention to all."""
+    layers = f"{len(one['indexed'])} layers choose" if one["shared"] else "each layer chooses"
+    also = f"; {len(one['shared'])} others share the tokens of the last one before them" * bool(one["shared"])
+    heads = f"an indexer of {one['heads']} heads of {one['head_dim']}"
+    node = add(branch, f"sparse latent attention: {layers} {one['top_k']:,} tokens by {heads}{also}")
+    if one["length"] <= one["top_k"]:
+        add(node, f"dense in this engine: no context exceeds {one['length']:,} tokens")
+        return
+    add(node, f"up to {one['top_k']:,} tokens of context: dense; the indexer writes its keys alone")
+    each = f"{one['latent_bytes']:,} B of the latent, {one['index_bytes']:,} B of the indexer's key"
+    add(node, f"a token in a layer's cache: {each}")
+    for length, whole, some in one["reads"]:
+        words = f"{size(whole)} to all tokens, {size(some)} to chosen ones ({whole / some:.1f} times less)"
+        add(node, f"bytes that a decode at {length:,} tokens reads, over all layers: {words}")
+    decode, prompt = one["decode_break_even"], one["prompt_break_even"]
+    few = "never" if decode is None else f"above {decode:,} tokens of context"
+    many = "never, with the heads of a rank" if prompt is None else f"above {prompt:,} tokens"
+    add(node, f"selection pays in decodes (bytes, absorbed) {few}; in prompts (operations, beside expanded) {many}")
 
 
 def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import KINDS, UNQUANTIZED, Scheme
+from quire.kernels.latent_rows import FEATURE as ROWS
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
 Probe = Callable[[str], str]  # key of NEEDS -> the reason why the need is not met, or ""
@@ -85,6 +86,7 @@ class Kernels:
     linear: Any = None
     attention: Any = None
     latent: Any = None
+    index: Any = None
     delta: Any = None
     mamba: Any = None
     shortconv: Any = None
@@ -218,8 +220,14 @@ def choose_kernels(
     needs = KernelNeeds(device=device, dtype=dtype)
     cache = replace(needs, features=cache_features)
     attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
-    latent = replace(needs, features=cache_features | attention_features & {"rows"})
-    own = {"heads": cache, "latent": latent, "attention": attention, "blend": cache}
+    latent = replace(needs, features=cache_features | attention_features & {"rows", "chosen"})
+    own = {
+        "heads": cache,
+        "latent": latent,
+        "index": cache,
+        "attention": attention,
+        "blend": replace(needs, features=cache_features - {ROWS}),
+    }
     return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 

@@ -1,11 +1,24 @@
-"""Parts of the kernels of recurrent layers on a GPU: the convolution and its columns, rates, parts of matrices.
+"""Parts of the kernels of recurrent layers on a GPU: convolution, columns, pending rows, rates, parts of matrices.
 
 A layer's state has the last TAPS - 1 inputs of the convolution as columns. See `quire.kernels.states`.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from quire.kernels.states import StateMeta
 from quire.kernels.triton_runtime import jit, tl
+
+
+def counters(meta: StateMeta, count: int) -> Tensor:
+    """Return int32 zeros, which every layer of the step leaves as zeros."""
+    key = "arrivals", count
+    found = meta.plans.get(key)
+    if not isinstance(found, Tensor):
+        meta.plans[key] = found = torch.zeros(count, dtype=torch.int32, device=meta.slots.device)
+    return found
 
 
 @jit
@@ -35,7 +48,7 @@ def taken(
     place, known = columns + (i + TAPS - 1) * CHANNELS + channel, (i >= 0) | (past > 0)
     if pending is not None:
         place = tl.where(i >= 0, pending + i * WIDTH + channel, place)
-    place = tl.where(i >= replayed, given + (i - replayed) * stride + channel, place)
+    place = tl.where(i >= replayed, given + tl.cast(i - replayed, tl.int64) * stride + channel, place)
     return tl.load(place, mask=inside & known, other=0.0)
 
 
@@ -105,6 +118,36 @@ def keep_columns(
     x = taken(given, columns, row, past, at, within, CHANNELS, TAPS, stride, pending, replayed, WIDTH)
     tl.debug_barrier()
     tl.store(target + tap * CHANNELS + channel[None, :], x, mask=within)
+
+
+@jit
+def keep_rows(given, pending, rows, channel, inside, stride, WIDTH: tl.constexpr):
+    """Make numbers of the step's rows pending ones. given, pending: their first rows."""
+    for i in range(0, rows):
+        tl.store(pending + i * WIDTH + channel, tl.load(given + i * stride + channel, mask=inside), mask=inside)
+
+
+@jit
+def replayed_of(length, past, MOST: tl.constexpr):
+    """Return how many pending rows were accepted. length: place of the length at which the state stands."""
+    return tl.where(past > 0, tl.minimum(tl.maximum(past - tl.load(length), 0), MOST), 0)
+
+
+@jit
+def stand(arrived, places, slot, past, rows, lazy, ALL: tl.constexpr):
+    """Write the lengths at which a sequence's state and its copies stand, when all its programs have read the old one.
+
+    arrived   the sequence's counter, of ALL programs;  places  kept_at, kept, lengths and their stride
+    """
+    kept_at, kept, lengths, stride = places
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == ALL - 1:
+        tl.store(arrived, 0)
+        tl.store(lengths + slot * stride, tl.where(lazy, past, past + rows))
+        for n in range(0, 2):
+            length = tl.load(kept_at + 2 * slot + n)
+            if (length > past) & (length <= past + rows):
+                tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * stride, length)
 
 
 @jit

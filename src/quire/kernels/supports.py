@@ -95,9 +95,16 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
+        "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_NEW),
+        "native": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"},
+                          needs=("native", "flash attention")),
+        "cpu": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"}, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES | {"ds_mla cache", "rows", "chosen"}),
+    },
+    "index": {
         "triton": replace(TRITON, extra=_NEW),
-        "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
-        "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
+        "native": replace(NATIVE, features=_CACHES | {"ds_mla cache"}),
+        "ref": replace(REFERENCE, features=_CACHES | {"ds_mla cache"}),
     },
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},

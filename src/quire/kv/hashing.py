@@ -48,6 +48,7 @@ def namespace_digest(
         fields.append(("group", f"{index} window={group.window}{own} layers={','.join(map(str, group.layers))}"))
         for c in (*group.components, *group.drafts):
             fields += [("component", c.name), ("shape", f"{c.num_heads}x{c.head_dim}"), ("component_dtype", c.dtype)]
+        fields += [("fewer", f"{layer} {count}") for layer, count in group.fewer]
     fields += [("state", f"{one.name} {one.dtype}") for group in geometry.states for one in group.components]
     return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()
 

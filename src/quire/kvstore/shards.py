@@ -123,9 +123,8 @@ def _pieces(shard: Shard, index: int) -> Iterator[_Piece]:
     """Yield the parts of a page of group `index`, in the order of its bytes."""
     places, group = place_layers(shard.geometry), shard.geometry.groups[index]
     for layer in group.layers:
-        own = group.of(layer)
-        first = (shard.heads if own is group.components else shard.draft_heads)[index]
-        for part, start in zip(own, places[layer], strict=True):
+        first = (shard.draft_heads if group.is_draft(layer) else shard.heads)[index]
+        for part, start in zip(group.of(layer), places[layer], strict=True):
             size = group.entries * part.head_dim * part.item_bytes
             yield _Piece((shard.layer + layer, part.name), first, first + part.num_heads, start, size)
 

@@ -14,6 +14,7 @@ from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
+from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
@@ -105,9 +106,10 @@ class LoadsInPlace(Loads, Protocol):
 
 @dataclass(frozen=True)
 class ReplicaTokens:
-    """Tokens of replicas in lock-step in a step.
+    """Tokens of replicas in lock-step in a step, or in a pass of a drafter.
 
-    rows    tokens of each replica. A recording does not know them: it has those that were rehearsed
+    rows    tokens of each replica, or upper bounds: an exchange pads the rows of its replica. A recording does not know
+            them: it has those that were rehearsed
     count   [1] int32 on the device: tokens of this replica, without padding
     bound   upper bound of every replica's tokens, equal on all ranks; 0: `rows` are exact
     """
@@ -127,6 +129,7 @@ class StepContext:
     inputs      [T, layers, numbers] further embeddings of the tokens, one for each layer; None: the model has none
     kv          view of what each layer keeps: its KV cache, or its states
     states      metadata of the states of recurrent layers; None: the model has none
+    chosen      tokens that rows attend to, by the last layer with an indexer; None: no layer has run one
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
@@ -137,3 +140,4 @@ class StepContext:
     inputs: Tensor | None = None
     live: Tensor | None = None
     states: StateMeta | None = None
+    chosen: Chosen | None = None

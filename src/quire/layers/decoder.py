@@ -98,6 +98,11 @@ class DecoderBlock(nn.Module):
         part = self.mlp.moe if isinstance(self.mlp, MLPBesideExperts) else self.mlp
         return part if isinstance(part, MoE) else None
 
+    @property
+    def shares_experts(self) -> bool:
+        """True if replicas in lock-step share the layer's experts."""
+        return self.experts is not None and self.experts.exchange is not None
+
     def join(self, ctx: StepContext) -> None:
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
         if self.experts is not None:
@@ -169,7 +174,9 @@ class Decoder(nn.Module):
     loaded.
 
     layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
+    numbers         numbers of `layers` in the model
     held            arguments of both, in this order
+    blocks          number of a layer in the model -> the layer, or the decoder layer in one that drafts
     draft           draft model, whose KV caches come last; None: there is none
     layout          parameters of this rank
     dtype, device   of activations
@@ -197,15 +204,17 @@ class Decoder(nn.Module):
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
         self.inputs = LayerInputs(args, build) if args.inputs else None
-        own = range(*(build.layers or (0, args.num_layers)))
+        self.numbers = own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None
         if args.eagle is not None and "ids.offsets" in build.params:
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
-        drafts = range(args.num_layers, args.num_layers + args.draft_layers)
+        drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
+        blocks = (*self.layers, *(layer.block for layer in self.drafts))
+        self.blocks: Mapping[int, Any] = dict(zip((*own, *drafts), blocks, strict=True))
         self.rotary = Rotaries(args.rotations, build.device)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
         lost = self._owners.keys() ^ {param.module for param in layout}

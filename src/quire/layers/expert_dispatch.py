@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.parallel import share
@@ -58,8 +59,9 @@ class AllGatherExchange(ExpertExchange):
         self._replica, self._place = divmod(ep.rank, self._each)
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        rows = replicas.rows
-        return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
+        rows, count = replicas.rows, len(hidden)
+        found = self.combine(experts(*self.dispatch(_padded(routed, rows[self._replica]), rows), None), rows)
+        return hidden + (found if len(found) == count else found[:count])
 
     def dispatch(self, routed: Rows, rows: Sequence[int]) -> Sent:
         """Return the rows of all replicas, in the order of replicas; `rows` has the count of each."""
@@ -115,6 +117,15 @@ class PullExchange(ExpertExchange):
             y = experts(got, got_weights, got_ids, y)
             hidden = self._kernels.combine(hidden, y, *given)
         return hidden
+
+
+def _padded(routed: Rows, count: int) -> Rows:
+    """Return `count` rows: those of this replica, then rows without experts, which are computed nowhere."""
+    x, weights, ids = routed
+    lacking = count - len(x)
+    if lacking <= 0:
+        return routed
+    return F.pad(x, (0, 0, 0, lacking)), F.pad(weights, (0, 0, 0, lacking)), F.pad(ids, (0, 0, 0, lacking), value=-1)
 
 
 def _bytes(part: Tensor) -> Tensor:

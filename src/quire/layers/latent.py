@@ -2,11 +2,13 @@
 
 Absorbed: the up-projection is applied to queries and to attention's sums, so attention reads the cached latents.
 Naive: every latent is expanded to keys and values. Absorbed costs less for few query rows, naive for many.
+With an indexer, rows of longer sequences read only chosen latents, absorbed; shorter sequences are as without one.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor, nn
 
 from quire.args.latent import LatentArgs
 from quire.args.layers import NormArgs
-from quire.kernels.attention import AttentionMeta, Prompt, sequences
+from quire.kernels.attention import AttentionMeta, Prompt, as_list, sequences
+from quire.kernels.index import Chosen
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Turns
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
+from quire.layers.indexer import Indexer
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 
@@ -44,6 +48,37 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
         max_query_len=max([meta.decode_len, *(last - first for first, last, *_ in known[: -len(naive)])]),
     )
     return few, naive
+
+
+def alike(meta: AttentionMeta, most: float, chosen: Chosen) -> Iterator[tuple[str, tuple[Prompt, ...]]]:
+    """Yield neighbouring sequences of a step that are computed alike, and how: "absorbed", "naive" or "chosen".
+
+    most   query rows of a sequence up to which it is absorbed. Where the host knows only the prompts, these are naive
+    """
+    some = {prompt[2] for prompt in chosen.sequences}
+    whole = chosen.decodes is None or meta.prompts is None
+    known = sequences(meta) if whole else meta.prompts or ()
+
+    def way(prompt: Prompt) -> str:
+        if prompt[2] in some:
+            return "chosen"
+        return "absorbed" if prompt[1] - prompt[0] <= most and whole else "naive"
+
+    for name, found in itertools.groupby(known, way):
+        yield name, tuple(found)
+
+
+def part_of(meta: AttentionMeta, prompts: tuple[Prompt, ...]) -> AttentionMeta:
+    """Return the metadata of neighbouring sequences alone. Its rows begin with the first row of these."""
+    begin, end, first = prompts[0][2], prompts[-1][2] + 1, prompts[0][0]
+    return replace(
+        meta,
+        query_start=[start - first for start in as_list(meta.query_start)[begin : end + 1]],
+        seq_lens=meta.seq_lens[begin:end],
+        block_tables=meta.block_tables[begin:end] if meta.table_rows is None else meta.block_tables,
+        table_rows=None if meta.table_rows is None else meta.table_rows[begin:end],
+        plans={},
+    )
 
 
 class Expansion(nn.Module):
@@ -85,6 +120,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = Norm(f"{at}.kv_norm", inner, build)
         self.kv_up = Expansion(f"{at}.kv_up", expanded, build.device)
         self.output = Linear(f"{at}.output", build)
+        own = sizes.index is not None and not sizes.index.shared
+        self.indexer = Indexer(sizes.index, f"{at}.index", build) if sizes.index is not None and own else None
 
     def forward(
         self,
@@ -100,12 +137,16 @@ class LatentAttention(nn.Module):
         residual   None: x
         Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
-        sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(x)
-        up = self.kv_up.weight
-        down = branch.project(self.down, x, ctx)
+        sizes, meta, indexer = self.sizes, ctx.attention[self.group], self.indexer
+        first = (self.down,) if indexer is None else (self.down, indexer.k, indexer.heads)
+        down, *index = branch.projections(first, x, ctx)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
-        if self.q is not None and self.q_norm is not None:
+        if indexer is not None and self.q is not None and self.q_norm is not None and kv.index is not None:
+            compressed = self.q_norm(q)
+            q = self.q(compressed, ctx)
+            ctx.chosen = indexer(compressed, index, turns[self.turn], meta, kv.index, ctx)
+        elif self.q is not None and self.q_norm is not None:
             q = self.q.normed(q, self.q_norm, ctx)
         q = self.kernel.prepare(
             q.unflatten(1, (self.num_heads, -1)),
@@ -116,20 +157,61 @@ class LatentAttention(nn.Module):
             kv,
             meta.kv_slots,
         )
-        out = x.new_empty(tokens, self.num_heads, sizes.v_dim)
-        few, naive = split(meta, self.most_absorbed)
-        rows = naive[0][0] if naive else tokens
-        if rows:
-            self._absorb(q[:rows], up, kv, few, out[:rows])
-        if naive:
-            self.kernel.expanded(q, up, kv, replace(meta, prompts=naive), sizes.scale, out)
+        out = x.new_empty(len(x), self.num_heads, sizes.v_dim)
+        if sizes.index is None:
+            self._attend(q, kv, meta, out)
+        else:
+            assert ctx.chosen is not None, "a layer before has an indexer"
+            self._attend_chosen(q, kv, meta, ctx.chosen, out)
         return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
 
-    def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
-        """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V]."""
-        keys, values = up.split([self.sizes.nope_dim, self.sizes.v_dim], dim=1)
-        plain, turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=2)
-        latents = q.new_empty(len(q), self.num_heads, self.sizes.kv_rank)
+    def _attend(self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
+        """Attention of rows q [T, H, P + R] to all tokens before them, written to out [T, H, V]."""
+        few, naive = split(meta, self.most_absorbed)
+        rows = naive[0][0] if naive else len(q)
+        if rows:
+            self._absorb(q[:rows], kv, few, out[:rows])
+        if naive:
+            self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=naive), self.sizes.scale, out)
+
+    def _attend_chosen(self, q: Tensor, kv: LatentView, meta: AttentionMeta, chosen: Chosen, out: Tensor) -> None:
+        """As `_attend`; rows of longer sequences, and decodes of a GPU, attend to the chosen tokens alone."""
+        done = 0  # rows of `chosen.positions`
+        if chosen.decodes:
+            done = chosen.decodes
+            self._absorb(q[:done], kv, meta, out[:done], chosen.positions[:done])
+        for way, prompts in alike(meta, self.most_absorbed, chosen):
+            rows = slice(prompts[0][0], prompts[-1][1])
+            if way == "naive":
+                self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=prompts), self.sizes.scale, out)
+            elif way == "absorbed":
+                self._absorb(q[rows], kv, part_of(meta, prompts), out[rows])
+            else:
+                count = rows.stop - rows.start
+                positions = chosen.positions[done : done + count]
+                self._absorb(q[rows], kv, meta, out[rows], positions, rows.start)
+                done += count
+
+    def _absorb(
+        self,
+        q: Tensor,
+        kv: LatentView,
+        meta: AttentionMeta,
+        out: Tensor,
+        positions: Tensor | None = None,
+        first: int = 0,
+    ) -> None:
+        """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V].
+
+        positions   [n, K] tokens that the step's rows from `first` on attend to; None: all before them
+        """
+        sizes = self.sizes
+        keys, values = self.kv_up.weight.split([sizes.nope_dim, sizes.v_dim], dim=1)
+        plain, turned = q.split([sizes.nope_dim, sizes.rope_dim], dim=2)
+        latents = q.new_empty(len(q), self.num_heads, sizes.kv_rank)
         self.kernel.project(plain, keys, latents)
-        sums = self.kernel.absorbed(latents, turned, kv, meta, self.sizes.scale)
+        if positions is None:
+            sums = self.kernel.absorbed(latents, turned, kv, meta, sizes.scale)
+        else:
+            sums = self.kernel.chosen(latents, turned, kv, meta, sizes.scale, positions, first)
         self.kernel.project(sums, values.transpose(1, 2), out)

@@ -81,6 +81,19 @@ class Linear(nn.Module):
         return y if self.tp is None else self.tp.all_reduce(y)
 
 
+class FloatLinear(Linear):
+    """A projection whose results stay float32, [T, in_features] -> [T, out_features]."""
+
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """[T, in_features] -> [T, out_features] float32."""
+        y: Tensor = self.kernel.run_float(x, *self.packed)
+        return y
+
+    def fuses(self, norm: Norm) -> bool:
+        """Return False: no kernel norms its input and leaves the result in float32."""
+        return False
+
+
 class SquaredLinear(Linear):
     """max(up(x), 0)^2, [T, in_features] -> [T, out_features]."""
 

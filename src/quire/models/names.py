@@ -139,6 +139,13 @@ COMPRESSED_QUERY: NameMap = (
     ("model.layers.{i}.self_attn.q_a_layernorm.weight", "layers.{i}.attention.q_norm.weight", ""),
     ("model.layers.{i}.self_attn.q_b_proj.weight", "layers.{i}.attention.q.weight", ""),
 )
+INDEXER: NameMap = (
+    ("model.layers.{i}.self_attn.indexer.wq_b.weight", "layers.{i}.attention.index.q.weight", ""),
+    ("model.layers.{i}.self_attn.indexer.wk.weight", "layers.{i}.attention.index.k.weight", ""),
+    ("model.layers.{i}.self_attn.indexer.k_norm.weight", "layers.{i}.attention.index.k_norm.weight", ""),
+    ("model.layers.{i}.self_attn.indexer.k_norm.bias", "layers.{i}.attention.index.k_norm.bias", ""),
+    ("model.layers.{i}.self_attn.indexer.weights_proj.weight", "layers.{i}.attention.index.heads.weight", ""),
+)
 GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from quire.contracts.errors import ConfigError
+from quire.kernels.latent_rows import DS_MLA
+from quire.kernels.latent_rows import FEATURE as ROWS
 from quire.plan.dtype import ALIASES
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-ASKED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
-FEATURES = {E4M3: "e4m3 cache", E5M2: "e5m2 cache"}  # that kernels must have (`quire.kernels.attention`)
+ASKED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, DS_MLA: DS_MLA}
+FEATURES = {E4M3: "e4m3 cache", E5M2: "e5m2 cache", DS_MLA: ROWS}  # that kernels must have (`quire.kernels.attention`)
 
 
 class CacheChoice(NamedTuple):
@@ -51,7 +53,7 @@ def choose_cache(asked: str, dtype: str, quantization: Mapping[str, Any]) -> Cac
                 "has that dtype: use --kv-cache-dtype auto, fp8 or fp8_e5m2, or another --dtype."
             )
         return CacheChoice(dtype, "as asked")
-    if scheme and (other or asked == "fp8_e5m2"):
+    if scheme and (other or asked in ("fp8_e5m2", DS_MLA)):
         note = f"the checkpoint's scales of the KV cache are for {scheme}: kv_cache_dtype={asked} does not use them."
         return CacheChoice(ASKED[asked], "as asked", notes=(note,))
     return CacheChoice(ASKED[asked], "as asked", ASKED[asked] == E4M3)

@@ -79,16 +79,18 @@ def collectives(
     spread: Mapping[str, str] | None = None,
     wire: Wire = AS_THEY_ARE,
     rank: Rank | None = None,
+    drafts: bool = False,
 ) -> Iterator[Collective]:
     """Yield the exchanges of a step, in their order.
 
     item_bytes   bytes of one value of an activation: 2 for bfloat16
     spread       phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
     wire         form of rows on the way to experts
+    drafts       True: the engine drafts, so plans tell the stages of a pipeline the tokens
     rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
     """
     for one, times in _exchanges(args, parallel, item_bytes, spread or {}, wire, rank):
-        if times:
+        if times and not (drafts and one.group == "tokens"):
             name, why = algorithm(one.kind, device)
             yield Collective(**one._asdict(), times=times, algorithm=name, why=why)
 

@@ -38,13 +38,14 @@ from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
-from quire.plan.kinds.blocks import operations, score_features
+from quire.plan.kernel_features import attention_features, missing_features
+from quire.plan.kinds.blocks import operations
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
-from quire.plan.meetings import Meeting, check, inputs_of, met, rows_of
+from quire.plan.meetings import Meeting, check, inputs_of, met
 from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
@@ -178,7 +179,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         own = unpacked_bytes(self.params, self.dtype.dtype)
-        return own + (self.draft.weight_bytes if self.draft is not None else 0)
+        drafter = own_draft(self)
+        return own + (drafter.weight_bytes if drafter is not None else 0)
 
     @property
     def weight_words(self) -> str:
@@ -210,6 +212,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
+
+
+def own_draft(plan: EnginePlan) -> EnginePlan | None:
+    """Return the plan of the draft model if the rank has it: a rank of the last stage of a pipeline."""
+    return plan.draft if plan.mesh.rank.last else None
 
 
 def _widens(plan: EnginePlan) -> bool:
@@ -294,16 +301,14 @@ def resolve_engine(
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
     inputs = replace(inputs, windows=geometry.windows)
-    unblended = any("CacheBlend" in (row.feature, row.other) and row.status == MISSING for row in rows_of(inputs))
-    asked = score_features(args) | frozenset(["rows"] * (blends and not unblended))
     kernels = choose_kernels(
         device,
         dtype.dtype,
         ops=operations(args, blends),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
-        attention_features=asked,
-        cache_features=cache.features,
+        attention_features=attention_features(inputs, args),
+        cache_features=cache.features - missing_features(inputs),
         probe=probe,
     )
     if by_triton and cache.features:

@@ -11,7 +11,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
-from quire.plan.drafts import joined
+from quire.plan.drafts import rank_joined
 from quire.plan.engine import EnginePlan, keep_stored, state_types
 from quire.plan.formats import with_formats
 from quire.plan.kv_geometry import rank_geometry
@@ -67,7 +67,7 @@ class Holdings:
         """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
         drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
         held = {
-            kind: drafts + sum(self.num_bytes(one, len(rank.expert_ids)) for one in own)
+            kind: drafts * rank.last + sum(self.num_bytes(one, len(rank.expert_ids)) for one in own)
             for kind, (rank, own) in self._by_kind.items()
         }
         return [(rank, held[held_of(self.plan.args, rank)]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
@@ -91,7 +91,7 @@ class Holdings:
             block_size=None,
             sizes=self.plan.geometry.block_sizes,
         )
-        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry, self.plan.args.num_layers)
+        return own if self.plan.draft is None else rank_joined(own, self.plan.draft.geometry, self.plan.args, rank)
 
     @cached_property
     def headers(self) -> Mapping[str, StoredTensor]:

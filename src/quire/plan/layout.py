@@ -95,7 +95,8 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
     if args.eagle is not None:
         yield from head_params(args, args.eagle, write, vocab)
         return
-    if rank.first:
+    embeds = rank.first or (rank.last and args.prediction.embeds)
+    if embeds:
         yield write.param("embed.weight", {"": vocab}, hidden, shard="rows")
     if args.inputs:
         yield from input_params(args, write, vocab)
@@ -108,6 +109,6 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
     yield write.norm("norm.weight")
     if not args.tie_word_embeddings:
         yield write.param("head.weight", {"": vocab}, hidden, shard="rows")
-    elif not rank.first:  # the embedding lies on another stage: its rows are read here once more
+    elif not embeds:  # the embedding lies on another stage: its rows are read here once more
         (part,) = write.param("embed.weight", {"": vocab}, hidden).parts
         yield Param("head.weight", part.local_shape, (part,), shard="rows")

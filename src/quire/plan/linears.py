@@ -8,6 +8,7 @@ from quire.kernels.linear_plan import LinearPlan, RowRange
 from quire.kernels.select import Choice
 
 NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of latents
+WEIGHS = ".index.heads"  # the weights of an indexer's heads, which are never rounded
 
 
 def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: bool) -> dict[str, LinearPlan]:
@@ -24,7 +25,8 @@ def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: b
         if not is_linear(param):
             continue
         choice = chosen[param.scheme.needs if param.scheme else frozenset()]
-        rounded = exact and param.module.endswith(".router") and "exact" not in choice.features
+        scored = param.module.endswith(WEIGHS) or (exact and param.module.endswith(".router"))
+        rounded = scored and "exact" not in choice.features
         plans[param.module] = (
             _exact(param, choice)
             if rounded
@@ -47,14 +49,14 @@ def is_linear(param: Param) -> bool:
 
 
 def _exact(param: Param, choice: Choice) -> LinearPlan:
-    """Return the plan of a router whose scores are not rounded: one rounding more sends tokens to other experts."""
+    """Return the plan of a router or an indexer whose scores are not rounded: one rounding more chooses others."""
     why = (choice.name, "rounds scores to the model's type")
     return LinearPlan(
         format=param.format,
         layout="ref",
         ranges=(RowRange(None, "ref"),),
         features=("exact",),
-        reason="scores of routers are not rounded",
+        reason=f"scores of {'indexers' if param.module.endswith(WEIGHS) else 'routers'} are not rounded",
         rejected=(*choice.rejected, why),
     )
 

@@ -9,7 +9,7 @@ from quire.contracts.errors import ConfigError
 from quire.plan.state_memory import USUAL, StateUse, divide
 
 GIB = 1024**3
-SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+SLOT_BYTES = 272  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 
 

@@ -7,7 +7,7 @@ from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, first_expert, num_experts
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.panel_sizes import kept_bytes, panels_of
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, own_draft
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, num_bytes
 from quire.weights.files import StoredTensor, read_checkpoint
@@ -19,7 +19,9 @@ def kept_weights(plan: EnginePlan) -> int:
     """Return the bytes of a rank's weights and of its drafter's, as `quire explain` tells them."""
     packed = plan.machine.device == "cpu" and any(param.scheme is not None for param in plan.params)
     headers = headers_of(plan) if packed else {}  # reading them again takes a second for a large model
-    return sum(kept_of(plan, param, headers) for param in plan.params) + (plan.draft.weight_bytes if plan.draft else 0)
+    drafter = own_draft(plan)
+    own = sum(kept_of(plan, param, headers) for param in plan.params)
+    return own + (drafter.weight_bytes if drafter is not None else 0)
 
 
 def headers_of(plan: EnginePlan) -> Mapping[str, StoredTensor]:

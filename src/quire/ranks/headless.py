@@ -10,11 +10,14 @@ from pathlib import Path
 from quire import __version__
 from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import cluster_key
+from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError
+from quire.plan.drafts import draft_config
+from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check, inputs_of, met
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.ranks.agent import JOIN_SECONDS, HostAgent
-from quire.ranks.host_messages import HostHello
+from quire.ranks.host_messages import HostHello, ModelFiles
 from quire.weights.folder import fetch_weights, resolve_folders
 
 CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # exit codes of a host that a signal has ended
@@ -44,15 +47,14 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) ->
     if hosts.data_parallel_size_local is not None:  # host 0 says how many ranks this host has
         check(met(inputs_of(config)))
     key, _ = cluster_key()
-    folder, digest = find_model(config)
+    files = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
     hello = HostHello(
         node=hosts.node_rank,
         name=f"{socket.gethostname()}, node {hosts.node_rank}",
         versions=versions(),
         devices=tuple(range(gpus)),
-        folder=folder,
-        model=digest,
+        files=files,
     )
     signals: list[signal.Signals] = []
     for number in CODES:
@@ -62,11 +64,15 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) ->
     return CODES[signals[0]] if signals else int(not good)
 
 
-def find_model(config: EngineConfig) -> tuple[str, str]:
-    """Return the folder of the model on this host, downloaded if needed, and its digest."""
-    folder, _ = resolve_folders(config)
-    fetch_weights(config, folder, lambda checkpoint: None)
-    return str(folder.resolve()), model_digest(config, folder)
+def find_model(config: EngineConfig) -> ModelFiles:
+    """Return the files of the model and of its drafter on this host, downloaded if needed."""
+    config = resolve_speculators(config, resolve_folders(config)[0])
+    folders = list[Path]()
+    for one in filter(None, (config, draft_config(config, config.model.dtype))):
+        folders.append(resolve_folders(one)[0])
+        fetch_weights(one, folders[-1], lambda checkpoint: None)
+    digest = model_digest(config, *folders)
+    return ModelFiles(digest=digest, folders=tuple(str(folder.resolve()) for folder in folders))
 
 
 def versions() -> str:
@@ -74,10 +80,21 @@ def versions() -> str:
     return f"Quire {__version__}, PyTorch {importlib.metadata.version('torch')}"
 
 
-def model_digest(config: EngineConfig, folder: Path) -> str:
-    """Return a digest of a model's config.json and of the names and sizes of its weight files, if they are read."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    if config.load.load_format != "dummy":
-        for path in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+def model_digest(config: EngineConfig, *folders: Path) -> str:
+    """Return a digest of each config.json and of the names and sizes of the weight files, if they are read.
+
+    folders   of the model, and of its draft model or EAGLE head
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        digest.update((folder / "config.json").read_bytes())
+        if config.load.load_format != "dummy":
+            for path in sorted(folder.glob("*.safetensors")):
+                digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     return digest.hexdigest()
+
+
+def plan_digest(plan: EnginePlan) -> str:
+    """Return the `model_digest` of the engine of a plan."""
+    folders = (plan.folder, *((plan.draft.folder,) if plan.draft is not None else ()))
+    return model_digest(plan.config, *map(Path, folders))

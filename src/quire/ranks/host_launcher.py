@@ -119,9 +119,8 @@ class Hosts:
                     "use more hosts (--nnodes), lower sizes, or make more GPUs visible there "
                     "(CUDA_VISIBLE_DEVICES)."
                 )
-            places += [
-                Place(host, devices[index], hello.folder if hello else "", hello is None) for index in range(each)
-            ]
+            folders = hello.files.folders if hello else ()
+            places += [Place(host, devices[index], folders, hello is None) for index in range(each)]
         self._each = each
         return places
 
@@ -314,8 +313,8 @@ class Hosts:
             why = f"node {hello.node} is {former.hello.name} already: give each host its --node-rank"
         elif hello.versions != members.versions:
             why = f"it has {hello.versions}, and the first host has {members.versions}: install the same versions"
-        elif hello.model != members.model:
-            why = "its model has other files than that of the first host: give the same model and revision"
+        elif hello.files.digest != members.model:
+            why = "its model has other files than that of the first host: give the same model, drafter and revisions"
         elif self._closed:
             why = "the engine has ended"
         if why:

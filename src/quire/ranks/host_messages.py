@@ -10,6 +10,17 @@ No message names code, a command or a variable: an agent starts ranks of Quire a
 import msgspec
 
 
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of a model and of its draft model or EAGLE head on a host.
+
+    digest    `model_digest` of their folders
+    folders   of the model, and of its drafter, if it has one; (): the same as on the first host
+    """
+
+    digest: str = ""
+    folders: tuple[str, ...] = ()
+
+
 class HostHello(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
     """First words of an agent.
 
@@ -17,16 +28,14 @@ class HostHello(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
     name       name of its host, for messages
     versions   of Quire and PyTorch, which all hosts have alike
     devices    indices of the GPUs that its ranks may use, in order; (): no GPU
-    folder     folder of the model on its host; "": the same as on the first host
-    model      `model_digest` of that folder
+    files      files of the model on its host
     """
 
     node: int
     name: str
     versions: str
     devices: tuple[int, ...] = ()
-    folder: str = ""
-    model: str = ""
+    files: ModelFiles = ModelFiles()
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="rank"):

@@ -20,13 +20,13 @@ class Place(NamedTuple):
     """The place of a rank.
 
     host     index of its host;  device  index of its device there
-    folder   folder of the model on its host; "": as on this one
+    folders  of the model and of its drafter on its host; (): as on this one
     local    True on this process's host
     """
 
     host: int
     device: int
-    folder: str = ""
+    folders: tuple[str, ...] = ()
     local: bool = True
 
 

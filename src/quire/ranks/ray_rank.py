@@ -36,8 +36,8 @@ class RayRank:
         node = f"{socket.gethostname()}, Ray node {context.get_node_id()[:8]}"
         gpus = tuple(int(index) for index in context.get_accelerator_ids().get("GPU", ()))
         try:
-            folder, digest = find_model(msgspec.json.decode(config, type=EngineConfig))
-            hello = HostHello(node=number, name=node, versions=versions(), devices=gpus, folder=folder, model=digest)
+            files = find_model(msgspec.json.decode(config, type=EngineConfig))
+            hello = HostHello(node=number, name=node, versions=versions(), devices=gpus, files=files)
             HostAgent(*place, key, hello, self._module, env=self._env, say=print).run(seconds=JOIN_SECONDS)
         except QuireError as error:
             return f"rank {number} on {node}: {error}"

@@ -35,6 +35,7 @@ from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
+from quire.reports.chosen import describe_chosen
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
 from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
@@ -107,6 +108,7 @@ class PlanReport:
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
             "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
+            "chosen": describe_chosen(self.plan),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),
@@ -193,6 +195,7 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
+            drafts=self.plan.speculation is not None,
         )
         return [asdict(one) for one in sent]
 
@@ -395,6 +398,8 @@ def _kind(calls: Sequence[Call]) -> str:
     kinds = {"attention": "grouped-query attention", "latent": "latent attention", "delta": "gated delta"}
     kinds |= {"shortconv": "short convolution", "mamba": "Mamba 2"}
     mixer = next((words for name, words in kinds.items() if name in called), "")
+    if "latent.chosen" in {call.function for call in calls}:
+        mixer = f"sparse latent attention with {'an indexer of its own' if 'index' in called else 'a shared indexer'}"
     if not mixer:
         return "embedding" if calls[0].function.endswith((".rows", ".embedding")) else "norm and head"
     return f"{mixer}, {'experts' if 'experts' in called else 'feed-forward'}"

@@ -35,9 +35,11 @@ def make_drafter(
         from quire.spec.layers import LayerDrafter
 
         own, draft = kv[len(model.layers) :], model.draft
-        passes: Pass = PredictionPass(model, own) if draft is None else ModelPass(draft, own)
-        if draft is not None and speculation.head:
-            passes = HeadPass(model, draft, own)
+        passes: Pass
+        if draft is None:
+            passes = PredictionPass(model, own)
+        else:
+            passes = (HeadPass if speculation.head else ModelPass)(model, draft, own)
         return LayerDrafter(
             passes,
             model.dtype,

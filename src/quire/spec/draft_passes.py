@@ -19,11 +19,13 @@ class Pass(Protocol):
     width       of the states that are kept of the model
     groups      KV groups of the layers, ascending
     recurrent   True: some layers are recurrent, and keep states of their own
+    shared      True: replicas in lock-step share experts of the layers
     """
 
     width: int
     recurrent: bool
     groups: tuple[int, ...]
+    shared: bool
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states [T, width] to keep of the output of the model's layers, before the final norm."""
@@ -37,6 +39,9 @@ class Pass(Protocol):
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits [D, V] of the drafts, of this rank's slice of the vocabulary."""
 
+    def join(self, ctx: StepContext) -> None:
+        """Take part in the exchanges of a pass in which this replica has no rows, and others have."""
+
 
 class PredictionPass:
     """A pass of the model's prediction layer. A `Pass`. Its states are the model's, after the final norm."""
@@ -46,6 +51,7 @@ class PredictionPass:
     def __init__(self, model: Model, kv: list[KVView]) -> None:
         self._model, self._layer, self._kv = model, model.drafts[0], kv[0]
         self.width, self.groups = model.args.hidden_size, (self._layer.block.attention.group,)
+        self.shared = self._layer.block.shares_experts
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states to keep. See `Pass`."""
@@ -64,12 +70,16 @@ class PredictionPass:
         """Return the logits of the drafts. See `Pass`."""
         return self._model.head(state)
 
+    def join(self, ctx: StepContext) -> None:
+        """Run this rank's experts of the layer for other replicas. See `Pass`."""
+        self._layer.block.join(ctx)
+
 
 class HeadPass:
     """A pass of an EAGLE head. A `Pass`. Its states are the model's: after the final norm, or between several layers,
     joined (EAGLE-3)."""
 
-    recurrent = False
+    recurrent = shared = False
 
     def __init__(self, model: Model, head: Decoder, kv: list[KVView]) -> None:
         self._model, self._head, self._kv = model, head, kv[0]
@@ -95,23 +105,25 @@ class HeadPass:
         if not self._head.last:
             return self._model.head(state)
         normed, ids = state if self._normed else self._head.norm(state), self._head.ids
-        return (
-            self._head.head(normed)
-            if ids is None
-            else ids.spread(self._head.head.whole(normed), self._model.vocabulary)
-        )
+        if ids is None:
+            return _sliced(self._head.head(normed), self._head, self._model)
+        return ids.spread(self._head.head.whole(normed), self._model.vocabulary)
+
+    def join(self, ctx: StepContext) -> None:
+        """Do nothing: a head has no experts. See `Pass`."""
 
 
 class ModelPass:
-    """A pass of a draft model, which sees tokens alone. A `Pass`."""
+    """A pass of a draft model, which sees tokens alone. A `Pass`. `target`: the model for which it drafts"""
 
     width = 0
 
-    def __init__(self, model: Model, kv: list[KVView]) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, target: Model, model: Model, kv: list[KVView]) -> None:
+        self._target, self._model, self._kv = target, model, kv
         mixers = (layer.attention for layer in model.layers)
         self.groups = tuple(sorted({one.group for one in mixers if isinstance(one, Attention | LatentAttention)}))
         self.recurrent = model.args.keeps_states
+        self.shared = any(layer.shares_experts for layer in model.layers)
 
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return states without numbers. See `Pass`."""
@@ -128,4 +140,17 @@ class ModelPass:
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts. See `Pass`."""
-        return self._model.head(state)
+        return _sliced(self._model.head(state), self._model, self._target)
+
+    def join(self, ctx: StepContext) -> None:
+        """Run this rank's experts of all layers for other replicas. See `Pass`."""
+        for layer in self._model.layers:
+            layer.join(ctx)
+
+
+def _sliced(logits: Tensor, drafter: Model, target: Model) -> Tensor:
+    """Return the logits of the slice of the vocabulary that this rank has of the model, of which it may have the whole
+    drafter."""
+    if target.vocabulary is None or drafter.vocabulary is not None:
+        return logits
+    return logits[:, target.vocabulary.first :][:, : target.vocabulary.count].contiguous()

@@ -7,12 +7,18 @@ from torch import Tensor
 from quire.contracts.step import I32, Admission
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.layers.context import StepContext
+from quire.spec.joint_passes import JointPasses
 
 Changes = list[tuple[Tensor, int, I32]]  # table, offset, words; see `quire.kernels.step.upload.Change`
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of the decodes of a step. Nothing here waits for the device, where that can be."""
+    """Guesses the next tokens of the decodes of a step. Nothing here waits for the device, where that can be.
+
+    joint   passes of replicas in lock-step that share experts of the drafter's layers; None: there are none
+    """
+
+    joint: JointPasses | None = None
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         """Return the table changes to write before the step that admits these requests."""

@@ -40,7 +40,10 @@ from quire.kernels.step import (
 from quire.layers.context import StepContext
 from quire.spec.draft_passes import Pass
 from quire.spec.drafter import Changes
+from quire.spec.joint_passes import JointPasses
 from quire.spec.pass_states import PassStates
+
+TOKENS = slice(NUM_TOKENS, NUM_TOKENS + 1)
 
 
 class LayerDrafter:
@@ -91,6 +94,7 @@ class LayerDrafter:
         )
         self._lanes = torch.arange(max(tokens, slots), device=device)
         self._recurrent = PassStates(slots, device) if passes.recurrent else None
+        self.joint = JointPasses(passes, self._width, device) if passes.shared else None
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         """Return the changes of `first`: the states before the first computed token are unknown. See `Drafter`."""
@@ -98,7 +102,11 @@ class LayerDrafter:
 
     def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Launch the passes of a step's decodes. See `Drafter`."""
+        if self.joint is not None:
+            count = self.joint.count
         if not seqs:
+            if self.joint is not None:
+                self.joint.join_drafts()
             return
         slots, live = step.slots[:seqs].long(), self._lanes[:seqs] < step.words[NUM_DECODES]
         known = tables.computed[slots]  # position of each decode's last token
@@ -141,7 +149,7 @@ class LayerDrafter:
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
-        states, seqs = self._pass.keep(hidden, ctx), len(buffers.seq_lens)
+        states, seqs, joint = self._pass.keep(hidden, ctx), len(buffers.seq_lens), self.joint
         slots = step.slots[:seqs].long()
         bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
         starts, ends = bounds[:-1], bounds[1:]
@@ -152,7 +160,10 @@ class LayerDrafter:
             moved = states.new_empty(len(states) + 1, states.shape[1])
             moved[1:] = states
             moved[starts] = carried
-            self._pass.run(buffers.token_ids, moved[:-1], ctx)
+            own = ctx if joint is None else replace(ctx, replicas=joint.prompts(step.words[TOKENS]))
+            self._pass.run(buffers.token_ids, moved[:-1], own)
+        elif joint is not None:
+            joint.join_prompts()
         begin = torch.where(self._lanes[:seqs] < step.words[NUM_DECODES], starts, ends - 1)
         rows = torch.minimum(begin[:, None] + self._lanes[: self._width], ends[:, None] - 1).clamp_(min=0)
         self.states[slots] = states[rows]
@@ -203,5 +214,6 @@ class LayerDrafter:
         if self._recurrent is not None:
             slots = self._step.slots[:seqs]
             kept = self._recurrent.meta(own.query_start, own.seq_lens, slots, query)
-        ctx = StepContext(buffers.positions, attention, [], live=buffers.live, states=kept)
+        replicas = None if self.joint is None else self.joint.rows(query, self._step.words[TOKENS])
+        ctx = StepContext(buffers.positions, attention, [], replicas, live=buffers.live, states=kept)
         return self._pass.run(buffers.token_ids, states, ctx)

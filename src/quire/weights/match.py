@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.latent import LatentArgs
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part, RawTensor
 from quire.quantization.formats import raw_tensors, spare_names
@@ -27,6 +28,7 @@ CACHE_SCALES = (
     ".v_zero_point",
 )
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and head, in an MTP layer
+INDEXER = ".self_attn.indexer."  # of a layer that reads the tokens that another one has chosen
 SHARED = re.compile(r".*\.self_attn\.[kv]_(proj|norm)\.")  # of a layer that reads the KV of another one
 _LAYER = re.compile(r"[a-z_.]*\blayers\.(\d+)\.")
 
@@ -67,8 +69,9 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
     These are those of a model around the language model, rotary tables of older checkpoints, a head that is tied to
-    the embedding, scales of a quantized KV cache, projections of keys and values that another layer has, and the layers
-    of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of embedding and head.
+    the embedding, scales of a quantized KV cache, projections of keys and values and indexers that another layer has,
+    and the layers of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of
+    embedding and head.
     """
     if (root := args.prediction.root) and name.startswith(root):
         return not args.draft_layers or name.endswith((*COPIES, *CACHE_SCALES))
@@ -81,6 +84,9 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     if args.eagle is not None and name.rpartition("embed_tokens.")[2] in ("weight", "lm_head.weight", "d2t", "t2d"):
         return True
     layer = _LAYER.match(name)
+    if layer is not None and INDEXER in name and int(layer[1]) < args.num_layers:
+        mixer = args.layers[int(layer[1])].mixer
+        return isinstance(mixer, LatentArgs) and mixer.index is not None and mixer.index.shared
     if layer is not None and int(layer[1]) < args.num_layers and args.kept_by(int(layer[1])) != int(layer[1]):
         return SHARED.match(name) is not None
     first = args.num_layers + args.draft_layers * (not name.endswith(COPIES))

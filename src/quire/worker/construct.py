@@ -32,6 +32,7 @@ from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
+from quire.worker.stage_drafts import StageDrafts, StageTokens
 from quire.worker.step_drafts import StepDrafts
 from quire.worker.synthetic import SyntheticAcceptance
 
@@ -107,8 +108,9 @@ def make_runner(
         operations = SlicedSampling(operations, model.vocabulary)
     places = state.buffers.sample_slots, state.buffers.sample_positions
     sampler = Sampler(operations, state.sampling, *places, state.tables.history)
+    staged = groups.pp is not None
     drafter = make_drafter(
-        speculation,
+        speculation if model.last else None,
         chosen["step"],
         model=model,
         kv=kv,
@@ -116,7 +118,11 @@ def make_runner(
         tables=state.tables,
         sampling=(operations, sampler.rows),
     )
-    features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
+    features: list[StepFeature] = [
+        *_exchanging(model, groups, state, upload, limits, drafter),
+        *_drafting(drafter, state, limits, staged=staged),
+        *_own(model, kv, state),
+    ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(
@@ -151,10 +157,19 @@ def _recorder(choice: Choice, limits: Limits) -> Recorder:
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 
-def _own(model: Model, kv: list[KVView], state: DeviceState, drafter: Drafter | None) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: drafts, blending, scoring of prompts, pooling."""
-    if drafter is not None:
-        yield StepDrafts(drafter)
+def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, staged: bool) -> Iterator[StepFeature]:
+    """Yield the features of speculative decoding. staged: this rank belongs to a pipeline"""
+    if not staged:
+        if drafter is not None:
+            yield StepDrafts(drafter)
+    elif drafter is not None:
+        yield StageDrafts(drafter, state.tables, limits.num_drafts)
+    elif limits.num_drafts:
+        yield StageTokens(state.tables)
+
+
+def _own(model: Model, kv: list[KVView], state: DeviceState) -> Iterator[StepFeature]:
+    """Yield the features of a rank by itself: blending, scoring of prompts, pooling."""
     if model.kernels.blend is not None:
         yield Blending(model, kv)
     if model.last:
@@ -163,13 +178,14 @@ def _own(model: Model, kv: list[KVView], state: DeviceState, drafter: Drafter | 
 
 
 def _exchanging(
-    model: Model, groups: RankGroups, state: DeviceState, upload: Upload, limits: Limits
+    model: Model, groups: RankGroups, state: DeviceState, upload: Upload, limits: Limits, drafter: Drafter | None
 ) -> Iterator[StepFeature]:
     """Yield the features by which a rank works with other ranks."""
     if groups.pp is not None and groups.tokens is not None:
-        yield PipelineStage(model, groups.pp, groups.tokens, state.tables)
+        yield PipelineStage(model, groups.pp, groups.tokens, state.tables, told=limits.num_drafts > 0)
     if limits.replicas > 1:
-        yield ReplicaAgreement(model, upload.step, limits)
+        passes = None if drafter is None else drafter.joint
+        yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
     if groups.movers is not None:
-        layers = [layer.experts for layer in model.layers if isinstance(getattr(layer, "experts", None), MoE)]
+        layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]
         yield RankBalancing(layers, groups.movers)

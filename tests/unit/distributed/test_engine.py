@@ -26,6 +26,7 @@ from quire.engine import balancer
 from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
+from quire.layers.indexer import Indexer
 from quire.worker.balancing import RankBalancing
 
 from ...support.balancing import moving
@@ -176,6 +177,30 @@ def until_moved(core: Core, parts: list[Parts]) -> None:
         with mover._changed:
             due = mover._before + min(len(mover._work), mover._switched + 1)
             assert mover._changed.wait_for(lambda mover=mover, due=due: mover.told >= due, 60)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 3}], ids=str)
+def test_all_ranks_attend_to_the_same_tokens(
+    truths: Any, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slices, each rank chooses the same positions. With stages, the second one shares an indexer of the first."""
+    found: dict[int, list[Tensor]] = {}
+    forward = Indexer.forward
+
+    def noted(*given: Any) -> Any:
+        chosen = forward(*given)
+        found.setdefault(threading.get_ident(), []).append(chosen.positions)
+        return chosen
+
+    folder, expected = truths("glm_moe_dsa", False)
+    monkeypatch.setattr(Indexer, "forward", noted)
+    compare(run(folder, skip_tokenizer_init=True, **sizes), expected)
+    assert len(found) == 2
+    if "tp" in sizes:
+        one, other = found.values()
+        assert sum(map(len, one)) > 300
+        for ours, theirs in zip(one, other, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 MOVED: tuple[dict[str, Any], ...] = ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2})

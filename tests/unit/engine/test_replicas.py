@@ -46,6 +46,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     """Requests come, grow and go at any of the replicas."""
 
     lockstep = True
+    drafting = False  # True: always by layers
     plant: Callable[[ReplicaRig], None] | None = None
 
     @initialize(
@@ -58,6 +59,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         max_waiting=st.sampled_from([2, 1000]),
         drafts=st.sampled_from([0, 0, 3]),
+        layers=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (None, 5)]),
     )
     def start(
@@ -71,9 +73,11 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy: str,
         max_waiting: int,
         drafts: int,
+        layers: bool,
         windows: tuple[int | None, ...],
     ) -> None:
         depth, lag, stages = shape
+        drafts, layers = (3, True) if self.drafting else (drafts, layers)
         self.rig = ReplicaRig(
             count,
             lockstep=self.lockstep,
@@ -86,8 +90,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             caching=caching,
             policy=policy,
             max_waiting=max_waiting,
-            drafts=0 if stages > 1 else drafts,
+            drafts=drafts,
             accepts=(2, 0, 3, 1),
+            drafts_cached=layers and drafts > 0,
             windows=windows,
             max_len=MAX_LEN,
             vocab=VOCAB,
@@ -213,6 +218,12 @@ class ReplicaMachine(RuleBasedStateMachine):
             assert len({len(plans) for plans in self.rig.meeting.plans}) == 1
 
 
+class DraftingMachine(ReplicaMachine):
+    """Replicas in lock-step with drafters that have layers, also in pipelines."""
+
+    drafting = True
+
+
 class IndependentMachine(ReplicaMachine):
     """Replicas that are ready at any time, and that die at any time; one lives to the end."""
 
@@ -267,9 +278,9 @@ def explore(machine: Callable[[], ReplicaMachine], examples: int, **options: Any
 
 
 @pytest.mark.parametrize("examples", [67, *full_rows([2_000] * 5)])
-@pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
+@pytest.mark.parametrize("machine", [ReplicaMachine, DraftingMachine, IndependentMachine])
 def test_random_schedules(machine: type[ReplicaMachine], examples: int) -> None:
-    explore(machine, examples)
+    explore(machine, examples * (2 if machine.drafting and not FULL else 1))
 
 
 def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests: int = 40) -> None:
@@ -307,13 +318,13 @@ FEATURES: dict[str, list[Any]] = {
     "shape": [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)],  # depth, lag, stages
     "count": [2, 3, 4],
     "lockstep": [True, False],
-    "drafts": [0, 3],
+    "drafts": [(0, False), (3, False), (3, True)],  # how many; True: of a drafter with layers
     "windows": [(None,), (None, 6)],
     "caching": [True, False],
     "policy": ["fcfs", "priority"],
     "host_blocks": [0, 12],
 }
-LONG = pairwise(FEATURES, lambda row: not row.get("drafts") or row.get("shape", (1, 1, 1))[2] == 1)
+LONG = pairwise(FEATURES)
 MET: dict[
     str, Callable[[Row], bool]
 ] = {  # what happens beside every feature -> True for the runs that it can happen in
@@ -325,7 +336,7 @@ MET: dict[
     "finish abort": lambda row: True,
     "finish deadline": lambda row: True,
     "prompts beside decodes": lambda row: True,
-    "drafted": lambda row: row["drafts"] > 0,
+    "drafted": lambda row: row["drafts"][0] > 0,
     "loaded": lambda row: row["host_blocks"] > 0,
     "empty steps": lambda row: row["lockstep"],
     "finish replica": lambda row: not row["lockstep"],
@@ -350,8 +361,10 @@ def test_long_runs_meet_everything() -> None:
             blocks={1: 10, 2: 17}[len(row["windows"])],
             budget=rng.choice([7, 16]),
             vocab=VOCAB,
-            accepts=[rng.randint(0, row["drafts"]) for _ in range(11)],
-            **{name: row[name] for name in ("lockstep", "windows", "caching", "policy", "drafts")},
+            drafts=row["drafts"][0],
+            accepts=[rng.randint(0, row["drafts"][0]) for _ in range(11)],
+            drafts_cached=row["drafts"][1],
+            **{name: row[name] for name in ("lockstep", "windows", "caching", "policy")},
             **(below if row["host_blocks"] else {}),
         )
         chaos(rig, rng, run)
@@ -444,6 +457,25 @@ def knows_only_its_own_rows(rig: ReplicaRig) -> None:
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, own(number, sync)))
 
 
+def knows_only_its_own_drafts(rig: ReplicaRig) -> None:
+    def own(number: int, sync: StepSync) -> StepSync:
+        if sync.drafts is None:
+            return sync
+        decodes = tuple(count * (i == number) for i, count in enumerate(sync.drafts.decodes))
+        return structs.replace(sync, drafts=structs.replace(sync.drafts, decodes=decodes))
+
+    each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, own(number, sync)))
+
+
+def drafts_as_many_as_it_likes(rig: ReplicaRig) -> None:
+    def changed(number: int, sync: StepSync) -> StepSync:
+        if sync.drafts is None:
+            return sync
+        return structs.replace(sync, drafts=structs.replace(sync.drafts, most=number * sync.drafts.most))
+
+    each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, changed(number, sync)))
+
+
 def takes_a_step_alone(rig: ReplicaRig) -> None:
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, sync if planned else None))
 
@@ -453,11 +485,13 @@ def waits_before_all_have_the_step(rig: ReplicaRig) -> None:
 
 
 PLANTED = {
-    skips_an_empty_step: Deadlock,
+    skips_an_empty_step: (Deadlock, Disagreement),
     does_not_count_an_empty_step: Disagreement,
     has_another_step_number: Disagreement,
     pads_its_rows: Disagreement,
     knows_only_its_own_rows: Disagreement,
+    knows_only_its_own_drafts: Disagreement,
+    drafts_as_many_as_it_likes: Disagreement,
     takes_a_step_alone: Disagreement,
     waits_before_all_have_the_step: Deadlock,
 }
@@ -468,8 +502,8 @@ PLANTED = {
 def test_a_local_decision_is_noticed(plant: Callable[[ReplicaRig], None], depth: int) -> None:
     """Both replicas have a request, and the first one's ends early. Without the fault all is well."""
     for planted in (None, plant):
-        rig = ReplicaRig(2, lockstep=True, depth=depth)
-        rig.add([1, 2, 3], 3), rig.add([4, 5], 9)
+        rig = ReplicaRig(2, lockstep=True, depth=depth, drafts=2, accepts=(1, 0), drafts_cached=True)
+        rig.add([1, 2, 3], 4), rig.add([4, 5], 12)
         if planted is None:
             rig.drain()
             continue

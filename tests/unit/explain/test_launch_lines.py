@@ -77,7 +77,8 @@ def test_explain_plans_a_model_of_that_size(shallow: Models, capsys: pytest.Capt
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
-        "speculative decoding with method mtp and experts that replicas share or that move (--speculative-config)",
+        "speculative decoding with method mtp and experts that replicas of a GPU share, or that move there "
+        "(--speculative-config)",
         *REFUSED,
     ]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
@@ -90,10 +91,11 @@ def test_explain_plans_a_model_of_that_size(shallow: Models, capsys: pytest.Capt
     assert any("--all2all-backend deepep_low_latency is taken as" in note for note in plan["model"]["notes"])
 
 
-@pytest.mark.parametrize("model", ["GLM-5", "GLM-5-FP8"])
-def test_the_model_itself_waits_for_its_attention(shared: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words(str(shared / "hf" / model)), "--device", "h200"]) == 3
-    assert "model_type 'glm_moe_dsa' is not implemented" in capsys.readouterr().err
+@pytest.mark.parametrize("model", ["GLM-5", "GLM-5-FP8", "DeepSeek-V3.2"])
+def test_the_model_itself_waits_for_kernels(shallow: Models, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words(str(shallow(f"hf/{model}"))), "--device", "h200", "--json"]) == 0
+    missing = {one["feature"]: one["remedy"] for one in json.loads(capsys.readouterr().out)["missing"]}
+    assert missing["a GPU with sparse latent attention (DSA)"] == "use --device cpu"
 
 
 @pytest.mark.parametrize(

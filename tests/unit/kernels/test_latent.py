@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.attention import inputs, sequences
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.latent import LatentView, cpu, native, ref
 from quire.kernels.latent.inputs import make, steps, weights
 
 R, P, V = 8, 16, 12
@@ -34,6 +34,29 @@ def test_absorbed(case: Case, dtype: torch.dtype) -> None:
     q_latent, q_rope, cache, meta = make(case, R, dtype)
     expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
     close(cpu.absorbed(q_latent, q_rope, cache, meta, 0.2), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("op", [ref, cpu, native])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chosen(case: Case, op: ModuleType, dtype: torch.dtype) -> None:
+    """Attention to all tokens is absorbed attention; to some, absorbed attention to a cache of these alone."""
+    q_latent, q_rope, cache, meta = make(case, R, dtype)
+    positions = torch.full((len(q_latent), max(case.seq_lens) + 1), -1, dtype=torch.int32)
+    for first, last, _, past in sequences(meta):
+        for row in range(first, last):
+            positions[row, : past + row - first + 1] = torch.arange(past + row - first + 1)
+    every = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
+    close(op.chosen(q_latent, q_rope, cache, meta, 0.2, positions), every)
+    some = positions[:, ::3].contiguous()
+    found = op.chosen(q_latent, q_rope, cache, meta, 0.2, some)
+    for first, last, s, _ in sequences(meta):
+        for row in range(first, last):
+            at = some[row][some[row] >= 0].long()
+            block, offset = meta.block_tables[s][at // cache.block_size].long(), at % cache.block_size
+            latent, rope = cache.latent[block, 0, offset].float(), cache.rope[block, 0, offset].float()
+            scores = q_latent[row].float() @ latent.T + q_rope[row].float() @ rope.T
+            close(found[row], ((scores * 0.2).softmax(-1) @ latent).to(dtype))
 
 
 @pytest.mark.parametrize("value", [V, 40])

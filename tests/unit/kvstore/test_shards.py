@@ -30,6 +30,12 @@ MODELS = {
     "heads": tiny_config(Tiny(family="qwen3", heads=(8, 4)), num_hidden_layers=5),
     "few-heads": tiny_config(Tiny(family="qwen3", heads=(8, 2)), num_hidden_layers=5),
     "latents": tiny_config(Tiny(family="deepseek_v3", heads=(4, 4)), num_hidden_layers=5),
+    "indexers": tiny_config(
+        Tiny(family="glm_moe_dsa", heads=(4, 4)),
+        num_hidden_layers=5,
+        indexer_types=["full", "shared", "shared", "full", "shared"],
+        mlp_layer_types=None,
+    ),
 }
 
 

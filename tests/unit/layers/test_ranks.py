@@ -12,6 +12,7 @@ from quire.args.layers import NONE, RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.index import IndexView
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import select_kernels
@@ -93,6 +94,7 @@ def answer(args: ModelArgs, rank: Rank, made: DecoderBlock, hidden: Tensor) -> T
         kv = LatentView(
             torch.zeros(blocks + 1, 1, BLOCK, mixer.kv_rank),
             torch.zeros(blocks + 1, 1, BLOCK, mixer.rope_dim),
+            index=mixer.index and IndexView(torch.zeros(blocks + 1, 1, BLOCK, mixer.index.head_dim)),
         )
     else:
         heads = made.attention.num_kv_heads

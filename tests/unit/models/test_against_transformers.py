@@ -177,7 +177,9 @@ def load(folder: Path, dtype: str = "float32", kernels: dict[str, str] | None = 
 
 
 @torch.inference_mode()
-def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], block: int = 8) -> list[torch.Tensor]:
+def run_paged(
+    model: Model, prompts: list[list[int]], chunks: list[list[int]], block: int = 8, cache: str = "float32"
+) -> list[torch.Tensor]:
     """Logits of every position, computed in steps: step j advances prompt i by chunks[i][j] tokens (0: sits out).
 
     Block ids are dealt round robin, so they are interleaved, and the cache starts full of NaN.
@@ -185,9 +187,9 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    geometry = resolve_geometry(kv_components(args.attending[0], "float32"), args.num_layers, block)
+    geometry = resolve_geometry(kv_components(args.attending[0], cache), args.num_layers, block)
     arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
-    arena.data.view(torch.float32).fill_(torch.nan)
+    arena.data.fill_(255)  # NaN in every type
     states = state_arena(args, len(prompts))
     kv = model_views(model, arena.views, states=states.view)
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()

@@ -48,6 +48,8 @@ TEXT = "The quire is a stack of folded pages. In 1455 about"
         ("fp8_e4m3", {"kv_cache_scheme": FP8}, E4M3, True, False),
         ("fp8", {"kv_cache_scheme": numbers(8, "int", "tensor")}, E4M3, False, True),
         ("fp8_e5m2", {}, E5M2, False, False),
+        ("fp8_ds_mla", {}, "fp8_ds_mla", False, False),
+        ("fp8_ds_mla", {"kv_cache_scheme": FP8}, "fp8_ds_mla", False, True),
         ("fp8_e5m2", {"kv_cache_scheme": FP8}, E5M2, False, True),
         ("bfloat16", {"kv_cache_scheme": FP8}, "bfloat16", False, False),
     ],
@@ -55,7 +57,7 @@ TEXT = "The quire is a stack of folded pages. In 1455 about"
 def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: str, scaled: bool, noted: bool) -> None:
     found = choose_cache(asked, "bfloat16", quantization)
     assert (found.dtype, found.scaled, bool(found.notes)) == (dtype, scaled, noted)
-    assert bool(found.features) == dtype.startswith("float8")
+    assert bool(found.features) == (dtype != "bfloat16")
 
 
 GEMMA4: dict[str, Any] = {

@@ -30,6 +30,7 @@ from quire.plan.weight_bytes import unpacked_bytes
 
 from ...support.filled_models import built, fill, planned
 from ...support.tiny_models import FAMILIES as TESTED
+from ...support.tiny_models import Tiny, tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
 ARGS = parse_checkpoint_config(
@@ -66,6 +67,27 @@ def test_a_family_without_a_row_of_its_own_is_told() -> None:
         cwd=ROOT,
     )
     assert done.returncode == 1 and done.stderr.startswith("nosuch has no row in FAMILIES of tests/support/tiny_models")
+
+
+def test_layers_that_share_an_indexer_keep_fewer_components_in_the_same_group() -> None:
+    kinds = ["full", "shared", "shared", "full", "shared"]
+    raw = tiny_config(Tiny(family="glm_moe_dsa"), num_hidden_layers=5, indexer_types=kinds, mlp_layer_types=None)
+    args = parse_checkpoint_config(raw)
+    assert layer_groups(args) == [[0, 1, 2, 3, 4]]
+    first, second = ranks(args, Parallel(pp=2, layers=(2, 3)))
+    (group,) = rank_geometry(args, first, dtype="float32", device="cpu", block_size=8).groups
+    assert (group.layers, group.fewer) == ((0, 1), ((1, 2),))
+    assert [[one.name for one in group.of(layer)] for layer in (0, 1)] == [
+        ["latent", "rope", "index"],
+        ["latent", "rope"],
+    ]
+    assert group.page_bytes == sum(one.num_bytes(8) for one in (*group.of(0), *group.of(1)))
+    (group,) = rank_geometry(args, second, dtype="float8_e4m3fn", device="cpu", block_size=8).groups
+    assert group.layers == (0, 1, 2) and group.fewer == ((0, 2), (2, 2))
+    assert [(one.name, one.head_dim, one.dtype) for one in group.of(1)[2:]] == [
+        ("index", 16, "float8_e4m3fn"),
+        ("index_scale", 1, "float32"),
+    ]
 
 
 def test_kv_components() -> None:

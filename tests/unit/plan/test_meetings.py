@@ -64,12 +64,23 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"expert_placement_strategy": "round_robin"}, {}, {("round robin", "idle placement")}),
     ({"routing": "uniform"}, {"dense": True}, {("routing", "no experts"), ("routing", "real weights")}),
     ({"speculative_config": {"method": "medusa", "model": "x"}}, {}, {("drafts", "planned method")}),
-    ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, {}, {("drafts", "-pp")}),
+    (
+        EAGLE | {"pipeline_parallel_size": 2},
+        {},
+        {("drafts", "pipeline of GPUs"), ("EAGLE-3", "-pp")},
+    ),
     (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
-    (EXAMPLES["draft model"] | {"tensor_parallel_size": 2}, {}, {("draft model", "several ranks")}),
-    (EAGLE | EXAMPLES["hosts"], {}, {("EAGLE", "hosts")}),
-    (EAGLE | EXAMPLES["-ep"], {}, {("drafts of another model", "options of experts")}),
+    (
+        {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
+        {},
+        {("drafts of another model", "other ranks")},
+    ),
+    (
+        EXAMPLES["draft model"] | {"tensor_parallel_size": 8},
+        {"heads": (8, 8)},
+        {("drafts of another model", "uneven drafter")},
+    ),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),
@@ -91,17 +102,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     ({"mamba_ssm_cache_dtype": "bfloat16"}, {"conv": True, "device": "cpu"}, {("type of matrices", "no matrices")}),
     (
-        EXAMPLES["n-grams"],
-        {"conv": True},
-        {("drafts over states", "states without drafts"), ("a GPU", "states untried there")},
-    ),
-    ({"mamba_ssm_cache_dtype": "bfloat16"}, {"recurrent": True}, {("matrices in bfloat16", "a GPU")}),
-    (
         EXAMPLES["draft model"] | {"enable_cache_blend": True},
         {"recurrent drafts": True},
         {("CacheBlend", "states")},
     ),
-    ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("draft ranks", "other ranks")}),
+    ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("drafts of the model", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
         {"windows": (None, 8)},
@@ -110,6 +115,13 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention"), ("a GPU", "rows of latents")}),
+    (
+        {"kv_cache_dtype": "fp8_ds_mla", "enable_cache_blend": True},
+        {"latent": True, "device": "cpu"},
+        {("CacheBlend", "rows of latents")},
+    ),
+    ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},
@@ -191,6 +203,8 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         mixer = parse_checkpoint_config(raw).layers[0].mixer
         args = replace(args, layers=tuple(structs.replace(one, mixer=mixer) for one in args.layers))
+    if more.pop("chosen", False):
+        args = parse_checkpoint_config(tiny_config(Tiny(family="glm_moe_dsa")))
     if more.pop("gemma4", False):
         raw = {key: value for key, value in DRAFT.items() if key != "architectures"}
         raw |= {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "num_hidden_layers": 6}
@@ -229,14 +243,6 @@ def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any],
 def test_layers_draft_for_recurrent_ones_on_a_cpu(drafts: str) -> None:
     changes = {"recurrent": True, "recurrent drafts": drafts == "draft model", "device": "cpu"}
     assert not [pair for pair in pairs_of(sample(EXAMPLES[drafts], changes)) if "states" in " ".join(pair)]
-
-
-def test_what_is_missing_begins_with_its_words_if_no_option_stands_for_it() -> None:
-    args = parse_checkpoint_config(tiny_config(Tiny(family="lfm2")))
-    (found,) = (one for one in met(Inputs(args=args, device="cuda")) if one.status == MISSING)
-    assert found.said.startswith(
-        "a GPU with Mamba 2, short convolutions or Kimi delta attention is not implemented yet"
-    )
 
 
 def test_no_row_is_without_a_sample_and_no_feature_without_a_row() -> None:

@@ -61,7 +61,7 @@ def test_an_unset_context_shrinks_with_a_notice() -> None:
         ({"kv_cache_memory_bytes": PAGE}, ["one block of 0.12 MiB"]),
         ({"kv_cache_memory_bytes": 10 * 10**12}, ["kv_cache_memory_bytes", "9313.2", "16.00 GiB", "lower kv_cache"]),
         ({"num_gpu_blocks_override": 10**9}, ["override", "122070.31 GiB", "16.00 GiB", "lower num_gpu"]),
-        ({"max_num_seqs": 2_000_000}, ["max_num_seqs=2000000", "31.96 GiB", "16.00 GiB", "lower max_num_seqs"]),
+        ({"max_num_seqs": 2_000_000}, ["max_num_seqs=2000000", "31.98 GiB", "16.00 GiB", "lower max_num_seqs"]),
         ({"max_num_seqs": 2_000_000, "num_gpu_blocks_override": 128}, ["lower max_num_seqs"]),
     ],
 )

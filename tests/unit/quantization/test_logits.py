@@ -45,7 +45,12 @@ LATENT = ("deepseek_v3", {
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "q_lora_rank": 128, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0})  # fmt: skip
+SELECTING = {"index_n_heads": 32, "index_head_dim": 64, "index_topk": 5, "indexer_types": ["full", "shared"]}
+SPARSE = ("glm_moe_dsa", LATENT[1] | SELECTING)
 PROMPT = [3, 17, 42, 8, 91, 0, 55, 23, 64, 12, 77, 31, 5]
+
+
+ENDS = ("proj", "proj_with_mqa", "wq_b", "wk")  # of the names of quantized layers
 
 
 def rounded(x: Tensor, form: Form) -> Tensor:
@@ -97,7 +102,7 @@ def with_rounding(model: Any, form: Form) -> Any:
     """Replace the quantized layers of a dequantized model."""
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
-        if isinstance(module, nn.Linear) and own.endswith(("proj", "proj_with_mqa")) and own != "kv_b_proj":
+        if isinstance(module, nn.Linear) and own.endswith(ENDS) and own not in ("kv_b_proj", "weights_proj"):
             setattr(model.get_submodule(parent), own, Rounding(module, form))
         elif own == "experts":
             setattr(model.get_submodule(parent), own, RoundingExperts(module, form))
@@ -136,6 +141,7 @@ def write(tmp_path: Path, case: tuple[str, dict[str, Any]], form: Form) -> tuple
 # The first layer of the model with experts is dense; other models differ by the shapes of their matrices alone.
 CASES = [(EXPERTS, form) for form in FORMS]
 CASES += [(DENSE, "fp8-block"), (DENSE, "gptq-order"), (LATENT, "fp8-block"), (LATENT, "awq")]
+CASES += [(SPARSE, "fp8-block"), (SPARSE, "ct-int8-channel")]
 CASES += full_rows((DENSE, form) for form in FORMS)
 CASES += full_rows((LATENT, form) for form in ("fp8-tensor", "ct-w4-order", "gptq-8", "ct-int8-channel"))
 

@@ -20,7 +20,7 @@ from quire.ranks import agent as agent_module
 from quire.ranks import host_launcher as module
 from quire.ranks.executor import RankProcesses
 from quire.ranks.host_launcher import Hosts, Members
-from quire.ranks.host_messages import TO_HOST, HostHello, Leave, RankHello, encode_for_host
+from quire.ranks.host_messages import TO_HOST, HostHello, Leave, ModelFiles, RankHello, encode_for_host
 from quire.ranks.launchers import LocalLauncher
 from quire.ranks.messages import RankStep
 from quire.ranks.watch import RankTimes
@@ -120,10 +120,10 @@ def test_steps_run_on_all_hosts_and_the_end_of_the_engine_ends_the_agents() -> N
 def test_gpus_are_those_that_an_agent_has() -> None:
     with cluster(gpus=True) as made:
         assert [tuple(place) for place in made.hosts.place(4)] == [
-            (0, 0, "", True),
-            (0, 1, "", True),
-            (1, 4, "", False),
-            (1, 5, "", False),
+            (0, 0, (), True),
+            (0, 1, (), True),
+            (1, 4, (), False),
+            (1, 5, (), False),
         ]
         with pytest.raises(ConfigError, match="3 ranks would run on host1, which has 2 GPUs"):
             made.hosts.place(6)
@@ -308,7 +308,7 @@ def test_hosts_that_do_not_fit_are_told_why() -> None:
         assert refused(made, node=2) == "it is node 2, and the other nodes are 1 to 1"
     with cluster(nodes=()) as made:
         assert "it has 2, and the first host has 1: install the same versions" == refused(made, versions="2")
-        assert "its model has other files" in refused(made, model="abc")
+        assert "its model has other files" in refused(made, files=ModelFiles(digest="abc"))
 
 
 def test_a_token_that_was_not_given_opens_nothing() -> None:

@@ -197,6 +197,8 @@ def _on_result(module: Any, differences: Differences, stage: str, step: str, fac
             ours = differences.replace(stage, step, dense)
             weights, ids = ours.topk(ids.shape[-1], -1)
             return scores, weights, ids
+        if step == "indexer":
+            return differences.replace(stage, step, _ascending(result, differences.ours.result(stage, step).shape[1]))
         theirs = _first(result)
         if step == "experts" and len(theirs) > (rows := differences.num_rows(stage, step)):  # Llama 4: not yet added
             ours = differences.replace(stage, step, theirs.unflatten(0, (-1, rows)).sum(0))
@@ -221,6 +223,23 @@ def _on_fused(module: Any, differences: Differences, stage: str) -> None:
     module.register_forward_hook(hook)
 
 
+def _ascending(indices: Tensor, width: int) -> Tensor:
+    """Return the tokens that rows attend to [B, T, width], of those that an indexer chose [B, T, K]; -1 is none."""
+    behind = torch.arange(indices.shape[1])[:, None]
+    kept = indices.long().masked_fill(indices > behind, torch.iinfo(torch.int64).max).sort(-1).values
+    kept = kept.masked_fill(kept > behind, -1)
+    return torch.nn.functional.pad(kept, (0, width - kept.shape[-1]), value=-1).int()
+
+
+def _of_chosen(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
+    """Return the mask [B, 1, T, S] for the tokens that an indexer chose, `indices` [B, T, K]; None: there is none."""
+    if mask is None or indices is None:
+        return mask
+    known = indices.long().clamp(min=0)[:, None]  # rows with fewer tokens attend to all, also to the first
+    hidden = torch.ones(mask.shape, dtype=torch.bool).scatter(-1, known, False)
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
 def _register_attention(differences: Differences) -> None:
     """Let transformers attend with Quire's queries, keys and values, by the family's own eager function."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -229,7 +248,7 @@ def _register_attention(differences: Differences) -> None:
         stage = stage_name(module.layer_idx, ATTENTION)
         q, k, v = differences.ours.kinds[stage].replace(differences, stage, q, k, v)
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        result, weights = eager(module, q, k, v, mask, **options)
+        result, weights = eager(module, q, k, v, _of_chosen(mask, options.get("indices")), **options)
         return differences.replace(stage, "attention", result), weights
 
     AttentionInterface.register(INTERFACE, attend)

@@ -22,17 +22,23 @@ from quire.kernels.states import StateMeta, StateView
 
 TAPS, MOST_CPU_ROWS = 4, 2048
 QWEN = DeltaForm(key_heads=16, heads=32, key_dim=128, value_dim=128, eps=EPS)  # Qwen3.5 9B
+KIMI = DeltaForm(key_heads=32, heads=32, key_dim=128, value_dim=128, eps=EPS, act="sigmoid")  # Kimi-Linear 48B
 NEMOTRON = MambaForm(heads=64, groups=8, head_dim=64, state_dim=128, eps=EPS)  # Nemotron 3 Nano
 LFM = ShortConvArgs(width=2048, taps=3)  # LFM2 1.2B
 LIBRARY = "fla, rule alone"  # flash-linear-attention, without convolution, norms of heads and gates
 
 
 def delta_cases(setup: KernelSetup) -> Iterator[KernelCase]:
-    """Yield cases with the sizes of the model's recurrent layers; of those of Qwen3.5 9B, if it has none."""
-    own = next((one for one in setup.args.mixers if isinstance(one, DeltaArgs) and not one.low_rank), None)
-    form = own and DeltaForm(own.key_heads, own.heads, own.key_dim, own.value_dim, EPS, own.act)
-    for seqs, rows in _steps(setup):
-        yield _case(setup, form or QWEN, seqs, rows)
+    """Yield cases with decays of heads, then of channels, with the sizes of the model's recurrent layers.
+
+    A model without such layers gets the sizes of Qwen3.5 9B, and of Kimi-Linear.
+    """
+    for by_channel, known in ((False, QWEN), (True, KIMI)):
+        mixers = (one for one in setup.args.mixers if isinstance(one, DeltaArgs))
+        own = next((one for one in mixers if (one.decays > 1) == by_channel), None)
+        form = own and DeltaForm(own.key_heads, own.heads, own.key_dim, own.value_dim, EPS, own.act)
+        for seqs, rows in _steps(setup):
+            yield _case(setup, form or known, seqs, rows, by_channel)
 
 
 def mamba_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -114,37 +120,42 @@ def _conv_pair(setup: KernelSetup, own: ShortConvArgs, seqs: int, rows: int) -> 
     return _both(run, setup.kernels.shortconv, shortconv, state)
 
 
-def _case(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int) -> KernelCase:
-    matrix, values, library = form.heads * form.key_dim * form.value_dim, form.heads * form.value_dim, _library(rows)
+def _case(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, by_channel: bool) -> KernelCase:
+    matrix, values = form.heads * form.key_dim * form.value_dim, form.heads * form.value_dim
+    library, decays = _library(rows, by_channel), form.heads * (form.key_dim if by_channel else 1)
     states = 2 * (4 * matrix + (TAPS - 1) * form.channels * setup.item)
-    per_row = (form.channels + 2 * values + 2 * form.heads) * setup.item
+    per_row = (form.channels + 2 * values + decays + form.heads) * setup.item
     return KernelCase(
-        shape=f"{seqs} x {rows}, {form.key_heads}/{form.heads}x{form.key_dim}x{form.value_dim}",
+        shape=f"{seqs} x {rows}, {form.key_heads}/{form.heads}x{form.key_dim}x{form.value_dim}"
+        + " by channel" * by_channel,
         num_bytes=seqs * (states + rows * per_row) + 4 * TAPS * form.channels,
         flops=6 * seqs * rows * matrix,
         baseline=LIBRARY if library else "",
-        make=lambda count: [_pair(setup, form, seqs, rows, library) for _ in range(count)],
+        make=lambda count: [_pair(setup, form, seqs, rows, decays, library) for _ in range(count)],
     )
 
 
-def _library(rows: int) -> Callable[..., Result] | None:
+def _library(rows: int, by_channel: bool) -> Callable[..., Result] | None:
     """Return the library's function for decodes or for prompts; None: it is not installed."""
-    if importlib.util.find_spec("fla") is None:
+    rule, kind = "kda" if by_channel else "gated_delta_rule", "fused_recurrent" if rows == 1 else "chunk"
+    module = f"fla.ops.{rule}"
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec(module) is None:
         return None
-    name = "fused_recurrent_gated_delta_rule" if rows == 1 else "chunk_gated_delta_rule"
-    found: Callable[..., Result] = getattr(importlib.import_module("fla.ops.gated_delta_rule"), name)
+    found: Callable[..., Result] = getattr(importlib.import_module(module), f"{kind}_{rule}")
     return found
 
 
-def _pair(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, library: Callable[..., Result] | None) -> Pair:
+def _pair(
+    setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, decays: int, library: Callable[..., Result] | None
+) -> Pair:
     device, tokens, values = setup.device, seqs * rows, form.heads * form.value_dim
 
     def floats(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, device=device) * scale
 
-    mixed, rates = setup.randn(tokens, form.channels + values), setup.randn(tokens, 2 * form.heads)
+    mixed, rates = setup.randn(tokens, form.channels + values), setup.randn(tokens, form.heads + decays)
     weights = DeltaWeights(
-        floats(TAPS, form.channels, scale=0.5), floats(form.heads), floats(form.heads), 1 + floats(form.value_dim)
+        floats(TAPS, form.channels, scale=0.5), floats(form.heads), floats(decays), 1 + floats(form.value_dim)
     )
     state = StateView(
         setup.randn(seqs, TAPS - 1, form.channels), floats(seqs, form.heads, form.key_dim, form.value_dim, scale=0.1)
@@ -161,7 +172,9 @@ def _pair(setup: KernelSetup, form: DeltaForm, seqs: int, rows: int, library: Ca
     def theirs() -> Callable[[], Result]:
         heads = (setup.randn(1, tokens, form.heads, dim) for dim in (form.key_dim, form.key_dim, form.value_dim))
         q, k, v = (one.view(seqs, rows, *one.shape[2:]) for one in heads)
-        g, b = -F.softplus(floats(seqs, rows, form.heads)), setup.randn(seqs, rows, form.heads).sigmoid()
+        g = -F.softplus(floats(seqs, rows, decays))
+        g = g if decays == form.heads else g.unflatten(2, (form.heads, -1))
+        b = setup.randn(seqs, rows, form.heads).sigmoid()
         more = {"initial_state": before.matrix, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         return partial(library, q, k, v, g, b, **more)  # type: ignore[arg-type]
 

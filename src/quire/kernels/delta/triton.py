@@ -6,24 +6,24 @@ new columns, when all have read the old ones. With pending rows (`quire.kernels.
 that were accepted, and writes the matrix then. Sequences of longer chunks are replayed here, too, before the kernels
 for prompts go on.
 
+Decodes whose decays differ by channel are computed here, too.
+
 Floor: 8 Hv Dk Dv bytes a sequence and layer, the matrices read and written once. 32 sequences with 32 heads of
 128 x 128 move 134 MB: 31 us at 4.3 TB/s.
-
-Sequences whose decays differ by channel are computed here, row by row: the products of a chunk would need a decay for
-each pair of rows and channel.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.delta import DeltaForm, DeltaWeights
 from quire.kernels.delta.triton_decode import mix_decodes
 from quire.kernels.delta.triton_prompts import DeltaCall, mix_prompts
-from quire.kernels.delta.triton_rows import columns_of_head, keep_rows, log_decay, opened, row_of_head
-from quire.kernels.states import MATRICES, StateMeta, StateView, packed
+from quire.kernels.delta.triton_rows import columns_of_head, log_decay, opened, row_of_head
+from quire.kernels.state_checks import check_states
+from quire.kernels.state_rows import counters, keep_rows, replayed_of, stand
+from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -40,51 +40,25 @@ def mix(
     """Return y [T, H * Dv], and update the states. See `quire.kernels.delta`. Rows of no sequence are not written."""
     rows = tuple(one if one.stride(-1) == 1 or one.shape[-1] == 1 else one.contiguous() for one in (qkv, gate, decay))
     strength = strength if strength.stride(-1) == 1 or strength.shape[-1] == 1 else strength.contiguous()
-    _check(qkv, weights, state, form)
+    sizes = form.heads, form.key_dim, form.value_dim
+    width = form.channels + len(weights.shift) + form.heads
+    check_states("delta", qkv, state, (len(weights.conv) - 1, form.channels), sizes, width)
     call = DeltaCall(*rows, strength, weights, state, meta, form, qkv.new_empty(len(qkv), form.heads * form.value_dim))
     if not len(qkv):
         return call.y
-    by_channel = len(weights.shift) != form.heads
-    limit = meta.max_rows if by_channel else meta.decode_rows
+    limit = meta.decode_rows
     if state.pending is not None and meta.max_rows > limit != state.pending.shape[1]:
         raise ValueError(f"triton delta: {limit} rows of decodes, and {state.pending.shape[1]} pending ones")
-    if limit == 1 and not by_channel and state.pending is None:
+    if limit == 1 and not call.by_channel and state.pending is None:
         mix_decodes(call)
     elif limit:
-        _mix_rows(call, limit, by_channel)
+        _mix_rows(call, limit)
     if meta.max_rows > limit:
         mix_prompts(call)
     return call.y
 
 
-def _check(qkv: Tensor, weights: DeltaWeights, state: StateView, form: DeltaForm) -> None:
-    """Raise ValueError for states and weights that the kernels would read wrongly."""
-    matrix, columns = state.matrix, state.columns
-    assert matrix is not None, "the layer keeps matrices"
-    shape = form.heads, form.key_dim, form.value_dim
-    if matrix.dtype not in MATRICES or matrix.shape[1:] != shape or not packed(matrix):
-        raise ValueError(
-            f"triton delta: matrices must be float32 or bfloat16 {shape}, contiguous in a state; they are "
-            f"{matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
-        )
-    own = len(weights.conv) - 1, form.channels
-    if columns.dtype != qkv.dtype or columns.shape[1:] != own or not packed(columns):
-        raise ValueError(
-            f"triton delta: columns must be {qkv.dtype} {own}, contiguous in a state; they are {columns.dtype} "
-            f"{tuple(columns.shape)} with strides {columns.stride()}"
-        )
-    pending, at = state.pending, state.at
-    if pending is None or at is None:
-        return
-    width = form.channels + len(weights.shift) + form.heads
-    if pending.dtype != qkv.dtype or pending.shape[2] != width or not packed(pending) or at.dtype != torch.int32:
-        raise ValueError(
-            f"triton delta: pending rows must be {qkv.dtype} [., ., {width}], contiguous in a state, and lengths "
-            f"int32; they are {pending.dtype} {tuple(pending.shape)} with strides {pending.stride()}, and {at.dtype}"
-        )
-
-
-def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
+def _mix_rows(call: DeltaCall, limit: int) -> None:
     """Launch the kernel for sequences of at most `limit` rows."""
     form, meta, state = call.form, call.meta, call.state
     num_seqs, in_pdl = len(meta.slots), pdl.in_use()
@@ -98,7 +72,7 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         state.columns,
         state.matrix,
         call.y,
-        _counters(meta, num_seqs * (form.key_heads + 1), call.y.device),
+        counters(meta, num_seqs * (form.key_heads + 1)),
         state.pending,
         state.at,
         *call.strides,
@@ -107,7 +81,7 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         form.lowest,
         limit,
         **call.sizes,
-        BY_CHANNEL=by_channel,
+        BY_CHANNEL=call.by_channel,
         MOST=0 if state.pending is None else state.pending.shape[1],
         ONE=limit == 1 and state.pending is None,
         PDL=in_pdl,
@@ -115,32 +89,6 @@ def _mix_rows(call: DeltaCall, limit: int, by_channel: bool) -> None:
         **pdl.options(in_pdl),
         **({"maxnreg": 128} if held <= 64 and not INTERPRETED else {}),
     )
-
-
-def _counters(meta: StateMeta, count: int, device: torch.device) -> Tensor:
-    """Return zeros, which every layer of the step leaves as zeros."""
-    key = "delta arrivals", count
-    found = meta.plans.get(key)
-    if not isinstance(found, Tensor):
-        meta.plans[key] = found = torch.zeros(count, dtype=torch.int32, device=device)
-    return found
-
-
-@jit
-def _stand(arrived, places, slot, past, rows, lazy, H: tl.constexpr):
-    """Write the lengths at which a sequence's state and its copies stand, when all its programs have read the old one.
-
-    arrived   the sequence's counter;  places  kept_at, kept, lengths and their stride
-    """
-    kept_at, kept, lengths, stride = places
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == H - 1:
-        tl.store(arrived, 0)
-        tl.store(lengths + slot * stride, tl.where(lazy, past, past + rows))
-        for n in range(0, 2):
-            length = tl.load(kept_at + 2 * slot + n)
-            if (length > past) & (length <= past + rows):
-                tl.store(lengths + tl.load(kept + 2 * slot + n).to(tl.int64) * stride, length)
 
 
 @jit
@@ -279,8 +227,7 @@ def _rows_kernel(
     replayed, count, put_off = 0, rows, None
     if MOST:
         put_off = pending + slot * pending_stride
-        stood = tl.load(lengths + slot * lengths_stride)
-        replayed = tl.where(past > 0, tl.minimum(tl.maximum(past - stood, 0), MOST), 0)
+        replayed = replayed_of(lengths + slot * lengths_stride, past, MOST)
         count = tl.where(rows > limit, 0, rows)
     source = (given, own, past, qkv_stride, put_off, replayed)
     if MOST:
@@ -325,9 +272,7 @@ def _rows_kernel(
             keep_rows(decays, put_off + CHANNELS, rows, own_decay, in_decay, decay_stride, WIDTH)
             strengths = strength + first.to(tl.int64) * strength_stride
             keep_rows(strengths, put_off + CHANNELS + DECAYS, rows, head, None, strength_stride, WIDTH)
-        _stand(
-            arrived + tl.num_programs(1) * G + s, (kept_at, kept, lengths, lengths_stride), slot, past, rows, lazy, H
-        )
+        stand(arrived + tl.num_programs(1) * G + s, (kept_at, kept, lengths, lengths_stride), slot, past, rows, lazy, H)
     last = True
     if H > G:
         tl.debug_barrier()  # all threads have read the columns of queries and keys

@@ -7,10 +7,12 @@ into steps. In a chunk with rows i and j, c the sum of g up to a row, S the matr
     O = exp(c) Q S + lower(q_i.k_j exp(c_i - c_j)) X;   S = exp(c_m) S + K^T (exp(c_m - c) X)
 
 The last formula with m < 64 gives the matrix after m rows of the chunk: copies may be at any length. No exponent is
-above 0.
+above 0. Where decays differ by channel of the key, c has a number for each, exp(c) and its like multiply channels of
+Q and K, and exp(c_i - c_j) stands inside the sums of k_i.k_j and q_i.k_j (triton_channels.py).
 
 `planned` lists the chunks, once per step. In a layer `_convolve_kernel` makes q, k and v of chunks; `solve_kernel`
-(triton_solve.py) makes c and T of chunks and heads; `_scan_kernel` goes through the chunks of a sequence, for a part of
+(triton_solve.py) makes c and T of chunks and heads; three kernels of triton_channels.py make them where decays
+differ by channel, and products of q and k; `_scan_kernel` goes through the chunks of a sequence, for a part of
 the values of a head, with S in registers: it does what depends on S alone; `_states_kernel` finishes copies at lengths
 inside a chunk, and writes all columns; `_outputs_kernel` adds the part of O within the chunk and normalizes. Grids
 depend on the sizes of the step's buffers alone.
@@ -21,7 +23,8 @@ rows the products have three parts in TF32, which loses next to nothing.
 Formulas: Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484), sections 3 and 4.
 
 Floor: 6 Dk Dv operations a token and head in `_scan_kernel`. The scratch of a token has 2 G Dk + H (Dv + 64) numbers of
-the dtype of qkv; those of q, k and T are read by each part of the values.
+the dtype of qkv; those of q, k and T are read by each part of the values. With decays by channel it has H (3 Dk + 64)
+more, and H (Dk + 64) of float32.
 """
 
 from __future__ import annotations
@@ -33,14 +36,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import DeltaForm, DeltaWeights
+from quire.kernels.delta.triton_channels import fade_kernel, finish_copy, products_kernel, solve_channels_kernel
 from quire.kernels.delta.triton_rows import opened, unit
 from quire.kernels.delta.triton_solve import solve_kernel
-from quire.kernels.state_chunks import CHUNK, copied_behind, padded, planned
+from quire.kernels.state_chunks import CHUNK, Chunks, copied_behind, padded, planned
 from quire.kernels.state_rows import convolved, keep_columns
 from quire.kernels.states import StateMeta, StateView
 from quire.kernels.triton_runtime import jit, tl
 
 PART = 32  # numbers of keys that are multiplied at a time
+PART_BY_CHANNEL = 16  # the same with decays by channel: more spill registers
+LEVELS = CHUNK.bit_length() - 1  # of halves of chunks
 SPLIT = 32  # most values of a head in a program that goes through a sequence
 
 
@@ -80,6 +86,16 @@ class DeltaCall:
         assert self.state.matrix is not None
         return (*(one.stride(0) for one in (*self.inputs, self.state.columns, self.state.matrix)),)
 
+    @property
+    def by_channel(self) -> bool:
+        """True if each channel of a key has a decay."""
+        return len(self.weights.shift) != self.form.heads
+
+    @property
+    def products(self) -> str:
+        """Precision of products of float32 numbers."""
+        return "tf32x3" if self.qkv.dtype == torch.float32 else "tf32"
+
     @cached_property
     def sizes(self) -> dict[str, int | bool]:
         """Constants of all kernels."""
@@ -104,11 +120,7 @@ def mix_prompts(call: DeltaCall) -> None:
     qkv, form, meta, rows = call.qkv, call.form, call.meta, len(call.qkv)
     plan, sizes = planned(meta, rows, meta.decode_rows), call.sizes
     units, x = qkv.new_empty((rows, 2, form.key_heads, form.key_dim)), qkv.new_empty((rows, form.heads, form.value_dim))
-    solved = qkv.new_empty((rows, form.heads, CHUNK))
-    faded = qkv.new_empty((rows, form.heads), dtype=torch.float32)
-    programs, seqs = plan.chunk_programs, plan.seq_programs
-    exact = qkv.dtype == torch.float32
-    products = "tf32x3" if exact else "tf32"
+    programs, seqs, by_channel = plan.chunk_programs, plan.seq_programs, call.by_channel
     _convolve_kernel[(2 * form.key_heads + form.heads, programs)](
         qkv,
         call.weights.conv,
@@ -123,39 +135,24 @@ def mix_prompts(call: DeltaCall) -> None:
         CHUNK=CHUNK,
         num_warps=8,
     )
-    solve_kernel[(form.heads, programs)](
-        call.decay,
-        call.strength,
-        *call.weights_of[1:3],
-        *plan[:2],
-        units,
-        solved,
-        faded,
-        *call.strides[2:4],
-        form.lowest,
-        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"),
-        PART=min(PART, sizes["DKP"]),
-        PRODUCTS=products,
-        num_warps=1,  # products of warpgroups in its loop are compiled wrongly
-        num_stages=1,
-    )
+    read, solved, faded, seen = (_solve_channels if by_channel else _solve)(call, plan, units)
     split = min(SPLIT, padded(form.value_dim))
     scan = -(-form.value_dim // split), form.heads, seqs
+    forms = {"CHUNK": CHUNK, "PRODUCTS": call.products, "BY_CHANNEL": by_channel}
     _scan_kernel[scan](
         plan.counts,
         plan.sequences,
         *call.places,
         call.state.matrix,
-        units,
+        read,
         x,
         solved,
         faded,
         call.y,
         call.strides[5],
         **_but(sizes, "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
-        CHUNK=CHUNK,
+        **forms,
         SPLIT=split,
-        PRODUCTS=products,
         num_warps=8,
         num_stages=1,
     )
@@ -172,9 +169,8 @@ def mix_prompts(call: DeltaCall) -> None:
         call.strides[0],
         *call.strides[4:],
         **_but(sizes, "DVP", "SIGMOID", "BOUNDED", "DOUBLED"),
-        CHUNK=CHUNK,
+        **forms,
         SPLIT=split,
-        PRODUCTS=products,
         num_warps=4,
         num_stages=1,
     )
@@ -185,15 +181,90 @@ def mix_prompts(call: DeltaCall) -> None:
         units,
         x,
         faded,
+        seen,
         call.y,
         call.strides[1],
         form.eps,
         **_but(sizes, "TAPS", "TAPSP", "BOUNDED", "DOUBLED"),
-        CHUNK=CHUNK,
-        PRODUCTS=products,
-        num_warps=8 if exact else 4,
+        **forms,
+        num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,
     )
+
+
+def _solve(call: DeltaCall, plan: Chunks, units: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    """Return the queries and keys that the scan reads, T, c, and None, where a head has one decay."""
+    form, rows, sizes = call.form, len(call.qkv), call.sizes
+    solved = units.new_empty((rows, form.heads, CHUNK))
+    faded = units.new_empty((rows, form.heads), dtype=torch.float32)
+    solve_kernel[(form.heads, plan.chunk_programs)](
+        call.decay,
+        call.strength,
+        *call.weights_of[1:3],
+        *plan[:2],
+        units,
+        solved,
+        faded,
+        *call.strides[2:4],
+        form.lowest,
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID"),
+        PART=min(PART, sizes["DKP"]),
+        PRODUCTS=call.products,
+        num_warps=1,  # products of warpgroups in its loop are compiled wrongly
+        num_stages=1,
+    )
+    return units, solved, faded, None
+
+
+def _solve_channels(call: DeltaCall, plan: Chunks, units: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same where each channel has a decay, and products of queries and keys, with decays."""
+    form, rows, sizes = call.form, len(call.qkv), call.sizes
+    solved, seen = (units.new_empty((rows, form.heads, CHUNK)) for _ in range(2))
+    faded = units.new_empty((rows, form.heads, form.key_dim), dtype=torch.float32)
+    products = units.new_empty((rows, form.heads, CHUNK), dtype=torch.float32)
+    decayed = units.new_empty((rows, 3, form.heads, form.key_dim))
+    fade_kernel[(form.heads, plan.chunk_programs)](
+        call.decay,
+        *call.weights_of[1:3],
+        *plan[:2],
+        units,
+        faded,
+        decayed,
+        seen,
+        call.strides[2],
+        form.lowest,
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID", "DOUBLED"),
+        CHUNK=CHUNK,
+        PART=PART_BY_CHANNEL,
+        num_warps=1,
+        num_stages=1,
+    )
+    products_kernel[(form.heads, plan.chunk_programs, LEVELS)](
+        *plan[:2],
+        units,
+        faded,
+        products,
+        seen,
+        **_but(sizes, "DV", "DVP", "TAPS", "TAPSP", "SIGMOID", "BOUNDED", "DOUBLED"),
+        CHUNK=CHUNK,
+        PART=PART_BY_CHANNEL,
+        PRODUCTS=call.products,
+        num_warps=1,
+        num_stages=1,
+    )
+    solve_channels_kernel[(form.heads, plan.chunk_programs)](
+        call.strength,
+        *plan[:2],
+        products,
+        solved,
+        call.strides[3],
+        H=form.heads,
+        DOUBLED=form.doubled,
+        PRODUCTS=call.products,
+        num_warps=1,  # as in `_solve`
+        num_stages=1,
+    )
+    return decayed, solved, faded, seen
 
 
 def _but(sizes: dict[str, int | bool], *names: str) -> dict[str, int | bool]:
@@ -264,11 +335,14 @@ def _chunk(
     DK: tl.constexpr,
     DV: tl.constexpr,
     CHUNK: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     """Return what the scan reads of chunk n of a sequence: q and k, T, values [values, rows], and c.
 
     spans     the sequence's first row in the step, its length before the step, and after it
     sources   units, x, solved and faded of `_scan_kernel`
+    With BY_CHANNEL q and k have the decays since the chunk's first row, and k with those to its last row is in the
+    place of c.
     """
     first, past, end = spans
     units, x, solved, faded = sources
@@ -278,13 +352,19 @@ def _chunk(
     rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
     live = flat < rows
     keyed = live[:, None] & in_key[None, :]
-    q_at = units + row * (2 * G * DK) + (i * (2 * G) + head // (H // G)) * DK + key[None, :]
-    q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + G * DK, mask=keyed, other=0.0)
+    SIDES: tl.constexpr = 3 if BY_CHANNEL else 2
+    KEYS: tl.constexpr = H if BY_CHANNEL else G
+    q_at = units + row * (SIDES * KEYS * DK) + (i * (SIDES * KEYS) + head // (H // KEYS)) * DK + key[None, :]
+    q, k = tl.load(q_at, mask=keyed, other=0.0), tl.load(q_at + KEYS * DK, mask=keyed, other=0.0)
     t_at = solved + row * (H * CHUNK) + (i * H + head) * CHUNK + j
     t = tl.load(t_at, mask=live[:, None] & (i >= j), other=0.0)
     v_at = x + row * (H * DV) + (j * H + head) * DV + value[:, None]
     v = tl.load(v_at, mask=(value < DV)[:, None] & live[None, :], other=0.0)
-    return q, k, t, v, tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+    if BY_CHANNEL:
+        c = tl.load(q_at + 2 * KEYS * DK, mask=keyed, other=0.0)
+    else:
+        c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+    return q, k, t, v, c
 
 
 @jit
@@ -311,11 +391,13 @@ def _scan_kernel(
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     """Go through the chunks of sequences, for SPLIT values of a head. Grid (ceil(DV / SPLIT), H, programs).
 
     x   [T, H, DV] values, become X
-    y   [T, H, DV]: becomes the part of O that comes from S. For the other parameters see `solve_kernel`
+    y   [T, H, DV]: becomes the part of O that comes from S
+    For the other parameters see `solve_kernel`; with BY_CHANNEL units are `decayed` of `fade_kernel`.
 
     A copy at a length gets the matrix after the last whole chunk before it, `_states_kernel` goes on from there. The
     chunks come in three runs that end at the copies: Triton 3.6 compiles a condition in the loop of products wrongly.
@@ -341,24 +423,35 @@ def _scan_kernel(
             since = tl.maximum(begin, tl.where(run == 0, begin, tl.where(run == 1, lower, upper)))
             upto = tl.where(run == 0, lower, tl.where(run == 1, upper, chunks))
             spans, sources = (first, past, end), (units, x, solved, faded)
-            following = _chunk(since, spans, sources, head, value, key, G, H, DK, DV, CHUNK)
+            following = _chunk(since, spans, sources, head, value, key, G, H, DK, DV, CHUNK, BY_CHANNEL)
             for n in range(since, upto):
                 q, k, t, v, c = following
-                following = _chunk(tl.minimum(n + 1, upto - 1), spans, sources, head, value, key, G, H, DK, DV, CHUNK)
+                after = tl.minimum(n + 1, upto - 1)
+                following = _chunk(after, spans, sources, head, value, key, G, H, DK, DV, CHUNK, BY_CHANNEL)
                 start = tl.maximum(past, n * CHUNK)
                 rows, row = tl.minimum(end, (n + 1) * CHUNK) - start, first + (start - past)
                 live = flat < rows
                 shown = in_value[:, None] & live[None, :]
-                last, fade = tl.load(faded + (row + rows - 1) * H + head), tl.exp(c)[None, :]
+                if BY_CHANNEL:
+                    last = tl.load(faded + (row + rows - 1) * (H * DK) + head * DK + key, mask=in_key, other=0.0)
+                else:
+                    last, fade = tl.load(faded + (row + rows - 1) * H + head), tl.exp(c)[None, :]
                 state = held.to(k.dtype)
-                new = v.to(tl.float32) - fade * tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
-                new = tl.dot(new.to(k.dtype), tl.trans(t), input_precision=PRODUCTS)
-                out = fade * tl.dot(state, tl.trans(q), input_precision=PRODUCTS)
+                known = tl.dot(state, tl.trans(k), input_precision=PRODUCTS)
+                if not BY_CHANNEL:
+                    known *= fade
+                new = tl.dot((v.to(tl.float32) - known).to(k.dtype), tl.trans(t), input_precision=PRODUCTS)
+                out = tl.dot(state, tl.trans(q), input_precision=PRODUCTS)
+                if not BY_CHANNEL:
+                    out *= fade
                 x_at = row * (H * DV) + (j * H + head) * DV + value[:, None]
                 tl.store(x + x_at, new.to(k.dtype), mask=shown)
                 tl.store(y + x_at, out.to(k.dtype), mask=shown)
-                new *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[None, :]
-                held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
+                if BY_CHANNEL:
+                    held = tl.dot(new.to(k.dtype), c, tl.exp(last)[None, :] * held, input_precision=PRODUCTS)
+                else:
+                    new *= tl.where(live, tl.exp(tl.minimum(last - c, 0.0)), 0.0)[None, :]
+                    held = tl.dot(new.to(k.dtype), k, tl.exp(last) * held, input_precision=PRODUCTS)
             if (run < 2) & (upto >= 0) & (one == upto):
                 target = tl.load(kept + 2 * slot).to(tl.int64)
                 tl.store(matrix + target * matrix_stride + at, held.to(matrix.dtype.element_ty), mask=inside)
@@ -396,6 +489,7 @@ def _states_kernel(
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     """Finish copies of matrices at lengths inside a chunk, from what the scan left there; write all columns.
 
@@ -428,17 +522,23 @@ def _states_kernel(
             start = tl.maximum(past, length // CHUNK * CHUNK)
             if (copy < 2) & (length > start) & (length < end):
                 row, live = first + (start - past), flat < length - start
-                k_at = units + row * (2 * G * DK) + (i * (2 * G) + G + head // (H // G)) * DK + key[None, :]
-                k = tl.load(k_at, mask=live[:, None] & in_key[None, :], other=0.0)
-                x_at = x + row * (H * DV) + (i * H + head) * DV + value[None, :]
-                part = tl.load(x_at, mask=live[:, None] & in_value[None, :], other=0.0).to(tl.float32)
-                c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
-                then = tl.load(faded + (row + length - start - 1) * H + head)
-                part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
-                place = matrix + target * matrix_stride + at
-                held = tl.exp(then) * tl.load(place, mask=inside, other=0.0).to(tl.float32)
-                held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
-                tl.store(place, held.to(matrix.dtype.element_ty), mask=inside)
+                place = matrix + target * matrix_stride
+                if BY_CHANNEL:
+                    keys = units + (G + head // (H // G)) * DK, x, faded, 2 * G * DK
+                    place += head * DK * DV
+                    finish_copy(keys, place, row, length - start, head, value, key, H, DK, DV, CHUNK, PRODUCTS)
+                else:
+                    k_at = units + row * (2 * G * DK) + (i * (2 * G) + G + head // (H // G)) * DK + key[None, :]
+                    k = tl.load(k_at, mask=live[:, None] & in_key[None, :], other=0.0)
+                    x_at = x + row * (H * DV) + (i * H + head) * DV + value[None, :]
+                    part = tl.load(x_at, mask=live[:, None] & in_value[None, :], other=0.0).to(tl.float32)
+                    c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+                    then = tl.load(faded + (row + length - start - 1) * H + head)
+                    part *= tl.where(live, tl.exp(tl.minimum(then - c, 0.0)), 0.0)[:, None]
+                    place += at
+                    held = tl.exp(then) * tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                    held += tl.dot(tl.trans(k), part.to(k.dtype), input_precision=PRODUCTS)
+                    tl.store(place, held.to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -450,6 +550,7 @@ def _outputs_kernel(
     units,
     x,
     faded,
+    seen,
     y,
     gate_stride,
     eps,
@@ -462,10 +563,13 @@ def _outputs_kernel(
     SIGMOID: tl.constexpr,
     CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     """Finish the rows of chunks, for a head: add the part of O within the chunk, normalize, gate. Grid (H, programs).
 
-    x   [T, H, DV] X. For the other parameters see `_scan_kernel` and `mix`
+    x      [T, H, DV] X
+    seen   see `products_kernel`; None without BY_CHANNEL
+    For the other parameters see `_scan_kernel` and `mix`.
     """
     PER: tl.constexpr = H // G
     head = tl.program_id(0)
@@ -475,13 +579,17 @@ def _outputs_kernel(
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         live = flat < rows
         keyed, shown = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
-        unit_at = units + row * (2 * G * DK) + (i * (2 * G) + head // PER) * DK + key[None, :]
-        q, k = tl.load(unit_at, mask=keyed, other=0.0), tl.load(unit_at + G * DK, mask=keyed, other=0.0)
-        c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
-        seen = tl.dot(q, tl.trans(k), input_precision=PRODUCTS) * tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
-        seen = tl.where(i >= j, seen, 0.0).to(q.dtype)
+        if BY_CHANNEL:
+            within_at = seen + row * (H * CHUNK) + ((i * H + head) * CHUNK + j)
+            within = tl.load(within_at, mask=live[:, None] & (i >= j), other=0.0)
+        else:
+            unit_at = units + row * (2 * G * DK) + (i * (2 * G) + head // PER) * DK + key[None, :]
+            q, k = tl.load(unit_at, mask=keyed, other=0.0), tl.load(unit_at + G * DK, mask=keyed, other=0.0)
+            c = tl.load(faded + row * H + (flat * H + head), mask=live, other=0.0)
+            within = tl.dot(q, tl.trans(k), input_precision=PRODUCTS) * tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
+            within = tl.where(i >= j, within, 0.0).to(q.dtype)
         at = row * (H * DV) + (i * H + head) * DV + value[None, :]
-        o = tl.dot(seen, tl.load(x + at, mask=shown, other=0.0), input_precision=PRODUCTS)
+        o = tl.dot(within, tl.load(x + at, mask=shown, other=0.0), input_precision=PRODUCTS)
         o += tl.load(y + at, mask=shown, other=0.0).to(tl.float32)
         z_at = gate + row * gate_stride + (i * gate_stride + head * DV + value[None, :])
         z = tl.load(z_at, mask=shown, other=0.0).to(tl.float32)

@@ -53,13 +53,6 @@ def opened(gate, SIGMOID: tl.constexpr):
 
 
 @jit
-def keep_rows(given, pending, rows, channel, inside, stride, WIDTH: tl.constexpr):
-    """Make numbers of the step's rows pending ones. given, pending: their first rows."""
-    for i in range(0, rows):
-        tl.store(pending + i * WIDTH + channel, tl.load(given + i * stride + channel, mask=inside), mask=inside)
-
-
-@jit
 def row_of_head(
     source,
     conv,

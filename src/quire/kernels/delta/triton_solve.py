@@ -71,19 +71,22 @@ def _solved(a, b, PRODUCTS: tl.constexpr):
 
 
 @jit
-def _inverses(x, c, b, PRODUCTS: tl.constexpr):
-    """Return the blocks [16, 16] of T of a chunk, row by row. x: those of K K^T. See `_faded`.
+def inverses(a, PRODUCTS: tl.constexpr):
+    """Return the blocks [16, 16] of T of a chunk, row by row. a: those of A.
 
     A block below the diagonal is -T_ii (sum over k from j to i - 1 of A_ik T_kj).
     """
-    t00, t11 = _inverse(_faded(x[0], c, b, 0, 0), PRODUCTS), _inverse(_faded(x[2], c, b, 1, 1), PRODUCTS)
-    t22, t33 = _inverse(_faded(x[5], c, b, 2, 2), PRODUCTS), _inverse(_faded(x[9], c, b, 3, 3), PRODUCTS)
-    t10 = _solved(t11, tl.dot(_faded(x[1], c, b, 1, 0), t00, input_precision=PRODUCTS), PRODUCTS)
-    a20, a21 = _faded(x[3], c, b, 2, 0), _faded(x[4], c, b, 2, 1)
+    a00, a10, a11, a20, a21, a22, a30, a31, a32, a33 = a
+    t00, t11, t22, t33 = (
+        _inverse(a00, PRODUCTS),
+        _inverse(a11, PRODUCTS),
+        _inverse(a22, PRODUCTS),
+        _inverse(a33, PRODUCTS),
+    )
+    t10 = _solved(t11, tl.dot(a10, t00, input_precision=PRODUCTS), PRODUCTS)
     part = tl.dot(a20, t00, input_precision=PRODUCTS)
     t20 = _solved(t22, tl.dot(a21, t10, part, input_precision=PRODUCTS), PRODUCTS)
     t21 = _solved(t22, tl.dot(a21, t11, input_precision=PRODUCTS), PRODUCTS)
-    a30, a31, a32 = _faded(x[6], c, b, 3, 0), _faded(x[7], c, b, 3, 1), _faded(x[8], c, b, 3, 2)
     part = tl.dot(a31, t10, tl.dot(a30, t00, input_precision=PRODUCTS), input_precision=PRODUCTS)
     t30 = _solved(t33, tl.dot(a32, t20, part, input_precision=PRODUCTS), PRODUCTS)
     part = tl.dot(a31, t11, input_precision=PRODUCTS)
@@ -93,37 +96,47 @@ def _inverses(x, c, b, PRODUCTS: tl.constexpr):
 
 
 @jit
-def _rates(
-    raw,
-    strength,
-    faded,
-    strides,
-    factors,
-    total,
-    rows,
-    ROW: tl.constexpr,
-    H: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DOUBLED: tl.constexpr,
-):
-    """Return c and b [16] of block ROW of a chunk, and the sum of g to its end; write c. total: the sum before it."""
+def strengths(strength, stride, rows, ROW: tl.constexpr, DOUBLED: tl.constexpr):
+    """Return b [16] of block ROW of a chunk. strength: its first row; stride: from row to row."""
+    i = ROW * 16 + tl.arange(0, 16)
+    b = tl.sigmoid(tl.load(strength + i * stride, mask=i < rows, other=0.0).to(tl.float32))
+    return tl.where(i < rows, b * (2.0 if DOUBLED else 1.0), 0.0)
+
+
+@jit
+def _sums(raw, faded, stride, factors, total, rows, ROW: tl.constexpr, H: tl.constexpr, BOUNDED: tl.constexpr):
+    """Return c [16] of block ROW of a chunk, and the sum of g to its end; write c. total: the sum before it."""
     i = ROW * 16 + tl.arange(0, 16)
     live = i < rows
     shift, speed, lowest = factors
-    x = tl.load(raw + i * strides[0], mask=live, other=0.0).to(tl.float32) + shift
+    x = tl.load(raw + i * stride, mask=live, other=0.0).to(tl.float32) + shift
     g = tl.where(live, log_decay(x, speed, lowest, BOUNDED), 0.0)
     c = total + tl.cumsum(g, 0)
     tl.store(faded + i * H, c, mask=live)
-    b = tl.sigmoid(tl.load(strength + i * strides[1], mask=live, other=0.0).to(tl.float32))
-    return c, tl.where(live, b * (2.0 if DOUBLED else 1.0), 0.0), total + tl.sum(g, 0)
+    return c, total + tl.sum(g, 0)
 
 
 @jit
 def _store(t, place, b, rows, stride, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """Write a block of T times the strengths of its columns. place: T of the chunk."""
+    """Write a block of T times the strengths of its columns. place: T of the chunk; stride: from row to row."""
     row, column = ROW * 16 + tl.arange(0, 16)[:, None], COLUMN * 16 + tl.arange(0, 16)[None, :]
     y = t * b[COLUMN][None, :]
     tl.store(place + row * stride + column, y.to(place.dtype.element_ty), mask=row < rows)
+
+
+@jit
+def store_inverses(t, place, b, rows, stride):
+    """Write the blocks of T times the strengths of its columns. b: tuple by block of rows. See `_store`."""
+    _store(t[0], place, b, rows, stride, 0, 0)
+    _store(t[1], place, b, rows, stride, 1, 0)
+    _store(t[2], place, b, rows, stride, 1, 1)
+    _store(t[3], place, b, rows, stride, 2, 0)
+    _store(t[4], place, b, rows, stride, 2, 1)
+    _store(t[5], place, b, rows, stride, 2, 2)
+    _store(t[6], place, b, rows, stride, 3, 0)
+    _store(t[7], place, b, rows, stride, 3, 1)
+    _store(t[8], place, b, rows, stride, 3, 2)
+    _store(t[9], place, b, rows, stride, 3, 3)
 
 
 @jit
@@ -156,28 +169,26 @@ def solve_kernel(
     PART       numbers of keys at a time;  PRODUCTS  precision of products of float32 numbers
     """
     head = tl.program_id(0)
-    factors, strides = (tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest), (decay_stride, strength_stride)
+    factors = (tl.load(shift + head), tl.exp(tl.load(rate + head)), lowest)
     stride: tl.constexpr = 64 * H
     for n in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         row, rows = tl.load(chunks + 4 * n).to(tl.int64), tl.load(chunks + 4 * n + 1)
         raw, strong, sums = decay + row * decay_stride + head, strength + row * strength_stride + head, faded + row * H
         sums += head
-        c0, b0, total = _rates(raw, strong, sums, strides, factors, 0.0, rows, 0, H, BOUNDED, DOUBLED)
-        c1, b1, total = _rates(raw, strong, sums, strides, factors, total, rows, 1, H, BOUNDED, DOUBLED)
-        c2, b2, total = _rates(raw, strong, sums, strides, factors, total, rows, 2, H, BOUNDED, DOUBLED)
-        c3, b3, total = _rates(raw, strong, sums, strides, factors, total, rows, 3, H, BOUNDED, DOUBLED)
+        c0, total = _sums(raw, sums, decay_stride, factors, 0.0, rows, 0, H, BOUNDED)
+        c1, total = _sums(raw, sums, decay_stride, factors, total, rows, 1, H, BOUNDED)
+        c2, total = _sums(raw, sums, decay_stride, factors, total, rows, 2, H, BOUNDED)
+        c3, total = _sums(raw, sums, decay_stride, factors, total, rows, 3, H, BOUNDED)
+        b0 = strengths(strong, strength_stride, rows, 0, DOUBLED)
+        b1 = strengths(strong, strength_stride, rows, 1, DOUBLED)
+        b2 = strengths(strong, strength_stride, rows, 2, DOUBLED)
+        b3 = strengths(strong, strength_stride, rows, 3, DOUBLED)
         c, b = (c0, c1, c2, c3), (b0, b1, b2, b3)
         keys = units + row * (2 * G * DK) + (G + head // (H // G)) * DK
         x = _squares(keys, rows, 2 * G * DK, DK, DKP, PART, PRODUCTS)
-        t = _inverses(x, c, b, PRODUCTS)
-        place = solved + row * stride + head * 64
-        _store(t[0], place, b, rows, stride, 0, 0)
-        _store(t[1], place, b, rows, stride, 1, 0)
-        _store(t[2], place, b, rows, stride, 1, 1)
-        _store(t[3], place, b, rows, stride, 2, 0)
-        _store(t[4], place, b, rows, stride, 2, 1)
-        _store(t[5], place, b, rows, stride, 2, 2)
-        _store(t[6], place, b, rows, stride, 3, 0)
-        _store(t[7], place, b, rows, stride, 3, 1)
-        _store(t[8], place, b, rows, stride, 3, 2)
-        _store(t[9], place, b, rows, stride, 3, 3)
+        a00, a11 = _faded(x[0], c, b, 0, 0), _faded(x[2], c, b, 1, 1)
+        a22, a33 = _faded(x[5], c, b, 2, 2), _faded(x[9], c, b, 3, 3)
+        a10, a20, a21 = _faded(x[1], c, b, 1, 0), _faded(x[3], c, b, 2, 0), _faded(x[4], c, b, 2, 1)
+        a30, a31, a32 = _faded(x[6], c, b, 3, 0), _faded(x[7], c, b, 3, 1), _faded(x[8], c, b, 3, 2)
+        t = inverses((a00, a10, a11, a20, a21, a22, a30, a31, a32, a33), PRODUCTS)
+        store_inverses(t, solved + row * stride + head * 64, b, rows, stride)

@@ -16,8 +16,13 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.
 
-`AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Feature "rows": the implementation
-takes `row_positions`.
+chosen(q_latent [N, H, L], q_rope [N, H, R], cache, meta, scale, positions [N, K] int32, first=0) -> [N, H, L]
+    As `absorbed`, for N rows of the step from row `first` on, but a row attends only to the tokens at `positions` of
+    its sequence (`quire.kernels.index`), in which -1 stands behind the last one. A function of implementations with
+    the feature "chosen".
+
+`AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Features: rows (the implementation
+takes `row_positions`), chosen, e4m3 cache, e5m2 cache, and ds_mla cache (it reads and writes `LatentView.scales`).
 """
 
 from __future__ import annotations
@@ -26,19 +31,26 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from quire.kernels.index import IndexView
+
 
 @dataclass(frozen=True)
 class LatentView:
-    """The MLA cache of a layer: strided views of the KV cache tensor. Each block of a view is contiguous.
+    """MLA cache of a layer: strided views of the KV cache tensor. Without scales each block of a view is contiguous.
 
     latent   [num_blocks, 1, block_size, L] normalized latents
     rope     [num_blocks, 1, block_size, R] rotated keys
     scale    scale of both in a cache of 8-bit codes; 1 for other types
+    index    keys of the layer's indexer; None: it has none
+    scales   [num_blocks, 1, block_size, tiles] float32: scales of the codes of latents, which with them and the rotated
+             keys in bfloat16 form the rows of tokens (`quire.kernels.latent_rows`); None: all are `scale`
     """
 
     latent: Tensor
     rope: Tensor
     scale: float = field(default=1.0, compare=False)
+    index: IndexView | None = None
+    scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:

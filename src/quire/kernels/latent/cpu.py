@@ -16,8 +16,11 @@ from quire.kernels.attention.cpu import attend_chunk
 from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.ref import prepare, project
+from quire.kernels.latent.rows import numbers
 
-__all__ = ["absorbed", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
+
+GATHERED = 1 << 22  # numbers of chosen tokens that are gathered at a time
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
@@ -25,9 +28,40 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
     scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
-        both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
+        both = torch.cat(_sides(cache, chunk, q.dtype), 1).view(1, 1, -1, q.shape[2])
         attended = _attend(q[chunk.first : chunk.last], both, both, chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., : out.shape[2]] * cache.scale
+    return out
+
+
+def chosen(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
+) -> Tensor:
+    """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`.
+
+    The tokens of some rows are gathered, and multiplied with all heads of each row.
+    """
+    out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2).float()
+    width, size = q_latent.shape[2], cache.block_size
+    rows = max(1, GATHERED // (positions.shape[1] * q.shape[2]))
+    for start, last, s, _ in sequences(meta):
+        table = meta.block_tables[s if meta.table_rows is None else int(meta.table_rows[s])].long()
+        end = min(last - first, len(q))
+        for begin in range(max(start - first, 0), end, rows):
+            own = positions[begin : min(begin + rows, end)].long()
+            none = own < 0
+            own = own.clamp(min=0)
+            place = table[own // size], own % size
+            both = torch.cat(numbers(cache, place), 2)
+            scores = torch.bmm(q[begin : begin + len(own)], both.transpose(1, 2)).mul_(scale)
+            weights = scores.masked_fill_(none[:, None], -torch.inf).softmax(-1)
+            out[begin : begin + len(own)] = torch.bmm(weights, both[..., :width])
     return out
 
 
@@ -39,9 +73,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     value, scale = out.shape[2], scale * cache.scale
     width = max(q.shape[2], value)
     for chunk in _chunks(cache, meta, meta.prompts or ()):
-        latent, rope = (
-            side[chunk.blocks].flatten(0, 2)[: chunk.total].to(q.dtype) for side in (cache.latent, cache.rope)
-        )
+        latent, rope = (side[: chunk.total].to(q.dtype) for side in _sides(cache, chunk, q.dtype))
         made = F.linear(latent, kv_up.flatten(0, 1)).unflatten(1, kv_up.shape[:2]).transpose(0, 1)
         keys = torch.cat((made[..., :-value], rope.expand(len(made), -1, -1)), 2)
         queries, keys, values = (
@@ -50,6 +82,13 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         attended = _attend(queries, keys[None], values[None], chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., :value] * cache.scale
     return out
+
+
+def _sides(cache: LatentView, chunk: ChunkPlan, dtype: torch.dtype) -> list[Tensor]:
+    """Return latents [tokens, L] and rotated keys [tokens, R] of a sequence's blocks; codes, if all have one scale."""
+    if cache.scales is None:
+        return [side[chunk.blocks].flatten(0, 2) for side in (cache.latent, cache.rope)]
+    return [side.flatten(0, 1).to(dtype) for side in numbers(cache, chunk.blocks)]
 
 
 def _chunks(cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...]) -> Iterator[ChunkPlan]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import write_kv
-from quire.kernels.attention.eight_bits import gather
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.rows import numbers, write_rows
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
 
@@ -22,8 +22,11 @@ def prepare(
     """
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
-    view = KVView(cache.latent, cache.rope, cache.scale, cache.scale)
-    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), view, kv_slots)
+    latent, turned = rms_norm(latent, norm, eps), apply_rope(turned, cos, sin)
+    if cache.scales is not None:
+        write_rows(latent[:, 0], turned[:, 0], cache, kv_slots)
+    else:
+        write_kv(latent, turned, KVView(cache.latent, cache.rope, cache.scale, cache.scale), kv_slots)
     return q
 
 
@@ -40,6 +43,25 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
         scores += torch.einsum("mhr,nr->hmn", q_rope[first:last].float(), rope)
         out[first:last] = torch.einsum("hmn,nl->mhl", _weights(scores * scale, meta, first), latent).to(out.dtype)
+    return out
+
+
+def chosen(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
+) -> Tensor:
+    """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`."""
+    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    for start, last, latent, rope in _contexts(cache, meta, sequences(meta)):
+        for row in range(max(start - first, 0), min(last - first, len(out))):
+            own = positions[row][positions[row] >= 0].long()
+            scores = q_latent[row].float() @ latent[own].t() + q_rope[row].float() @ rope[own].t()
+            out[row] = ((scores * scale).softmax(-1) @ latent[own]).to(out.dtype)
     return out
 
 
@@ -64,9 +86,7 @@ def _contexts(
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
-        latent, rope = (
-            gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale for side in (cache.latent, cache.rope)
-        )
+        latent, rope = (side.flatten(0, 1)[:length] for side in numbers(cache, blocks))
         yield first, last, latent, rope
 
 

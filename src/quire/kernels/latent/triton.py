@@ -2,6 +2,7 @@
 
     triton_project, triton_absorbed   sequences of few rows
     triton_shared                     decodes that share the beginning of their context
+    triton_chosen                     rows that attend to chosen tokens
     triton_expanded                   sequences of many rows
 
 Tuned for latents of 512, rotated keys of 64 and 16 to 128 heads; correct for other sizes. The host reads nothing from
@@ -11,6 +12,7 @@ the device: steps without `meta.prompts` can be captured.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,14 +22,16 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, multiprocessors, plan_step, shared_memory
 from quire.kernels.attention.triton_tiles import LOG2E, coded, finite
+from quire.kernels.index.triton_places import places_of
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
+from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.latent.triton_project import project
 from quire.kernels.latent.triton_shared import shared_kernel
 from quire.kernels.triton_runtime import jit, tl
 
-__all__ = ["absorbed", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
 
 # Tilings of `absorbed` by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in
 # flight, and programs that run on a multiprocessor at the same time. ALONE: with 16 lanes, for steps of few rows.
@@ -38,6 +42,8 @@ MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 1
 EXACT = {torch.float32: "ieee"}  # precision of products of float32
 PARTS = 128  # most parts of a sequence's context
 PREFIX_PARTS = 32  # most parts of a shared prefix
+PROGRAMS = 2  # of `chosen` on a multiprocessor, at least, before a row is cut into parts
+MOST_PARTS = 32  # of the chosen tokens of a row
 MERGING = 4  # programs per multiprocessor that add up parts
 TURNED = 16  # heads of a token that a program rotates
 WORKSPACE = 256 << 20  # bytes of expanded keys and values at a time
@@ -140,7 +146,7 @@ def _prepare_kernel(
     if part == 0:
         scale = tl.load(norm + dims, mask=dims < L, other=0.0).to(tl.float32)
         slot = tl.load(kv_slots + token)
-        block, offset = slot // SIZE, slot % SIZE
+        block, offset = (slot // SIZE).to(tl.int64), slot % SIZE
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
         to_latent = latent + block * latent_block + offset * L + dims
@@ -284,6 +290,81 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
             SHARED=shared is not None,
             num_warps=4,
             **sizes,
+        )
+    return out
+
+
+def chosen(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    positions: Tensor,
+    first: int = 0,
+) -> Tensor:
+    """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`."""
+    tokens, heads, dim = q_latent.shape
+    assert q_latent.is_contiguous() and q_rope.stride(2) == 1 and positions.is_contiguous()
+    out = torch.empty_like(q_latent)
+    if not tokens:
+        return out
+    group, (lanes, keys, warps, stages, _), _ = configure(q_latent, cache, replace(meta, decode_len=1))
+    work, top_k = tokens * heads // group, positions.shape[1]
+    most = min(MOST_PARTS, -(-top_k // keys), -(-PROGRAMS * multiprocessors() // work))
+    span = -(-top_k // (most * keys)) * keys
+    parts, places, in_pdl = -(-top_k // span), places_of(meta, len(meta.kv_slots))[first:], pdl.in_use()
+    floats = {"dtype": torch.float32, "device": q_latent.device}
+    state = (torch.empty(work * parts * lanes, size, **floats) for size in (dim, 2)) if parts > 1 else (None, None)
+    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
+    sizes |= {"PDL": in_pdl, **pdl.options(in_pdl)}
+    sums, stats = state
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    table = meta.block_tables
+    slots_kernel[(tokens, -(-top_k // 256))](
+        positions,
+        places,
+        table,
+        slots,
+        table.stride(0),
+        top_k,
+        SIZE=cache.block_size,
+        BLOCK=256,
+        PDL=in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
+    chosen_kernel[(work, parts)](
+        q_latent,
+        q_rope,
+        out,
+        cache.latent,
+        cache.rope,
+        places,
+        slots,
+        sums,
+        stats,
+        q_latent.stride(0),
+        *q_rope.stride()[:2],
+        cache.latent.stride(0),
+        cache.rope.stride(0),
+        scale * cache.scale * LOG2E,
+        cache.scale if is_coded(cache.latent) else None,
+        top_k,
+        span,
+        EXACT=EXACT.get(q_latent.dtype, "tf32"),
+        SIZE=cache.block_size,
+        TILE=keys,
+        R=q_rope.shape[2],
+        RP=_power(q_rope.shape[2]),
+        num_warps=warps,
+        num_stages=stages,
+        **sizes,
+    )
+    if parts > 1:
+        each = min(4, lanes)
+        join_kernel[(work, -(-group // each))](
+            out, places, sums, stats, out.stride(0), LANES=each, num_warps=4, **sizes
         )
     return out
 

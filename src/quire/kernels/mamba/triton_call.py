@@ -69,3 +69,38 @@ class MambaCall:
 def step_of(raw, lowest, highest):
     """Return d of raw steps, shifts included."""
     return tl.minimum(tl.maximum(softplus(raw), lowest), highest)
+
+
+@jit
+def norm_group(
+    sums,
+    outputs,
+    group,
+    PER: tl.constexpr,
+    P: tl.constexpr,
+    PARTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Norm the results of a group of PER heads at a row, which other programs have written.
+
+    sums       rows of sums of squares, of PARTS parts of each head, and of results in float32
+    outputs    rows of gate, norm and y, and eps
+    MEMBERS    parts of the group, padded;  BLOCK  numbers that are normed at a time;  NORM  index in `NORMS`
+    """
+    squares, results = sums
+    gate, norm, y, eps = outputs
+    member = tl.arange(0, MEMBERS)
+    shown = member < PER * PARTS
+    parts = tl.load(squares + group * (PER * PARTS) + member, mask=shown, other=0.0, cache_modifier=".cg")
+    factor = tl.rsqrt(tl.sum(parts) / (PER * P) + eps)
+    for start in tl.static_range(0, PER * P, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside, column = column < PER * P, group * (PER * P) + column
+        scale = tl.load(norm + column, mask=inside, other=0.0) * factor
+        if NORM == 2:
+            z = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+            scale *= z * tl.sigmoid(z)
+        result = scale * tl.load(results + column, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(y + column, result.to(y.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import pdl
-from quire.kernels.mamba.triton_call import NORMS, MambaCall, step_of
+from quire.kernels.mamba.triton_call import NORMS, MambaCall, norm_group, step_of
 from quire.kernels.state_chunks import padded
 from quire.kernels.state_rows import convolved, keep_columns, part_of, read_part
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
@@ -197,18 +197,6 @@ def _decode_kernel(
                 keep_columns(given, own, own, 1, past, b_at, in_state, CHANNELS, TAPS, TAPSP, inner_stride)
                 keep_columns(given, own, own, 1, past, c_at, in_state, CHANNELS, TAPS, TAPSP, inner_stride)
                 if NORM != 0:
-                    member = tl.arange(0, MEMBERS)
-                    sums_at = squares + s * (H * PARTS) + group * (PER * PARTS) + member
-                    total = tl.sum(tl.load(sums_at, mask=member < PER * PARTS, other=0.0, cache_modifier=".cg"))
-                    factor = tl.rsqrt(total / (PER * P) + eps)
-                    for start in tl.static_range(0, PER * P, BLOCK):
-                        column = start + tl.arange(0, BLOCK)
-                        shown, column = column < PER * P, group * (PER * P) + column
-                        scale = tl.load(norm + column, mask=shown, other=0.0) * factor
-                        if NORM == 2:
-                            z = tl.load(gate + row * gate_stride + column, mask=shown, other=0.0).to(tl.float32)
-                            scale *= z * tl.sigmoid(z)
-                        result = scale * tl.load(
-                            parts + s * WIDTH + column, mask=shown, other=0.0, cache_modifier=".cg"
-                        )
-                        tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=shown)
+                    sums = (squares + s * (H * PARTS), parts + s * WIDTH)
+                    outputs = (gate + row * gate_stride, norm, y + row * WIDTH, eps)
+                    norm_group(sums, outputs, group, PER, P, PARTS, MEMBERS, BLOCK, NORM)

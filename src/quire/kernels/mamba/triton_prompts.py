@@ -35,10 +35,10 @@ SPLIT = 32  # most values of a head in a program that goes through a sequence, o
 NORMED = 128  # numbers of a row that a program norms
 
 
-def mix_prompts(call: MambaCall) -> None:
-    """Compute the rows of sequences that are no decodes, and update their states."""
+def mix_prompts(call: MambaCall, limit: int) -> None:
+    """Compute the rows of sequences of more than `limit` rows, and update their states."""
     inner, form, rows, weights = call.inner, call.form, len(call.inner), call.weights
-    plan, sizes, values = planned(call.meta, rows, min(1, call.meta.decode_rows)), call.sizes, padded(form.head_dim)
+    plan, sizes, values = planned(call.meta, rows, limit), call.sizes, padded(form.head_dim)
     units, x = inner.new_empty((rows, 2, form.groups, form.state_dim)), inner.new_empty((rows, form.width))
     rates = inner.new_empty((2, rows, form.heads), dtype=torch.float32)
     exact = inner.dtype == torch.float32
@@ -113,6 +113,7 @@ def _finish(
     form, sizes, values, programs = call.form, call.sizes, padded(call.form.head_dim), plan.chunk_programs
     norm, width = NORMS.index(form.norm), form.width // form.groups
     large = call.inner.dtype == torch.float32 or values > 64 or sizes["NP"] > 128
+    warps = 8 if large else 4 if min(values, sizes["NP"]) >= 64 else 2  # of 16 values, those of 4 warps are wrong
     squares = rates.new_empty(rates.shape[1:]) if norm else None
     _outputs_kernel[(form.heads, programs)](
         call.gate,
@@ -128,7 +129,7 @@ def _finish(
         **options,
         PP=values,
         NORM=norm,
-        num_warps=8 if large else 4,
+        num_warps=warps,
         num_stages=1,
     )
     if norm:

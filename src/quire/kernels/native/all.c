@@ -12,6 +12,8 @@
 #include "../attention_cpu/prompts.c"
 #include "../delta/native.c"
 #include "../heads/native.c"
+#include "../index/native.c"
+#include "../latent/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"

@@ -29,6 +29,8 @@ FUNCTIONS = {
     "quire_delta": "ppppp" + "pppp" + "ppppp" + "lllll" + "llllll" + "ff" + "iiiiii",
     "quire_mamba": "pppp" + "pppppp" + "pppppp" + "llll" + "lllll" + "fff" + "iiiii",
     "quire_shortconv": "ppppppllll" + "ii",
+    "quire_chosen": "pppppppppp" + "lllllllllllllll" + "ff" + "iiii",
+    "quire_index": "ppppppppppp" + "llllllllllll" + "iii",
     "quire_sum_bytes": "pppp" + "ll",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",

@@ -391,6 +391,11 @@ def product(name: str, bias: bool, features: Collection[str]) -> Call:
     return Call("linear.run_add" if "add" in features else "linear.run", weights(name, bias))
 
 
+def halves(size: int) -> tuple[int, ...]:
+    """Return the order of rows that are rotated in neighbouring pairs: the first rows of all pairs, then the second."""
+    return (*range(0, size, 2), *range(1, size, 2))
+
+
 def head_order(rotated: int, dim: int, *, interleaved: bool = False) -> tuple[int, ...]:
     """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
 

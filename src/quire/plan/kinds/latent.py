@@ -1,4 +1,7 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, 2024): the cache keeps a compressed latent and one rotated key."""
+"""Multi-head latent attention (MLA, DeepSeek-V2, 2024): the cache keeps a compressed latent and one rotated key.
+
+With an indexer (`index.py`) it reads only the tokens that the indexer, or that of an earlier layer, has chosen.
+"""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -10,6 +13,8 @@ from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
+from quire.kernels.latent_rows import DS_MLA, latent_row
+from quire.plan.kinds.index import IndexKind
 from quire.plan.kinds.interfaces import (
     Call,
     ExchangedRows,
@@ -20,6 +25,7 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     added,
     counted,
+    halves,
     normed,
     read,
 )
@@ -33,17 +39,27 @@ LATENT_TOKENS = 1024  # of a captured step with prompts: they are absorbed, whic
 class LatentKind:
     """Multi-head latent attention; a `Mixer`."""
 
-    scores: frozenset[str] = frozenset()
-    operations = ("latent",)
     prompts, past, window = LATENT_TOKENS, LATENT_CONTEXT, None
 
     def __init__(self, args: LatentArgs) -> None:
         self._sizes = args
+        own = args.index is not None and not args.index.shared
+        self._index = IndexKind(args, args.index) if args.index is not None and own else None
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Kernel operations that it needs."""
+        return ("latent", "index") if self._index is not None else ("latent",)
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Features of attention kernels that its scores need."""
+        return frozenset({"chosen"}) if self._sizes.index is not None else frozenset()
 
     def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
         """Yield the compressions of queries and of keys and values with their norms, the expansions, and the output."""
         sizes, (first, heads) = self._sizes, write.share(self._sizes.num_heads)
-        turned, plain = _halves(sizes.rope_dim) if sizes.interleaved else (), sizes.nope_dim
+        turned, plain = halves(sizes.rope_dim) if sizes.interleaved else (), sizes.nope_dim
         order = _behind(plain, turned)
         q = StoredRows(sizes.num_heads * sizes.head_dim, first * sizes.head_dim, heads * sizes.head_dim, order)
         down = {"q_down": StoredRows(sizes.q_rank)} if sizes.q_rank else {"q": q}
@@ -56,6 +72,8 @@ class LatentKind:
         up, v_dim = sizes.nope_dim + sizes.v_dim, sizes.v_dim
         rows = {"": StoredRows(sizes.num_heads * up, first * up, heads * up)}
         yield write.param(AT + "kv_up.weight", rows, sizes.kv_rank, shard="rows", layer=layer)
+        if self._index is not None:
+            yield from self._index.params(write, layer, width)
         values = StoredRows(0, first * v_dim, heads * v_dim)
         yield from write.output(AT + "output.", sizes.num_heads * v_dim, values, False, layer)
 
@@ -73,13 +91,18 @@ class LatentKind:
         """Return the sizes of latents, and the number of query tokens from which they are expanded."""
         break_even = min(self._sizes.break_even, NEVER)
         sizes = structs.asdict(self._sizes) | {"break_even": break_even}
-        del sizes["num_heads"], sizes["rope"]  # among `facts`, and a line of its own
+        del sizes["num_heads"], sizes["rope"], sizes["index"]  # among `facts`, and a line of its own
         return sizes
 
     def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
-        """Return the latent and the rotated key, which all heads share."""
+        """Return the latent and the rotated key, which all heads share, and the key of the indexer."""
+        if dtype == DS_MLA:
+            row = latent_row(self._sizes.kv_rank, self._sizes.rope_dim)
+            rows = (KVComponent("latent", 1, row.size, "uint8", 1),)
+            return rows if self._index is None else (*rows, *self._index.components("float8_e4m3fn", 1))
         widths = {"latent": self._sizes.kv_rank, "rope": self._sizes.rope_dim}
-        return tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
+        own = tuple(KVComponent(name, 1, width, dtype, item_bytes) for name, width in widths.items())
+        return own if self._index is None else (*own, *self._index.components(dtype, item_bytes))
 
     def states(self, types: StateTypes, rank: Rank | None) -> tuple[StateComponent, ...]:
         """Return (): all that it keeps grows with the request."""
@@ -100,14 +123,29 @@ class LatentKind:
         if sizes.q_rank:
             yield from normed("attention.q_norm.weight", ("attention.q.weight",), step)
         yield Call("latent.prepare", ("attention.kv_norm.weight",))
+        if self._index is not None:
+            yield from self._index.calls()
+        yield from self._attended()
+        yield from added("attention.output", False, step)
+
+    def _attended(self) -> Iterator[Call]:
+        """Yield the calls of attention: to the latent itself, to expanded keys and values, or to chosen latents."""
+        sizes = self._sizes
         few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in ("up to", "more than"))
         if not isfinite(sizes.break_even):
             few = many = ""
-        up = Call("latent.project", ("attention.kv_up.weight",), few)
-        yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
+        absorbs, absorbed, expanded = few, few, many
+        if sizes.index is not None:
+            short, long = (f"{than} {sizes.index.top_k} tokens of context" for than in ("up to", "more than"))
+            absorbs = f"{few}, or {long}" if few else ""
+            absorbed, expanded = (f"{rows}, and {short}" if rows else short for rows in (few, many))
+        up = Call("latent.project", ("attention.kv_up.weight",), absorbs)
+        yield from (up, Call("latent.absorbed", when=absorbed))  # keys into queries
+        if sizes.index is not None:
+            yield Call("latent.chosen", when=long)
+        yield up  # values out of sums
         if many:
-            yield Call("latent.expanded", up.parameters, many)
-        yield from added("attention.output", False, step)
+            yield Call("latent.expanded", up.parameters, expanded)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
         """Yield the sum of its outputs."""
@@ -125,12 +163,8 @@ class LatentKind:
             "qk_norm": "",
             "bias": False,
             "compressed": self._compressed(),
+            "index": None if sizes.index is None else structs.asdict(sizes.index),
         }
-
-
-def _halves(size: int) -> tuple[int, ...]:
-    """Order of rows that are rotated in neighbouring pairs: the first rows of all pairs, then the second rows."""
-    return (*range(0, size, 2), *range(1, size, 2))
 
 
 def _behind(before: int, order: tuple[int, ...]) -> tuple[int, ...]:

@@ -86,6 +86,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "width": lambda i: i.model.hidden_size,
     "length": lambda i: i.length,
     "odd_layer": lambda i: features.odd_layers(i)[0],
+    "uneven_draft": features.uneven_drafter,
     "draft_length": lambda i: i.speculation and i.speculation.max_model_len,
     "draft_ranks": lambda i: i.speculation and i.speculation.draft_tensor_parallel_size,
     "offload": lambda i: f"{i.tiers.kv_offload_gb:g}",

@@ -5,15 +5,16 @@ from typing import get_args
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
+from quire.args.latent import LatentArgs
 from quire.args.layers import RecurrentArgs
 from quire.args.mamba import MambaArgs
-from quire.args.shortconv import ShortConvArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.contracts.step import CHECK_LAYER
+from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
@@ -76,6 +77,19 @@ def draft_vocabulary(draft: ModelArgs) -> int:
     return draft.eagle.vocab_size if draft.eagle is not None else draft.vocab_size
 
 
+def uneven_drafter(i: Inputs) -> str:
+    """Return the parts of the draft model or EAGLE head that the ranks of a stage cannot share; "": they can."""
+    if i.draft is None or i.speculation is None or i.speculation.draft_tensor_parallel_size == 1:
+        return ""
+    return " and ".join(dict.fromkeys(filter(None, (kind.uneven(i.parallel.tp) for kind in mixers(i.draft)))))
+
+
+def _other_ranks(i: Inputs, speculation: Speculation) -> bool:
+    """Return True if a number of ranks for drafts was asked for that is not the model's, nor 1 for another model."""
+    asked = speculation.draft_tensor_parallel_size
+    return asked not in (0, i.parallel.tp) and not (asked == 1 and speculation.method in MODELS)
+
+
 def given(name: str) -> Test:
     """Return the predicate that an option differs from its default."""
     part = flat_names()[name]
@@ -114,6 +128,16 @@ def _uneven_kv_heads(i: Inputs, model: ModelArgs) -> bool:
     return not _uneven_heads(i, model) and any(kind.uneven(i.parallel.tp) for kind in mixers(model))
 
 
+def _attends_otherwise(model: ModelArgs) -> bool:
+    """True if layers attend without latents."""
+    return any(not isinstance(one, LatentArgs) for one in model.attending)
+
+
+def _choosing(model: ModelArgs) -> bool:
+    """True if layers attend to chosen tokens alone."""
+    return any(isinstance(one, LatentArgs) and one.index is not None for one in model.mixers)
+
+
 def _odd_slots(i: Inputs) -> bool:
     return i.num_experts > 0 and (i.num_experts + (i.parallel.redundant or 0)) % i.parallel.expert_ranks > 0
 
@@ -126,17 +150,6 @@ def _many_slots(i: Inputs) -> bool:
 def _keeping(*kinds: type[RecurrentArgs]) -> Test:
     """Return the predicate that layers of these kinds keep a state of each request, in the model or its draft model."""
     return lambda i: any(isinstance(one, kinds) for args in (i.args, i.draft) if args for one in args.mixers)
-
-
-def _decaying_by_number(i: Inputs) -> bool:
-    """Return True if each number of a key has a decay of its own, in the model or its draft model."""
-    mixers = [one for args in (i.args, i.draft) if args for one in args.mixers]
-    return any(isinstance(one, DeltaArgs) and one.low_rank for one in mixers)
-
-
-def _lacks_experts(i: Inputs, draft: ModelArgs) -> bool:
-    asked = i.parallel.experts or i.config.load.routing != "model"
-    return asked and draft.moe is None and i.num_experts > 0
 
 
 def _any_tier(i: Inputs) -> bool:
@@ -159,7 +172,8 @@ RANKS: Mapping[str, Feature] = {
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
     "moving or shared experts": Feature(
-        lambda i: i.parallel.lockstep or i.parallel.redundant is not None, "experts that replicas share or that move"
+        lambda i: i.device == "cuda" and (i.parallel.lockstep or i.parallel.redundant is not None),
+        "experts that replicas of a GPU share, or that move there",
     ),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
@@ -208,14 +222,15 @@ DRAFTS: Mapping[str, Feature] = {
     "MTP": Feature(lambda i: i.method == "mtp", "method mtp", SPEC),
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
+    "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
+    "pipeline of GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.pp > 1, "a pipeline of GPUs"),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),
     "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
-    "draft ranks": Feature(of_drafts(lambda i, s: s.draft_tensor_parallel_size > 0), "ranks for drafts", SPEC),
-    "other ranks": Feature(
-        of_drafts(lambda i, s: s.draft_tensor_parallel_size != i.parallel.tp), "a model of another number of ranks"
-    ),
+    "drafts of the model": Feature(lambda i: i.method in ("ngram", "mtp"), "method {method}", SPEC),
+    "other ranks": Feature(of_drafts(_other_ranks), "another number of ranks for drafts"),
+    "uneven drafter": Feature(lambda i: bool(uneven_drafter(i)), "heads that ranks cannot share equally"),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
         of_draft(lambda i, d: "dynamic" in [one.rope.kind for one in d.rotations]), "rope type dynamic"
@@ -232,10 +247,6 @@ DRAFTS: Mapping[str, Feature] = {
         of_drafts(lambda i, s: i.args is not None and 0 < s.max_model_len < i.length),
         'a "max_model_len" below the engine\'s',
     ),
-    "drafts over states": Feature(
-        of_drafts(lambda i, s: _keeping(*RECURRENT)(i)), "drafts beside recurrent layers", SPEC
-    ),
-    "options of experts": Feature(of_draft(_lacks_experts), "options of experts"),
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
@@ -247,27 +258,28 @@ CACHE: Mapping[str, Feature] = {
     ),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
-    "states untried there": Feature(
-        lambda i: _keeping(MambaArgs, ShortConvArgs)(i) or _decaying_by_number(i),
-        "Mamba 2, short convolutions or Kimi delta attention",
-    ),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
     "state memory": Feature(given("state_memory_fraction"), "a share of memory for states", "--state-memory-fraction"),
     "type of matrices": Feature(
         given("mamba_ssm_cache_dtype"), "a type of recurrent layers' matrices", "--mamba-ssm-cache-dtype"
     ),
-    "matrices in bfloat16": Feature(
-        lambda i: i.config.state.mamba_ssm_cache_dtype == "bfloat16", "matrices in bfloat16", "--mamba-ssm-cache-dtype"
-    ),
     "no matrices": Feature(
         of_model(lambda i, m: not _keeping(DeltaArgs, MambaArgs)(i)), "a model whose layers keep no matrices"
-    ),
-    "states without drafts": Feature(
-        lambda i: i.device == "cuda" and _keeping(MambaArgs, ShortConvArgs)(i), "Mamba 2 or short convolutions on a GPU"
     ),
     "latent attention on a GPU": Feature(
         of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
     ),
+    "chosen tokens": Feature(
+        lambda i: any(one is not None and _choosing(one) for one in (i.args, i.draft)), "sparse latent attention (DSA)"
+    ),
+    "rows of latents": Feature(
+        lambda i: i.config.cache.kv_cache_dtype == DS_MLA, "a cache of type fp8_ds_mla", "--kv-cache-dtype fp8_ds_mla"
+    ),
+    "other attention": Feature(
+        lambda i: any(one is not None and _attends_otherwise(one) for one in (i.args, i.draft)),
+        "attention without latents",
+    ),
+    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"
     ),
@@ -293,7 +305,6 @@ CACHE: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

@@ -69,17 +69,14 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("drafts", "-pp", MISSING, "the stages do not tell each other which drafts were accepted",
-        "leave out --speculative-config, or -pp"),
-    Row("drafts of layers", "moving or shared experts", MISSING,
-        "a replica without tokens takes no part in the exchanges of the draft layer", 'use "method": "ngram"'),
+    Row("drafts", "pipeline of GPUs", MISSING, "no GPU has run drafts at the end of a step",
+        "leave out --speculative-config or -pp, or use --device cpu"),
+    Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
+        'use "method": "eagle" with a head for it, or leave out -pp'),
+    Row("drafts of layers", "moving or shared experts", MISSING, "no GPU has run the passes of its drafter",
+        'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
-    Row("draft model", "several ranks", MISSING,
-        "method draft_model runs on one device, and the engine has {ranks} ranks", NGRAM),
-    Row("EAGLE", "hosts", MISSING, "the EAGLE head drafts on one host, and the engine has {hosts}", NGRAM),
-    Row("drafts of another model", "options of experts", MISSING, "the drafter {draft} has no experts",
-        'use "method": "ngram" or "mtp", or leave out --enable-expert-parallel and --routing'),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
         "use another head"),
     Row("EAGLE", "other width", REFUSED,
@@ -97,20 +94,26 @@ DRAFTS: tuple[Row, ...] = (
     Row("drafts of another model", "shorter draft length", REFUSED, 'speculative_config: "max_model_len": '
         '{draft_length} is below the {length} tokens of the engine, whose requests have drafts in all of their '
         'context', "raise it, or leave it out"),
-    Row("draft ranks", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
-        "changes nothing: drafts are made by all ranks of the model (tensor_parallel_size={tp})"),
+    Row("drafts of another model", "other ranks", REFUSED, "speculative_config: draft_tensor_parallel_size="
+        "{draft_ranks}: the ranks of a stage (-tp {tp}) divide the drafter, or each has the whole of it",
+        "use 1 or {tp}"),
+    Row("drafts of another model", "uneven drafter", REFUSED, "speculative_config: {uneven_draft} of the drafter "
+        "{draft} can be neither divided nor copied evenly among {tp} ranks", 'give "draft_tensor_parallel_size": 1'),
+    Row("drafts of the model", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
+        "changes nothing: method {method} drafts on all ranks of the model (tensor_parallel_size={tp})"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
-    Row("drafts over states", "states without drafts", MISSING, "their kernels for GPUs have no pending rows",
-        "leave out --speculative-config"),
-    Row("a GPU", "states untried there", MISSING, "not all tests of these layers pass on a GPU yet",
-        "use --device cpu"),
-    Row("matrices in bfloat16", "a GPU", MISSING, "no GPU has run them yet",
-        "leave out --mamba-ssm-cache-dtype, or use --device cpu"),
     Row("places of checkpoints", "no states", IDLE, "state_checkpoint changes nothing: no layer keeps states"),
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
+)  # fmt: skip
+LATENTS: tuple[Row, ...] = (
+    Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
+        "use --kv-cache-dtype fp8 or auto, or --device cpu"),
+    Row("rows of latents", "other attention", REFUSED,
+        "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
+        "use --kv-cache-dtype fp8"),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
@@ -121,6 +124,9 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
     Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
+    Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
+        "use --kv-cache-dtype fp8 or auto"),
+    Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (
@@ -185,4 +191,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)

@@ -10,7 +10,24 @@ from torch import Tensor
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.recording import on_result, on_sum
 from quire.explain.verify.step_kinds.interfaces import Keep
+from quire.kernels.attention import AttentionMeta, as_list, sequences
+from quire.kernels.index import Chosen
 from quire.layers.latent import LatentAttention
+
+
+def _rows(meta: AttentionMeta, chosen: Chosen) -> Tensor:
+    """Return the tokens [T, top_k] that each row of a step attends to, ascending; -1 behind the last one."""
+    known, top_k = iter(chosen.positions), chosen.positions.shape[1]
+    rows = torch.full((as_list(meta.query_start)[-1], top_k), -1, dtype=torch.int32)
+    for prompt in sequences(meta):
+        first, last, _, past = prompt
+        for row in range(first, last):
+            seen = past + row - first + 1
+            if prompt in chosen.sequences:
+                rows[row] = next(known)
+            else:
+                rows[row, :seen] = torch.arange(seen)
+    return rows
 
 
 class LatentSteps:
@@ -21,7 +38,7 @@ class LatentSteps:
     inputs: Mapping[str, tuple[str, ...]] = {}
 
     def watch(self, layer: LatentAttention, keep: Keep) -> None:
-        """Record projections and norms, and queries and rotated keys as attention reads them."""
+        """Record projections and norms, queries and rotated keys as attention reads them, and chosen tokens."""
         sizes, kernel = layer.sizes, layer.kernel
 
         def neighbours(x: Tensor) -> Tensor:
@@ -52,10 +69,13 @@ class LatentSteps:
             return q
 
         layer.down.register_forward_hook(projected)
+        if layer.indexer is not None:
+            layer.indexer.register_forward_hook(lambda module, given, chosen: keep("indexer", _rows(given[3], chosen)))
         if layer.q is not None:
             on_result(layer.q_norm, keep, "q_a_layernorm")
             layer.q.register_forward_hook(lambda module, given, result: queries("q_b_proj", result))
-        others = {name: getattr(kernel, name) for name in ("project", "absorbed", "expanded")}
+        named = ("project", "absorbed", "chosen", "expanded")  # not all kernels have "chosen"
+        others = {name: getattr(kernel, name) for name in named if hasattr(kernel, name)}
         layer.kernel = SimpleNamespace(prepare=prepare, **others)
         on_sum(layer.output, keep, "attention", "o_proj")
 

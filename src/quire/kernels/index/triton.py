@@ -1,0 +1,252 @@
+"""The indexer of sparse latent attention on NVIDIA GPUs: the launches, and the kernel that fills its cache.
+
+    triton_scores   scores of rows for all tokens before them, in a buffer of bounded size
+    triton_select   the positions of the best ones
+
+Rows are taken in pieces whose scores fit the buffer. The host reads nothing from the device: steps without
+`meta.prompts` can be captured. Tuned for 32 or 64 heads of 128 numbers; correct for other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.attention import AttentionMeta, Prompt
+from quire.kernels.attention.triton_tiles import coded, finite
+from quire.kernels.index import Chosen, IndexView
+from quire.kernels.index.triton_places import places_of
+from quire.kernels.index.triton_scores import score_kernel
+from quire.kernels.index.triton_select import BINS, LEVELS, SPLIT, level_kernel, write_kernel
+from quire.kernels.triton_runtime import jit, tl
+
+__all__ = ["choose", "prepare"]
+
+SCORES = 128 << 20  # bytes of scores at a time
+SPAN = 1024  # tokens of a context that a program scores
+# Tokens of a product, warps, products in flight: where programs of decodes fill the GPU several times, and elsewhere.
+MANY, FEW = (64, 4, 3), (128, 8, 3)
+FULL = 1024  # programs from which on there are many
+TOGETHER = 4  # rows of a prompt that a program scores together
+LANES = 256  # most pairs of a row and a head in a product
+EXACT = {torch.float32: "ieee"}  # precision of products of float32
+
+
+def prepare(
+    q: Tensor, k: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: IndexView, kv_slots: Tensor
+) -> Tensor:
+    """Rotate q in place; write normalized, rotated keys to the cache; return q. See `quire.kernels.index`."""
+    tokens, heads, dim = q.shape
+    if q.stride()[1:] != (dim, 1) or k.stride(1) != 1 or cache.keys.stride()[2:] != (dim, 1):
+        raise ValueError(
+            "index: q, k and the cache must be contiguous inside a token; the strides of q, k and keys are "
+            f"{q.stride()}, {k.stride()}, {cache.keys.stride()}"
+        )
+    if tokens:
+        in_pdl = pdl.in_use()
+        _prepare_kernel[(tokens,)](
+            q,
+            k,
+            norm.contiguous(),
+            cos,
+            sin,
+            cache.keys,
+            cache.scales,
+            kv_slots,
+            q.stride(0),
+            k.stride(0),
+            cache.keys.stride(0),
+            0 if cache.scales is None else cache.scales.stride(0),
+            eps,
+            HEADS=heads,
+            HEADSP=_power(heads),
+            D=dim,
+            DP=_power(dim),
+            HALF=cos.shape[1] // 2,
+            SIZE=cache.block_size,
+            PDL=in_pdl,
+            num_warps=4,
+            **pdl.options(in_pdl),
+        )
+    return q
+
+
+@jit
+def _prepare_kernel(
+    q,
+    k,
+    norm,
+    cos,
+    sin,
+    keys,
+    scales,
+    kv_slots,
+    stride_q,
+    stride_k,
+    keys_block,
+    scales_block,
+    eps,
+    HEADS: tl.constexpr,
+    HEADSP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HALF: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Fill the cache with the key of a token, and rotate its queries. Grid (tokens,).
+
+    q, k        [T, HEADS, D], rotated in place, and [T, D]; stride_q, stride_k  elements from token to token
+    norm, eps   [2, D] weight and bias of the norm of keys, and its epsilon
+    cos, sin    [T, 2 HALF] contiguous; sin is signed
+    keys, scales   cache [blocks, 1, SIZE, D] and [blocks, 1, SIZE, 1] or None, outputs; keys_block, scales_block
+                elements from block to block
+    kv_slots    [T] int64: block * SIZE + offset
+    DP, HEADSP  D and HEADS, padded to powers of two
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, dims, head = tl.program_id(0).to(tl.int64), tl.arange(0, DP), tl.arange(0, HEADSP)
+    inside, turned = dims < D, dims < 2 * HALF
+    other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the number with which one is rotated
+    c = tl.load(cos + token * (2 * HALF) + dims, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * (2 * HALF) + dims, mask=turned, other=0.0).to(tl.float32)
+    given = k + token * stride_k
+    x = tl.load(given + dims, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / D
+    rest = tl.where(inside, x - mean, 0.0)
+    root = tl.rsqrt(tl.sum(rest * rest, 0) / D + eps)
+    own = rest * root * tl.load(norm + dims, mask=inside, other=0.0).to(tl.float32)
+    own = (own + tl.load(norm + D + dims, mask=inside, other=0.0).to(tl.float32)).to(k.dtype.element_ty)
+    twin = (tl.load(given + other, mask=turned, other=0.0).to(tl.float32) - mean) * root
+    twin *= tl.load(norm + other, mask=turned, other=0.0).to(tl.float32)
+    twin = (twin + tl.load(norm + D + other, mask=turned, other=0.0).to(tl.float32)).to(k.dtype.element_ty)
+    key = finite((own.to(tl.float32) * c + twin.to(tl.float32) * s).to(k.dtype.element_ty))
+    slot = tl.load(kv_slots + token)
+    block, offset = slot // SIZE, slot % SIZE
+    at = keys + block * keys_block + offset * D + dims
+    if scales is None:
+        tl.store(at, key.to(keys.dtype.element_ty), mask=inside)
+    else:
+        largest = tl.maximum(tl.max(tl.abs(tl.where(inside, key.to(tl.float32), 0.0)), 0), 1e-4)
+        scale = tl.exp2(tl.ceil(tl.log2(largest / (448.0 if keys.dtype.element_ty == tl.float8e4nv else 57344.0))))
+        tl.store(at, coded(key, 1.0 / scale, keys.dtype.element_ty), mask=inside)
+        tl.store(scales + block * scales_block + offset, scale)
+    pairs, known = q + token * stride_q + head[:, None] * D, (head < HEADS)[:, None] & turned[None, :]
+    one = tl.load(pairs + dims[None, :], mask=known, other=0.0).to(tl.float32)
+    two = tl.load(pairs + other[None, :], mask=known, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # all have read what they rotate
+    tl.store(pairs + dims[None, :], (one * c[None, :] + two * s[None, :]).to(q.dtype.element_ty), mask=known)
+
+
+class ScoredPart(NamedTuple):
+    """Rows first .. last - 1 of a step, and an upper bound of the tokens that they score.
+
+    alone   False: they are rows of one sequence
+    """
+
+    first: int
+    last: int
+    tokens: int
+    alone: bool
+
+
+def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, top_k: int) -> Chosen:
+    """Return the best tokens of each row. See `quire.kernels.index`."""
+    assert meta.row_positions is None and meta.prompts is not None, "a worker of a GPU tells its prompts"
+    decodes = meta.prompts[0][0] if meta.prompts else len(q)
+    long = tuple(one for one in meta.prompts if one[3] + one[1] - one[0] > top_k)
+    rows = decodes + sum(last - first for first, last, *_ in long)
+    positions = torch.empty(rows, top_k, dtype=torch.int32, device=q.device)
+    if rows:
+        at, places = 0, places_of(meta, len(q))
+        for piece in _pieces(meta, decodes, long, cache.block_size):
+            count = piece.last - piece.first
+            _choose_piece(q, weights, cache, meta, piece, places, positions[at : at + count])
+            at += count
+    return Chosen(long, positions, decodes)
+
+
+def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[ScoredPart]:
+    """Yield pieces whose scores fit the buffer: first decodes, then prompts."""
+    width = meta.block_tables.shape[1] * size
+    step = max(1, SCORES // (4 * width))
+    for first in range(0, decodes, step):
+        yield ScoredPart(first, min(first + step, decodes), width, True)
+    for begin, end, _, past in long:
+        first = begin
+        while first < end:
+            # of the most tokens that rows of this piece may have
+            step = max(TOGETHER, SCORES // (4 * (past + end - begin)) // TOGETHER * TOGETHER)
+            last = min(first + step, end)
+            yield ScoredPart(first, last, past + last - begin, False)
+            first = last
+
+
+def _choose_piece(
+    q: Tensor,
+    weights: Tensor,
+    cache: IndexView,
+    meta: AttentionMeta,
+    piece: ScoredPart,
+    places: Tensor,
+    positions: Tensor,
+) -> None:
+    """Write the best tokens of the rows of a piece to `positions`."""
+    (_, heads, dim), count, in_pdl = q.shape, piece.last - piece.first, pdl.in_use()
+    top_k, splits = positions.shape[1], -(-piece.tokens // SPLIT)
+    width = splits * SPLIT
+    scores = torch.empty(count, width, dtype=torch.float32, device=q.device)
+    bins = torch.empty(count, LEVELS, BINS, dtype=torch.int32, device=q.device)
+    counts = torch.empty(count, LEVELS, splits, BINS, dtype=torch.int32, device=q.device)
+    own, padded = places[piece.first :], _power(heads)
+    together = 1 if piece.alone else max(1, min(TOGETHER, LANES // padded))
+    spans = -(-piece.tokens // SPAN)
+    keys, warps, stages = MANY if piece.alone and spans * count >= FULL else FEW
+    score_kernel[(spans, -(-count // together))](
+        q[piece.first :],
+        weights[piece.first :],
+        cache.keys,
+        cache.scales,
+        meta.block_tables,
+        own,
+        scores,
+        bins,
+        q.stride(0),
+        weights.stride(0),
+        cache.keys.stride(0),
+        0 if cache.scales is None else cache.scales.stride(0),
+        meta.block_tables.stride(0),
+        width,
+        count,
+        top_k,
+        HEADS=heads,
+        HEADSP=padded,
+        D=dim,
+        DP=_power(dim),
+        SIZE=cache.block_size,
+        SPAN=SPAN,
+        KEYS=keys if q.element_size() < 4 else keys // 4,
+        TOGETHER=together,
+        BINS=LEVELS * BINS,
+        EXACT=EXACT.get(q.dtype, "tf32"),
+        PDL=in_pdl,
+        num_warps=warps,
+        num_stages=stages if q.element_size() < 4 else 1,
+        **pdl.options(in_pdl),
+    )
+    sizes = {"LEVELS": LEVELS, "BINS": BINS, "SPLIT": SPLIT, "PDL": in_pdl, "num_warps": 8, **pdl.options(in_pdl)}
+    for level in range(LEVELS):
+        level_kernel[(splits, count)](scores, own, bins, counts, width, top_k, LEVEL=level, **sizes)
+    write_kernel[(splits, count)](
+        scores, own, bins, counts, positions, width, top_k, SPLITS=_power(splits), TOP=_power(top_k), **sizes
+    )
+
+
+def _power(value: int) -> int:
+    return max(16, 1 << (value - 1).bit_length())

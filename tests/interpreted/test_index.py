@@ -1,0 +1,119 @@
+"""Sparse latent attention for GPUs in Triton's interpreter, and compiled for sm_90 without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.kernels import triton_runtime
+from quire.kernels.attention.inputs import Case
+from quire.kernels.index import IndexView, ref, triton
+from quire.kernels.index.inputs import make
+from quire.kernels.latent import inputs as latent_inputs
+from quire.kernels.latent import ref as latent_ref
+from quire.kernels.latent import triton as latent_triton
+
+from ..support.chosen_rows import as_worker, check_choice, expected
+from ..support.full import full_rows
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+DECODES = Case((1, 1, 1), (130, 7, 65), heads=(5, 1), head_dim=24)
+MIXED = Case((1, 2, 9, 40, 3), (40, 70, 30, 200, 3), heads=(3, 1))
+STEPS = [(DECODES, 8, 1), (MIXED, 8, 2), *full_rows([(MIXED, 1, 0), (MIXED, 64, 1), (DECODES, 64, 1)])]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Contexts have several spans and splits, and memory is NaN until it is written."""
+    for name, number in (("SPAN", 64), ("SPLIT", 64), ("FULL", 5)):
+        monkeypatch.setattr(triton, name, number)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("case", "top_k", "decode_len"), STEPS, ids=str)
+def test_the_best_are_chosen(case: Case, top_k: int, decode_len: int) -> None:
+    check_choice(triton, make(case, torch.float32), top_k, decode_len)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, *full_rows([torch.float8_e5m2])])
+def test_keys_that_are_codes(codes: torch.dtype) -> None:
+    check_choice(triton, make(MIXED, torch.float32, codes), 8, 2)
+
+
+def test_scores_that_do_not_fit_the_buffer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "SCORES", 4 * 200 * 7)
+    check_choice(triton, make(MIXED, torch.float32), 8, 2)
+
+
+def test_equal_scores_take_the_first_positions() -> None:
+    """Whole numbers, of which many are equal; and all scores 0, with both signs."""
+    q, weights, cache, meta = make(MIXED, torch.float32)
+    cache = IndexView(cache.keys.round())
+    check_choice(triton, (q.round(), weights.round(), cache, meta), 8)
+    check_choice(triton, (torch.zeros_like(q), weights, cache, meta), 8)
+
+
+def test_the_causal_edge() -> None:
+    """Scores that grow with the position: a row chooses the last tokens, its own included and none behind it."""
+    q, weights, cache, meta = make(MIXED, torch.float32)
+    size = cache.block_size
+    for s, length in enumerate(MIXED.seq_lens):
+        at = torch.arange(length)
+        cache.keys[meta.block_tables[s][at // size].long(), 0, at % size] = (1.0 + at)[:, None].expand(
+            -1, cache.keys.shape[3]
+        )
+    check_choice(triton, (torch.ones_like(q), weights.abs(), cache, meta), 8)
+
+
+@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn])
+def test_prepare(codes: torch.dtype | None) -> None:
+    draw = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    tokens, heads, dim, size = 6, 3, 20, 4
+    q, k, norm, angles = random(tokens, heads, dim), random(tokens, dim + 3)[:, 3:], random(2, dim), random(tokens, 4)
+    cos, sin = torch.cat((angles.cos(),) * 2, 1), torch.cat((-angles.sin(), angles.sin()), 1)
+    slots, found = torch.tensor([3, 9, 4, 11, 8, 1]), []
+    for op in (ref, triton):
+        keys = torch.zeros(3, 1, size, dim, dtype=codes or torch.float32)
+        cache = IndexView(keys, torch.zeros(3, 1, size, 1) if codes else None)
+        found.append((op.prepare(q.clone(), k, norm, 1e-6, cos, sin, cache, slots), cache))
+    (q_ref, wanted), (q_found, cache) = found
+    torch.testing.assert_close(q_found, q_ref, rtol=1e-5, atol=1e-5)
+    same = cache.keys.float() == wanted.keys.float()
+    assert same.float().mean() > 0.98 or codes is None, "the interpreter rounds a few to another code"
+    if codes is None:
+        torch.testing.assert_close(cache.keys, wanted.keys, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache.scales, wanted.scales, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("case", "top_k"), [(MIXED, 8), (DECODES, 40), *full_rows([(MIXED, 100)])], ids=str)
+def test_attention_to_chosen_tokens(case: Case, top_k: int) -> None:
+    """In one part and in several; rows from any one of the step on."""
+    (case,) = latent_inputs.steps(case)
+    q, q_rope, cache, meta = latent_inputs.make(case, 8, torch.float32)
+    keys = make(replace(case, head_dim=16), torch.float32)
+    chosen = expected(*keys[:3], keys[3], top_k)
+    positions = torch.tensor([chosen[row] for row in range(len(q))], dtype=torch.int32)
+    wanted = latent_ref.chosen(q, q_rope, cache, replace(meta, prompts=None), 0.3, positions)
+    for first in (0, 2):
+        rows = q[first:].contiguous(), q_rope[first:], cache, as_worker(meta, 2), 0.3, positions[first:], first
+        torch.testing.assert_close(latent_triton.chosen(*rows), wanted[first:], rtol=1e-5, atol=1e-5)
+
+
+def test_compiles(compiled: Callable[..., set[str]]) -> None:
+    kinds = ("places", "prepare", "score", "level", "write", "slots", "chosen", "join")
+    found = {name.removeprefix("_") for name in compiled("compile_index")}
+    assert found == {f"{kind}_kernel" for kind in kinds}
