@@ -32,6 +32,12 @@ from ...support.full import FULL, full_rows
 FLAGS = frozenset(build.NEEDED | build.WIDE)
 NATIVE = "native or panels or int8"  # the tests of C kernels
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
+FIRST_TILES = """
+import torch
+from quire.kernels.linear import native
+weight = torch.ones(32, 64, dtype=torch.bfloat16)
+print(float(native.run_float(weight[:1], native.pack(weight), None).sum()))
+"""
 needs_tiles = pytest.mark.skipif(bool(library.missing_amx()), reason=library.missing_amx() or "runs")
 
 
@@ -533,3 +539,10 @@ def test_a_compiler_has_a_path_where_this_process_has_none(monkeypatch: pytest.M
     """It is found in the default path, and would compile for half a minute and then find no linker there."""
     monkeypatch.delenv("PATH")
     assert f"PATH={os.defpath}".encode() in build._output(["/usr/bin/env"]).splitlines()
+
+
+@needs_tiles
+def test_tiles_are_there_for_a_process_that_asked_for_nothing() -> None:
+    """As in a rank, whose kernels its core has chosen."""
+    found = subprocess.run([sys.executable, "-c", FIRST_TILES], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout.strip()) == (0, "2048.0"), found

@@ -108,4 +108,6 @@ def _load(folder: Path) -> ctypes.CDLL:
         raise CannotBuild(
             "the compiled kernels lack a function, which the compiler left out: install a newer C compiler"
         ) from None
+    if hasattr(found, "quire_enable_amx"):
+        found.quire_enable_amx()  # also in a process that asks for no kernel: a core chooses those of its ranks
     return found
