@@ -1,10 +1,12 @@
 """Conversations of several turns, whose KV cache does not fit on the device: times to first tokens, and throughput.
 
     python tools/measure_turns.py [MODEL] [--engine quire|vllm] [--device cuda] [--talks 200] [--together 50]
-                                  [--turns 8] [--new 200] [--output 64] [--cache 20] [--host 80] [--policy lazy]
+                                  [--turns 8] [--first 0] [--new 200] [--output 64] [--cache 20] [--host 80]
+                                  [--policy lazy]
 
 MODEL is a name of `quire bench`, with dummy weights. --together conversations are answered at a time, all conversations
-once before any of them goes on: the cache of the others leaves the device meanwhile. --cache, --host: GB of KV cache on
+once before any of them goes on: the cache of the others leaves the device meanwhile. --first: tokens in front of the
+first turn. --cache, --host: GB of KV cache on
 the device and in host memory (vLLM: its own offloading); --host 0 turns the host tier off. --policy is Quire's.
 """
 
@@ -29,6 +31,7 @@ def main() -> None:
         ("--talks", 200),
         ("--together", 50),
         ("--turns", 8),
+        ("--first", 0),
         ("--new", 200),
         ("--output", 64),
         ("--cache", 20),
@@ -48,7 +51,8 @@ def main() -> None:
         for at in range(0, asked.talks, asked.together):
             some = talks[at : at + asked.together]
             for talk in some:
-                talk += [draw.randrange(LOW_ID, HIGH_ID) for _ in range(asked.new)]
+                count = asked.new + (0 if turn else asked.first)
+                talk += [draw.randrange(LOW_ID, HIGH_ID) for _ in range(count)]
             start = time.perf_counter()
             outputs = llm.generate([{"prompt_token_ids": talk} for talk in some], params, use_tqdm=False)
             took += time.perf_counter() - start
@@ -80,7 +84,7 @@ def engine(module: Any, asked: argparse.Namespace) -> Any:
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_num_seqs": 256,
-        "max_model_len": asked.turns * (asked.new + asked.output) + 64,
+        "max_model_len": asked.first + asked.turns * (asked.new + asked.output) + 64,
         "kv_cache_memory_bytes": asked.cache * 10**9,
     }
     if asked.engine == "quire":
