@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,7 @@ from .tiny_models import Tiny, random_model, write_model
 
 VOCAB, CONTEXT, LAYERS = 8192, 1024, 4
 # With prediction layers: grouped-query attention, latent attention, that of GLM-4.7-Flash, and with an indexer.
+# `predicting` also writes glm_moe_dsa, with layers that share an indexer.
 FAMILIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32")
 
 
@@ -21,7 +23,9 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     The prediction layer behind them gives a token the embedding that the model's head sees. Attention and experts of
     all five layers are scaled alike. So with scale 0 every draft is the model's own token, and with more some are.
     """
-    changes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS + 1, "max_position_embeddings": CONTEXT}
+    changes: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS + 1, "max_position_embeddings": CONTEXT}
+    if family == "glm_moe_dsa":
+        changes["indexer_types"] = ["full", "shared", "full", "shared", "full"]
     model = random_model(Tiny(family=family, changes=tuple(changes.items())), seed)
     model.model.embed_tokens.weight.copy_(torch.randn_like(model.model.embed_tokens.weight))
     model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight) / 4)
@@ -31,7 +35,8 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     write_model(model, folder, family)
     raw, hidden = json.loads((folder / "config.json").read_text()), model.config.hidden_size
     spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
-    raw = {key: one[:LAYERS] if key in ("layer_types", "mlp_layer_types") else one for key, one in raw.items()}
+    by_layer = ("layer_types", "mlp_layer_types", "indexer_types")
+    raw = {key: one[:LAYERS] if key in by_layer else one for key, one in raw.items()}
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
     own = {
         "enorm": torch.ones(hidden),
