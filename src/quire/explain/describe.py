@@ -15,10 +15,10 @@ from quire.assemble.obtain import read_args, settled_quantization
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError, ModelError, ModelNotFound, WeightsError
-from quire.contracts.parallel import Rank
+from quire.contracts.parallel import Parallel, Rank
 from quire.kernels.select import probe_of
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.drafts import draft_config, head_method, with_draft_model
+from quire.plan.drafts import draft_config, draft_division, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine
 from quire.plan.holdings import Holdings
@@ -53,16 +53,19 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> PlanReport:
+def plan_engine(
+    config: EngineConfig, described: str = "", head: str = "", parallel: Parallel | None = None
+) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    head   method of the EAGLE head that is planned; "": a model
+    head       method of the EAGLE head that is planned; "": a model
+    parallel   division of a draft model or EAGLE head over the ranks; None: by the options
     Raises the errors that `assemble` would raise.
     """
     if not head:
         config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
     gpu, words = _device(config, described)
-    parallel = parallel_sizes(config.parallel)
+    parallel = parallel or parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
@@ -81,7 +84,8 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
         check_gpus(parallel, hosts=config.hosts.nnodes)
     draft = None
     if other is not None and not plan.missing:
-        draft = plan_engine(other, described, head_method(config))
+        divided = (other, parallel) if model.draft is None else draft_division(config, other, model.draft, parallel)
+        draft = plan_engine(divided[0], described, head_method(config), divided[1])
         plan = with_draft_model(plan, draft.plan)
     holdings, error = _holdings(plan, folder)
     if draft is not None:

@@ -19,6 +19,7 @@ from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
+from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.formats import decided_by
 from quire.plan.holdings import Holdings
@@ -197,7 +198,7 @@ class PlanReport:
             rank=rank,
             drafts=self.plan.speculation is not None,
         )
-        return [asdict(one) for one in sent]
+        return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory of the rank with the least room."""
