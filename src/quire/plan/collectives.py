@@ -25,6 +25,8 @@ MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BOUNDS = (64, 256, 4096)  # tokens of a replica in an exchange between replicas
 TOKEN_BYTES = 4  # int32
 SAMPLED, SCORED = "sampled row", "scored row"
+PLAIN, EDITED = (f"{rows} filters, penalties, bias or a mask" for rows in ("no row of the step has", "a row has"))
+LOGGED = "log-probabilities of tokens, or of the prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +117,9 @@ def _exchanges(
     yield RankExchange("send", "hidden states to the next stage", "pp", row), sends
     if slices and last:
         logits = widest_slice(args, parallel) * LOGIT_BYTES
-        plain, edited = (
-            f"{rows} filters, penalties, bias or a mask" for rows in ("no row of the step has", "a row has")
-        )
-        scored = "log-probabilities of tokens, or of the prompt"
-        yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, plain), 1
-        yield RankExchange("all-gather", "logits", "tp", logits, SAMPLED, edited), 1
-        yield RankExchange("all-gather", "logits", "tp", logits, SCORED, scored), 1
+        yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, PLAIN), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SAMPLED, EDITED), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SCORED, LOGGED), 1
     if parallel.pp > 1 and last:
         yield RankExchange("send", "tokens to the first stage", "tokens", TOKEN_BYTES, SAMPLED), 1
     if parallel.pp > 1 and rank is not None and first:
