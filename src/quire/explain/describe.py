@@ -14,11 +14,12 @@ from quire.args.checkpoint import ModelArgs, read_raw_config
 from quire.assemble.obtain import read_args, settled_quantization
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
-from quire.contracts.errors import ConfigError, ModelError, ModelNotFound, WeightsError
-from quire.contracts.parallel import Rank
+from quire.contracts.errors import ConfigError, ModelError, ModelNotFound, UserError, WeightsError
+from quire.contracts.parallel import Parallel, Rank
+from quire.kernels.experts_plan import DISPATCHERS
 from quire.kernels.select import probe_of
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.drafts import draft_config, head_method, with_draft_model
+from quire.plan.drafts import draft_config, draft_division, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine
 from quire.plan.holdings import Holdings
@@ -31,11 +32,11 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
 from quire.reports.engine import PlanReport
+from quire.reports.gpu_rates import HOST_GPUS
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
 EMPTY = 600 << 20  # bytes on a GPU: an empty process
-HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
 
 
 class Gpu(NamedTuple):
@@ -53,16 +54,19 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> PlanReport:
+def plan_engine(
+    config: EngineConfig, described: str = "", head: str = "", parallel: Parallel | None = None
+) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    head   method of the EAGLE head that is planned; "": a model
+    head       method of the EAGLE head that is planned; "": a model
+    parallel   division of a draft model or EAGLE head over the ranks; None: by the options
     Raises the errors that `assemble` would raise.
     """
     if not head:
         config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
     gpu, words = _device(config, described)
-    parallel = parallel_sizes(config.parallel)
+    parallel = parallel or parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
@@ -80,9 +84,14 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
     if gpu is not None and not described:
         check_gpus(parallel, hosts=config.hosts.nnodes)
     draft = None
-    if other is not None and not plan.missing:
-        draft = plan_engine(other, described, head_method(config))
-        plan = with_draft_model(plan, draft.plan)
+    if other is not None:
+        divided = (other, parallel) if model.draft is None else draft_division(config, other, model.draft, parallel)
+        try:
+            draft = plan_engine(divided[0], described, head_method(config), divided[1])
+            plan = with_draft_model(plan, draft.plan)
+        except UserError:  # what the engine cannot do yet is told, and the rest of the plan
+            if not plan.missing:
+                raise
     holdings, error = _holdings(plan, folder)
     if draft is not None:
         error = error or draft.load_error
@@ -167,7 +176,8 @@ def _tightest(holdings: Holdings, gpu: Gpu | None, free: int) -> tuple[MemoryPla
 def _larger(plan: EnginePlan, gpu: Gpu) -> str:
     """Return a sentence with the smallest number of such GPUs that holds the model and its parallel sizes, or "".
 
-    Doubles tensor parallelism inside a machine, then pipeline stages; replicas stay as they are asked for.
+    Doubles tensor parallelism inside a machine, then pipeline stages; replicas stay as they are asked for. Of replicas
+    that share experts it also names as many more of them, if these fit on as many GPUs.
     """
     asked, layers = plan.mesh.parallel, plan.args.num_layers
     doubled = [
@@ -176,16 +186,25 @@ def _larger(plan: EnginePlan, gpu: Gpu) -> str:
         for i in range(4)
         if i == 0 or asked.tp << i <= HOST_GPUS
     ]
-    for sizes in sorted(doubled, key=lambda sizes: sizes.size):
-        other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
-        try:
-            check(met(inputs_of(plan.config, plan.args, "cuda", parallel=sizes)), planned=True)
-            memory, _ = _tightest(Holdings(plan=other), gpu, 0)
-        except ConfigError:  # a size does not divide the model, or a slice would cut a group of a quantized matrix
-            continue
-        if not isinstance(memory, str):
-            return f" It fits with {sizes} ({sizes.size} GPUs like this one)."
-    return ""
+    fitting = next((sizes for sizes in sorted(doubled, key=lambda sizes: sizes.size) if _fits(plan, gpu, sizes)), None)
+    if fitting is None:
+        return ""
+    more = replace(asked, dp=asked.dp * fitting.size // asked.size)
+    found = [fitting, *[more] * (asked.lockstep and more != fitting and _fits(plan, gpu, more))]
+    wide = asked.lockstep and not plan.config.device.enforce_eager and fitting.expert_ranks > DISPATCHERS["pull"].ranks
+    eager = f", with --enforce-eager: more than {DISPATCHERS['pull'].ranks} ranks share experts" * wide
+    return f" It fits with {' or '.join(map(str, found))} ({fitting.size} GPUs like this one{eager})."
+
+
+def _fits(plan: EnginePlan, gpu: Gpu, sizes: Parallel) -> bool:
+    """Return True if a model with these parallel sizes fits on such GPUs."""
+    other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
+    try:
+        check(met(inputs_of(plan.config, plan.args, "cuda", parallel=sizes)), planned=True)
+        memory, _ = _tightest(Holdings(plan=other), gpu, 0)
+    except ConfigError:  # a size does not divide the model, or a slice would cut a group of a quantized matrix
+        return False
+    return not isinstance(memory, str)
 
 
 def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:

@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
+from quire.explain.render_floors import add_floors
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
@@ -64,6 +65,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
             "{first_tokens} of each text before those whose KV differs most".format(**blend),
         )
     add_ranks(tree, plan)
+    add_floors(tree, plan)
     left = [
         name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
         for name, number in plan["not_read"].items()

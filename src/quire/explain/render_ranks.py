@@ -14,10 +14,16 @@ from rich.text import Text
 from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
+from quire.plan.draft_exchanges import FIRST, LATER, PROMPTS
 from quire.plan.parallel_notes import listed
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
+PASSES = {  # of a drafter -> the steps that make it, and its rows
+    FIRST: "in steps with decodes: the tokens that the last step accepted",
+    LATER: "in steps with decodes: a token of each decode in each pass",
+    PROMPTS: "in steps with prompts: all tokens of the step",
+}
 MOST_RUNS = 4  # of ranks that are alike and not neighbours, before their count is told instead
 MOST_GROUPS = 8  # of a name whose members are shown
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -55,7 +61,7 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
         if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":
             add(branch, line)
     _groups(branch, plan["groups"])
-    _exchanges(add(branch, "exchanges of a step in order, with bytes of a rank's buffer"), plan["collectives"])
+    _exchanges(branch, "exchanges of a step in order, with bytes of a rank's buffer", plan["collectives"])
 
 
 def render_rank(rank: Plan) -> Group:
@@ -71,7 +77,7 @@ def render_rank(rank: Plan) -> Group:
         _experts(tree, rank)
     _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])
     if rank["collectives"]:
-        _exchanges(add(tree, "exchanges of a step in order, with bytes of this rank's buffer"), rank["collectives"])
+        _exchanges(tree, "exchanges of a step in order, with bytes of this rank's buffer", rank["collectives"])
     branch = add(tree, "slices of stored tensors that this rank reads")
     layers = [(name, dict(_cut(some))) for name, some in groupby(rank["slices"], key=_layer_of)]
     for _, equal in groupby(layers, key=lambda layer: (layer[0] if layer[0] is None else "", list(layer[1].items()))):
@@ -167,14 +173,17 @@ def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
         add(branch, f"group {one['name']} ({one['purpose']}): {'; '.join(members)}{more}")
 
 
-def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
-    reasons = {one["algorithm"]: one["why"] for one in exchanges}
-    for one in exchanges:
-        whole = f" x {one['times']} = {size(one['times'] * one['message_bytes'])}" * (one["times"] > 1)
-        sent = f"{size(one['message_bytes'])} per {one['per']}{whole}"
-        when = f" ({one['when']})" * bool(one["when"])
-        add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
-    for name, why in reasons.items():
+def _exchanges(tree: Tree, title: str, exchanges: Sequence[Plan]) -> None:
+    """Add the exchanges of the model's layers, then those of each pass of a drafter as a branch."""
+    branch = add(tree, title)
+    for drafts, some in groupby(exchanges, key=lambda one: one["drafts"]):
+        node = add(branch, f"{drafts} of the drafter ({PASSES[drafts]})") if drafts else branch
+        for one in some:
+            whole = f" x {one['times']} = {size(one['times'] * one['message_bytes'])}" * (one["times"] > 1)
+            sent = f"{size(one['message_bytes'])} per {one['per']}{whole}"
+            when = f" ({one['when']})" * bool(one["when"])
+            add(node, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
+    for name, why in {one["algorithm"]: one["why"] for one in exchanges}.items():
         add(branch, f"{name}: {why}")
 
 

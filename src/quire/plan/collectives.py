@@ -1,7 +1,8 @@
 """The exchanges between the ranks of an engine in each step, their algorithms, and the memory of their buffers.
 
 Pure arithmetic over a model's arguments; `layers/`, `worker/stage.py` and `worker/sliced_sampling.py` make the
-exchanges. A test compares the list with those of a real step. No torch.
+exchanges, and `plan/draft_exchanges.py` lists those of drafters. A test compares the list with those of a real step.
+No torch.
 """
 
 from collections import Counter
@@ -24,6 +25,8 @@ MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BOUNDS = (64, 256, 4096)  # tokens of a replica in an exchange between replicas
 TOKEN_BYTES = 4  # int32
 SAMPLED, SCORED = "sampled row", "scored row"
+PLAIN, EDITED = (f"{rows} filters, penalties, bias or a mask" for rows in ("no row of the step has", "a row has"))
+LOGGED = "log-probabilities of tokens, or of the prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Collective:
                     they depend on the algorithm
     when            condition of the exchange, in words; "": in every step
     algorithm, why  the way in which the ranks exchange, and the reason for it
+    drafts          pass of a drafter that makes it; "": the model's layers, embedding and head do
     """
 
     kind: str
@@ -45,6 +49,7 @@ class Collective:
     when: str = ""
     algorithm: str = ""
     why: str = ""
+    drafts: str = ""
 
 
 def algorithm(kind: str, device: str) -> tuple[str, str]:
@@ -111,14 +116,10 @@ def _exchanges(
     sends = parallel.pp - 1 if rank is None else int(not last)
     yield RankExchange("send", "hidden states to the next stage", "pp", row), sends
     if slices and last:
-        logits = _widest_slice(args, parallel) * LOGIT_BYTES
-        plain, edited = (
-            f"{rows} filters, penalties, bias or a mask" for rows in ("no row of the step has", "a row has")
-        )
-        scored = "log-probabilities of tokens, or of the prompt"
-        yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, plain), 1
-        yield RankExchange("all-gather", "logits", "tp", logits, SAMPLED, edited), 1
-        yield RankExchange("all-gather", "logits", "tp", logits, SCORED, scored), 1
+        logits = widest_slice(args, parallel) * LOGIT_BYTES
+        yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, PLAIN), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SAMPLED, EDITED), 1
+        yield RankExchange("all-gather", "logits", "tp", logits, SCORED, LOGGED), 1
     if parallel.pp > 1 and last:
         yield RankExchange("send", "tokens to the first stage", "tokens", TOKEN_BYTES, SAMPLED), 1
     if parallel.pp > 1 and rank is not None and first:
@@ -160,7 +161,7 @@ def buffer_bytes(
     received, sent = int(not rank.first), parallel.pp * int(not rank.last)  # a copy for each step in flight
     logits = 0
     if parallel.tp > 1 and rank.last:  # the slices of all ranks, and these joined
-        logits = rows * (_widest_slice(args, parallel) * parallel.tp + args.vocab_size) * LOGIT_BYTES
+        logits = rows * (widest_slice(args, parallel) * parallel.tp + args.vocab_size) * LOGIT_BYTES
     shared = SUM_BUFFERS * sum_room(parallel.tp, hidden) if parallel.tp > 1 and device == "cuda" else 0
     exchanged = 0
     if args.moe and parallel.lockstep and any(layer in args.expert_layers for layer in range(*rank.layers)):
@@ -177,7 +178,7 @@ def buffer_bytes(
     return (received + sent) * hidden + logits + shared + exchanged
 
 
-def _widest_slice(args: ModelArgs, parallel: Parallel) -> int:
+def widest_slice(args: ModelArgs, parallel: Parallel) -> int:
     """Ids of the largest slice of the vocabulary; the others are padded to it when they are gathered."""
     slices = (vocabulary_share(args.vocab_size, parallel.tp, place) for place in range(parallel.tp))
     return max(end - first for first, end in slices)

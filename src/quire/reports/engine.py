@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
 from quire.contracts.errors import WeightsError
@@ -19,6 +21,7 @@ from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
+from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.formats import decided_by
 from quire.plan.holdings import Holdings
@@ -39,6 +42,7 @@ from quire.reports.chosen import describe_chosen
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
 from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
+from quire.reports.step_time import describe_steps
 from quire.weights.cache_scales import scale_names
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
@@ -118,6 +122,7 @@ class PlanReport:
             "ranks": [self.describe_rank(rank, held) for rank, held in self.holdings.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
+            "floors": self._floors(),
             "phases": self._phases(),
         }
 
@@ -197,7 +202,15 @@ class PlanReport:
             rank=rank,
             drafts=self.plan.speculation is not None,
         )
-        return [asdict(one) for one in sent]
+        return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
+
+    def _floors(self) -> dict[str, Any] | None:
+        """Return the floors of steps, part by part. Decodes without a dispatcher exchange as prompts do."""
+        moe = self.plan.moe
+        runs = [one for one in moe.values() if isinstance(one, MoEPlan)]
+        every = {phase: one if isinstance(one, MoEPlan) else runs[0] for phase, one in moe.items()} if runs else moe
+        dispatched = replace(self, holdings=replace(self.holdings, plan=structs.replace(self.plan, moe=every)))
+        return describe_steps(dispatched.holdings, self.memory, dispatched.exchanges)
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory of the rank with the least room."""

@@ -145,26 +145,38 @@ def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     assert "weights by device: 1 x cuda 15.26 GiB" in shown("Qwen3-8B")[1]
 
 
+EAGER = ", with --enforce-eager: more than 8 ranks share experts"
+
+
 @pytest.mark.parametrize(
-    ("parallel", "fits", "gpus"),
+    ("parallel", "device", "fits", "gpus", "note"),
     [
-        (ALONE, "-tp 8 -pp 2", 16),
-        (Parallel(tp=4, pp=2, dp=2), "-tp 8 -pp 2 -dp 2", 32),
-        (Parallel(dp=2, experts=True), "-tp 8 -dp 2 --enable-expert-parallel", 16),
+        (ALONE, "h100", ["-tp 8 -pp 2"], 16, ""),
+        (Parallel(tp=4, pp=2, dp=2), "h100", ["-tp 8 -pp 2 -dp 2"], 32, ""),
+        (Parallel(dp=2, experts=True), "h100", ["-tp 8 -dp 2 --enable-expert-parallel"], 16, EAGER),
+        (
+            Parallel(dp=4, experts=True),
+            "h200",
+            ["-tp 2 -dp 4 --enable-expert-parallel", "-dp 8 --enable-expert-parallel"],
+            8,
+            "",
+        ),
     ],
 )
 def test_what_would_fit_counts_the_ranks_that_were_asked_for(
-    glm: Path, parallel: Parallel, fits: str, gpus: int
+    glm: Path, parallel: Parallel, device: str, fits: list[str], gpus: int, note: str
 ) -> None:
-    plan, text = show(glm, parallel, "h100")
-    assert plan["memory"]["refused"].endswith(f"It fits with {fits} ({gpus} GPUs like this one).")
+    plan, text = show(glm, parallel, device)
+    told = f"It fits with {' or '.join(fits)} ({gpus} GPUs like this one{note})."
+    assert plan["memory"]["refused"].endswith(told)
     assert plan["memory"]["kv_bytes_per_token"] == plan["memory"]["page_bytes"] / 128
     assert "KV cache: " in text and "per layer; a page, the block of" in text
     sizes = {"-tp": "tp", "-pp": "pp", "-dp": "dp"}
-    words = fits.removesuffix(" --enable-expert-parallel").split()
-    flags = {sizes[flag]: int(size) for flag, size in zip(words[::2], words[1::2], strict=True)}
-    larger = Parallel(experts=parallel.experts, **flags)
-    assert "num_blocks" in show(glm, larger, "h100")[0]["memory"]
+    for one in fits:
+        words = one.removesuffix(" --enable-expert-parallel").split()
+        flags = {sizes[flag]: int(size) for flag, size in zip(words[::2], words[1::2], strict=True)}
+        larger = Parallel(experts=parallel.experts, **flags)
+        assert "num_blocks" in show(glm, larger, device)[0]["memory"]
 
 
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:

@@ -88,7 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return made
 
 
-def config(folder: Path, parallel: Parallel) -> EngineConfig:
+def config(folder: Path, parallel: Parallel, **options: Any) -> EngineConfig:
     return EngineConfig.from_flat(
         model=str(folder),
         device="cpu",
@@ -100,6 +100,7 @@ def config(folder: Path, parallel: Parallel) -> EngineConfig:
         data_parallel_size=parallel.dp,
         enable_expert_parallel=parallel.experts,
         expert_placement_strategy=STRATEGY[parallel.round_robin],
+        **options,
     )
 
 
@@ -216,8 +217,8 @@ class Watched:
 class Engine:
     """An engine of simulated ranks; steps: for each rank, (its plan, its exchanges) of every step."""
 
-    def __init__(self, folder: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        parallel, make = SIZES[size], simulated_engine.make_groups
+    def __init__(self, folder: Path, parallel: Parallel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        make = simulated_engine.make_groups
         self.steps: list[list[tuple[StepPlan, Counter[tuple[str, str, int]]]]] = [[] for _ in range(parallel.size)]
         self.threads: dict[int, int] = {}  # of a rank
 
@@ -245,6 +246,7 @@ class Engine:
             skip_tokenizer_init=True,
             max_num_seqs=2,
             dtype="float32",
+            **options,
         )
         for number, part in enumerate(parts):
             self._mark_steps(number, part)
@@ -281,7 +283,7 @@ def engine(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     made: list[Engine] = []
 
     def make(family: str, size: str) -> Engine:
-        made.append(Engine(folders(family), size, monkeypatch))
+        made.append(Engine(folders(family), SIZES[size], monkeypatch))
         return made[-1]
 
     yield make
@@ -290,7 +292,9 @@ def engine(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 def sampled(plan: StepPlan) -> int:
-    return int(((plan.outputs & SAMPLE) != 0).sum())
+    """Rows that are sampled: all of decodes, which verify drafts, and the last one of prompts."""
+    decodes = plan.num_decodes
+    return int(plan.num_tokens[:decodes].sum()) + int(((plan.outputs[decodes:] & SAMPLE) != 0).sum())
 
 
 def replica_rows(plan: StepPlan) -> tuple[int, ...]:
@@ -312,7 +316,7 @@ def expected(
     every = replica_rows(plan)
     own = every[rank["replica"] if plan.sync else 0]
     first, end = share(own, tp, rank["place"])
-    for one in rank["collectives"]:
+    for one in (one for one in rank["collectives"] if not one["drafts"]):
         rows = {"token": own, "token of its share": end - first, "token of all replicas": sum(every)}.get(one["per"], 0)
         if one["when"] == "a replica has tokens":  # those without tokens take part
             found[one["group"], one["kind"], rows * one["message_bytes"]] += one["times"]

@@ -5,6 +5,7 @@ from string import Formatter
 
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.step import CHECK_LAYER
+from quire.kernels.experts_plan import DISPATCHERS
 from quire.plan.kinds import mixers
 from quire.plan.meeting_rows import features
 from quire.plan.meeting_rows.records import Inputs
@@ -72,6 +73,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "most_redundant": lambda i: i.num_experts * (i.parallel.expert_ranks - 1),
     "more_ranks": lambda i: "--enable-expert-parallel and " * (not i.parallel.experts) + "-tp or -dp",
     "dispatcher": _lacking_dispatcher,
+    "pulling": lambda i: DISPATCHERS["pull"].ranks,
     "exchange": lambda i: i.config.parallel.all2all_backend,
     "candidates": features.backend_refused,
     "idle_placement": features.idle_placement,

@@ -52,7 +52,7 @@ EXPERTS: tuple[Row, ...] = (
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
         "slots than there are experts ({experts})", "use at most {most_redundant}"),
     Row("lock-step", "no dispatcher", MISSING,
-        "no dispatcher that runs here takes tokens to the experts of other replicas",
+        "pull joins at most {pulling} ranks, those of one host, and CUDA graphs cannot hold all-gather",
         "use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
         "--enable-expert-parallel", what="{dispatcher}"),
     Row("exchange", "exchange cannot run", REFUSED, "--all2all-backend {exchange}: {candidates}",
