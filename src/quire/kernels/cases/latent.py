@@ -79,7 +79,8 @@ def _cache(setup: KernelSetup, width: int, turned: int, blocks: int, rows: bool)
     drawn, every = min(DRAWN, blocks), torch.arange(blocks, device=setup.device) % DRAWN
     latent, rope = setup.randn(drawn * size, width), setup.randn(drawn * size, turned)
     if not rows:
-        return LatentView(*(side.view(drawn, 1, size, side.shape[1])[every] for side in (latent, rope)))
+        pages, keys = (side.view(drawn, 1, size, side.shape[1])[every] for side in (latent, rope))
+        return LatentView(pages, keys)
     raw = torch.zeros(drawn, 1, size, latent_row(width, turned).size, dtype=torch.uint8, device=setup.device)
     write_rows(latent, rope, row_view(raw, width, turned), torch.arange(drawn * size, device=setup.device))
     return row_view(raw[every], width, turned)
