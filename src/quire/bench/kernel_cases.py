@@ -19,6 +19,7 @@ from quire.bench.kernel_setup import Setup
 from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
 from quire.kernels.cases import EPS, FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, made
+from quire.kernels.cases.latent import latent_cases
 from quire.kernels.cases.operations import (
     activation_cases,
     attention_cases,
@@ -162,6 +163,7 @@ OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "embedding": embedding_cases,
     "attention": attention_cases,
     "shared": shared_cases,
+    "latent": latent_cases,
     "delta": delta_cases,
     "mamba": mamba_cases,
     "shortconv": shortconv_cases,

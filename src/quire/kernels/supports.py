@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from quire.contracts.scheme import KINDS, UNQUANTIZED
+from quire.kernels.latent_rows import FEATURE
 
 # A need of an implementation -> the function that returns why this process cannot meet it, or "".
 NEEDS: Mapping[str, str] = {
@@ -47,6 +48,7 @@ _ALL = _WHOLE | {"float16"}
 _SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
 _CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
 _NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
+_ROWS: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES | {FEATURE}}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
@@ -94,17 +96,17 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
-        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
-        "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_NEW),
-        "native": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"},
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {FEATURE}),
+        "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_ROWS),
+        "native": replace(PLAIN, features=_CACHES | {FEATURE, "rows", "chosen"},
                           needs=("native", "flash attention")),
-        "cpu": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"}, needs=("flash attention",)),
-        "ref": replace(REFERENCE, features=_CACHES | {"ds_mla cache", "rows", "chosen"}),
+        "cpu": replace(PLAIN, features=_CACHES | {FEATURE, "rows", "chosen"}, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES | {FEATURE, "rows", "chosen"}),
     },
     "index": {
-        "triton": replace(TRITON, extra=_NEW),
-        "native": replace(NATIVE, features=_CACHES | {"ds_mla cache"}),
-        "ref": replace(REFERENCE, features=_CACHES | {"ds_mla cache"}),
+        "triton": replace(TRITON, extra=_ROWS),
+        "native": replace(NATIVE, features=_CACHES | {FEATURE}),
+        "ref": replace(REFERENCE, features=_CACHES | {FEATURE}),
     },
     "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},

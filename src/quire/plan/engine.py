@@ -38,7 +38,7 @@ from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
-from quire.plan.kernel_features import attention_features, missing_features
+from quire.plan.kernel_features import attention_features
 from quire.plan.kinds.blocks import operations
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
@@ -308,7 +308,7 @@ def resolve_engine(
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
         attention_features=attention_features(inputs, args),
-        cache_features=cache.features - missing_features(inputs),
+        cache_features=cache.features,
         probe=probe,
     )
     if by_triton and cache.features:

@@ -27,6 +27,7 @@ from quire.kernels.cases import timing
 from quire.kernels.cases.timing import Rates, measure_rates
 from quire.kernels.delta import triton as delta
 from quire.kernels.heads import triton as heads
+from quire.kernels.latent import triton as latent
 from quire.kernels.linear import cuda as linear
 from quire.kernels.mamba import triton as mamba
 from quire.kernels.norm import triton as norm
@@ -61,6 +62,7 @@ def setup(dtype: str = "float32", **changes: object) -> Setup:
         steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)),
         shared=((3, 21, 16),),
         recurrent=((2, 1), (1, 70)),
+        latent=((3, 41),),
     )
 
 
@@ -76,6 +78,7 @@ def on_gpu(dtype: str) -> Setup:
             activation=activation,
             linear=linear,
             attention=attention,
+            latent=latent,
             delta=delta,
             mamba=mamba,
             shortconv=shortconv,
@@ -93,7 +96,7 @@ def check(chosen: Setup, op: str) -> None:
     for row in rows:
         share = pytest.approx(100 * row["floor_us"] / row["us"], rel=0.5, abs=0.1)
         assert row["us"] > 0 and row["floor_percent"] == share
-        unlike = op in ("step", "mamba", "shortconv") or op == "delta" and find_spec("fla") is None
+        unlike = op in ("step", "mamba", "shortconv", "latent") or op == "delta" and find_spec("fla") is None
         assert row["library_us"] is None if unlike else row["library_us"] > 0 and row["library"]
 
 

@@ -13,20 +13,11 @@ from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.rows import numbers, row_view, write_rows
 from quire.kernels.latent_rows import latent_row
 
+from ...support.latent_rows import coded
+
 R, P, V = 8, 16, 12
 CASES = steps(*inputs.CASES[::3])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def coded(cache: LatentView) -> tuple[LatentView, LatentView]:
-    """Return a cache of rows with the numbers of another, and one in float32 with what the rows hold."""
-    blocks, _, size, width = cache.latent.shape
-    raw = torch.full((blocks, 3, 1, size, latent_row(width, R).size), 255, dtype=torch.uint8)
-    rows = row_view(raw[:, 1], width, R)
-    written = (~cache.latent.isnan().any(-1)).flatten().nonzero()[:, 0]
-    write_rows(cache.latent.flatten(0, 2)[written], cache.rope.flatten(0, 2)[written], rows, written)
-    latent, rope = (side[:, None] for side in numbers(rows, torch.arange(blocks)))
-    return rows, LatentView(latent, rope)
 
 
 def near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -116,7 +116,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
-    ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention"), ("a GPU", "rows of latents")}),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention")}),
     (
         {"kv_cache_dtype": "fp8_ds_mla", "enable_cache_blend": True},
         {"latent": True, "device": "cpu"},

@@ -1,6 +1,7 @@
 """Cases in which kernels are measured: an operation with the shapes of a model, beside a library's version.
 
-`operations.py`, `quantized.py` and `recurrent.py` have the cases of each operation, `timing.py` takes the times.
+`operations.py`, `latent.py`, `quantized.py` and `recurrent.py` have the cases of each operation. `timing.py` takes the
+times.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ FEW_ROWS, LOGIT_ROWS = 64, 512  # most rows of the cases of fused layer kernels,
 STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
 RECURRENT = (*((seqs, 1) for seqs in (1, 8, 32, 64, 128, 256)), (1, 2048), (1, 8192), (1, 32768), (4, 2048))
 SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, its shared prefix)
+LATENT = tuple((seqs, context) for context in (4096, 32768, 131072) for seqs in (1, 16, 64))  # (sequences, context)
 EPS = 1e-6  # of norms
 Result = Tensor | tuple[Tensor, ...]
 
@@ -62,6 +64,7 @@ class KernelSetup:
     steps    (sequences, new tokens of each, context of each including the new tokens)
     shared   (sequences, context of each, its shared prefix), in tokens
     recurrent   (sequences, new tokens of each)
+    latent   (sequences, context of each), of decodes
     """
 
     args: ModelArgs
@@ -73,6 +76,7 @@ class KernelSetup:
     steps: tuple[tuple[int, int, int], ...] = STEPS
     shared: tuple[tuple[int, int, int], ...] = SHARED
     recurrent: tuple[tuple[int, int], ...] = RECURRENT
+    latent: tuple[tuple[int, int], ...] = LATENT
 
     @property
     def item(self) -> int:

@@ -4,6 +4,7 @@
     triton_shared                     decodes that share the beginning of their context
     triton_chosen                     rows that attend to chosen tokens
     triton_expanded                   sequences of many rows
+    triton_rows                       numbers of a cache of rows (fp8_ds_mla)
 
 Tuned for latents of 512, rotated keys of 64 and 16 to 128 heads; correct for other sizes. The host reads nothing from
 the device: steps without `meta.prompts` can be captured.
@@ -11,7 +12,6 @@ the device: steps without `meta.prompts` can be captured.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.latent.triton_project import project
+from quire.kernels.latent.triton_rows import padded, store_latent
 from quire.kernels.latent.triton_shared import shared_kernel
 from quire.kernels.triton_runtime import jit, tl
 
@@ -57,16 +58,18 @@ def prepare(
     See `quire.kernels.latent`.
     """
     tokens, heads, width = q.shape
-    latent, rope = cache.latent, cache.rope
+    latent, rope, scales = cache.latent, cache.rope, cache.scales
     dim, turned = latent.shape[3], rope.shape[3]
-    if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
+    inside = (latent, rope) if scales is None else (latent, rope, scales)
+    if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or any(one.stride(3) != 1 for one in inside):
         raise ValueError(
             f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
             f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}"
         )
     if tokens:
         in_pdl = pdl.in_use()
-        inverse = 1.0 / cache.scale if is_coded(latent) else None
+        common = _common_scale(cache)
+        inverse = None if common is None else 1.0 / common
         _prepare_kernel[(tokens, 1 + -(-heads // TURNED))](
             q,
             kv,
@@ -75,6 +78,7 @@ def prepare(
             sin,
             latent,
             rope,
+            scales,
             kv_slots,
             q.stride(0),
             kv.stride(0),
@@ -85,9 +89,11 @@ def prepare(
             heads,
             width,
             turned // 2,
-            _power(turned // 2),
+            padded(turned // 2),
             dim,
-            _power(dim),
+            padded(dim),
+            latent.stride(2),
+            rope.stride(2),
             cache.block_size,
             TURNED,
             in_pdl,
@@ -106,6 +112,7 @@ def _prepare_kernel(
     sin,
     latent,
     rope,
+    scales,
     kv_slots,
     stride_q,
     stride_kv,
@@ -119,6 +126,8 @@ def _prepare_kernel(
     HALFP: tl.constexpr,
     L: tl.constexpr,
     LP: tl.constexpr,
+    LATENT_TOKEN: tl.constexpr,
+    ROPE_TOKEN: tl.constexpr,
     SIZE: tl.constexpr,
     TURNED: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,8 +139,10 @@ def _prepare_kernel(
     norm, eps             [L] weight of the norm of the latent, and its epsilon
     cos, sin              [T, 2 HALF] contiguous; sin is signed
     latent, rope          cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, 2 HALF], outputs
+    scales                of the codes of latents in a cache of rows, output; None: another cache
     latent_block, rope_block   elements from block to block
-    inverse               1 / scale of the codes of an 8-bit cache, else None
+    LATENT_TOKEN, ROPE_TOKEN   elements from token to token
+    inverse               1 / scale of all codes of an 8-bit cache, else None
     kv_slots              [T] int64: block * SIZE + offset
     HALF, HALFP           half the width of the rotated part; padded to a power of two
     L, LP                 width of the latent; padded to a power of two
@@ -149,15 +160,19 @@ def _prepare_kernel(
         block, offset = (slot // SIZE).to(tl.int64), slot % SIZE
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
-        to_latent = latent + block * latent_block + offset * L + dims
-        if inverse is None:
+        to_latent = latent + block * latent_block + offset * LATENT_TOKEN
+        if scales is not None:
+            to_scales = scales + block * (latent_block // 4) + offset * (LATENT_TOKEN // 4)
+            store_latent(finite(normed.to(q.dtype.element_ty), 1e18), to_latent, to_scales, L, LP)
+        elif inverse is None:
             normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # keys and values made of it must be finite, too
+            tl.store(to_latent + dims, normed, mask=dims < L)
         else:
             normed = coded(finite(normed.to(q.dtype.element_ty)), inverse, latent.dtype.element_ty)
-        tl.store(to_latent, normed, mask=dims < L)
+            tl.store(to_latent + dims, normed, mask=dims < L)
         _turn(
             kv + token * stride_kv + L + col,
-            rope + block * rope_block + offset * (2 * HALF) + col,
+            rope + block * rope_block + offset * ROPE_TOKEN + col,
             cos + angle,
             sin + angle,
             inside,
@@ -203,13 +218,15 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     plan = plan_step(meta, shape, tokens)
     groups, rows, shared = heads // group, plan.limit * group, plan.shared
     in_pdl = pdl.in_use()
-    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups, "PDL": in_pdl}
+    sizes = {"L": dim, "LP": padded(dim), "GROUP": group, "ROWS": rows, "HEADS": groups, "PDL": in_pdl}
     sizes |= pdl.options(in_pdl)
     given = {
         "EXACT": EXACT.get(q_latent.dtype, "tf32"),
         "SIZE": cache.block_size,
         "R": q_rope.shape[2],
-        "RP": _power(q_rope.shape[2]),
+        "RP": padded(q_rope.shape[2]),
+        "LATENT_TOKEN": cache.latent.stride(2),
+        "ROPE_TOKEN": cache.rope.stride(2),
         **sizes,
     }
     numbers = (
@@ -219,7 +236,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
         cache.rope.stride(0),
         meta.block_tables.stride(0),
         scale * cache.scale * LOG2E,
-        cache.scale if is_coded(cache.latent) else None,
+        _common_scale(cache),
     )
     if shared is not None and len(plan.items):
         lanes, keys, warps, stages, _ = many
@@ -229,6 +246,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
             q_rope,
             cache.latent,
             cache.rope,
+            cache.scales,
             meta.block_tables,
             meta.table_rows,
             meta.query_start,
@@ -245,7 +263,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
             *numbers,
             TILE=keys,
             M=lanes,
-            WIDTH=_power(count),
+            WIDTH=padded(count),
             num_warps=warps,
             num_stages=stages,
             **given,
@@ -259,6 +277,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
                 out,
                 cache.latent,
                 cache.rope,
+                cache.scales,
                 meta.block_tables,
                 records,
                 plan.sums,
@@ -316,7 +335,7 @@ def chosen(
     parts, places, in_pdl = -(-top_k // span), places_of(meta, len(meta.kv_slots))[first:], pdl.in_use()
     floats = {"dtype": torch.float32, "device": q_latent.device}
     state = (torch.empty(work * parts * lanes, size, **floats) for size in (dim, 2)) if parts > 1 else (None, None)
-    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
+    sizes = {"L": dim, "LP": padded(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
     sizes |= {"PDL": in_pdl, **pdl.options(in_pdl)}
     sums, stats = state
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
@@ -340,6 +359,7 @@ def chosen(
         out,
         cache.latent,
         cache.rope,
+        cache.scales,
         places,
         slots,
         sums,
@@ -349,14 +369,16 @@ def chosen(
         cache.latent.stride(0),
         cache.rope.stride(0),
         scale * cache.scale * LOG2E,
-        cache.scale if is_coded(cache.latent) else None,
+        _common_scale(cache),
         top_k,
         span,
         EXACT=EXACT.get(q_latent.dtype, "tf32"),
         SIZE=cache.block_size,
         TILE=keys,
         R=q_rope.shape[2],
-        RP=_power(q_rope.shape[2]),
+        RP=padded(q_rope.shape[2]),
+        LATENT_TOKEN=cache.latent.stride(2),
+        ROPE_TOKEN=cache.rope.stride(2),
         num_warps=warps,
         num_stages=stages,
         **sizes,
@@ -373,20 +395,24 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
     """Choose the tilings of `absorbed`. Return the number of heads of a program, and two tilings.
 
     A tiling is (lanes of a program, keys of an iteration, warps, stages, programs of a multiprocessor); a lane is a
-    pair (row, head). The first is for sequences of few rows (decodes), the second for sequences of many rows.
+    pair (row, head). The first is for sequences of few rows (decodes), the second for sequences of many rows. The
+    tiles of a cache of rows are in shared memory as codes and as numbers: ALONE would leave room for one program.
     """
-    room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
+    room = shared_memory() // (4 * padded(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
+    if cache.scales is not None and most == 32:
+        most = 16  # 32 lanes spill registers, in tiles of 32 keys nearly all of them
     group = max((d for d in range(1, most + 1) if q.shape[1] % d == 0 and d * limit <= most), default=1)
-    width = q.element_size() * (_power(q.shape[2]) + _power(cache.rope.shape[3]))
+    width = q.element_size() * (padded(q.shape[2]) + padded(cache.rope.shape[3]))
 
     def fit(lanes: int) -> tuple[int, ...]:
-        keys, warps, stages, programs = ALONE if lanes == 16 and len(q) <= 8 else CUTS[min(64, lanes)]
+        alone = lanes == 16 and len(q) <= 8 and cache.scales is None
+        keys, warps, stages, programs = ALONE if alone else CUTS[min(64, lanes)]
         left = shared_memory() // width - lanes
         keys = max(16, min(keys * 2 // q.element_size(), 1 << max(left, 1).bit_length() - 1))
         return lanes, keys, warps, max(1, min(stages, left // keys + (lanes < 64))), programs
 
-    return group, fit(_power(group * limit)), fit(most)
+    return group, fit(padded(group * limit)), fit(most)
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
@@ -396,8 +422,8 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     """
     (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
     assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
-    sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
-    keys, values = sizes["PP"] + sizes["RP"], _power(value)
+    sizes = {"P": width - value, "PP": padded(width - value), "R": turned, "RP": padded(turned)}
+    keys, values = sizes["PP"] + sizes["RP"], padded(value)
     rows, tile, warps, stages = next(
         cut for cut in MANY if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
     )
@@ -435,6 +461,6 @@ def most(kv_up: Tensor) -> int:
     return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 
-@functools.cache
-def _power(value: int) -> int:
-    return max(16, 1 << (value - 1).bit_length())
+def _common_scale(cache: LatentView) -> float | None:
+    """Return the scale of all codes of an 8-bit cache; None: it holds numbers, or codes with scales of their own."""
+    return cache.scale if is_coded(cache.latent) and cache.scales is None else None

@@ -14,11 +14,11 @@ from quire.kernels.attention.triton_tiles import (
     accumulate,
     block_ids,
     load_queries,
-    load_tile,
     rescore,
     store_outputs,
     store_part,
 )
+from quire.kernels.latent.triton_rows import load_latents
 from quire.kernels.triton_runtime import jit, tl
 
 
@@ -29,6 +29,7 @@ def absorbed_kernel(
     out,
     latent,
     rope,
+    scales,
     table,
     records,
     sums_at,
@@ -49,6 +50,8 @@ def absorbed_kernel(
     LP: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
+    LATENT_TOKEN: tl.constexpr,
+    ROPE_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     M: tl.constexpr,
@@ -66,12 +69,14 @@ def absorbed_kernel(
     stride_latent, stride_rope, stride_table   elements from row to row of q_latent and out, of q_rope, of table
     stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
+    scales                     of the codes of latents [blocks, 1, SIZE, tiles], in a cache of rows, else None
     latent_block, rope_block   elements from block to block of latent, of rope
+    LATENT_TOKEN, ROPE_TOKEN   elements from token to token of latent, of rope
     table                      block tables [slots or sequences, blocks] int32
     records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; number of words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
     scale, EXACT               softmax scale * log2(e); precision of float32 products
-    v_scale                    scale of the codes of an 8-bit cache, else None
+    v_scale                    scale of all codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
     HEADS, GROUP               number of groups of heads; heads of a group (of a program)
@@ -105,6 +110,7 @@ def absorbed_kernel(
         position + lane // GROUP,
         latent,
         rope,
+        scales,
         table,
         start,
         end,
@@ -122,6 +128,8 @@ def absorbed_kernel(
         LP,
         R,
         RP,
+        LATENT_TOKEN,
+        ROPE_TOKEN,
         M,
     )
     if v_scale is not None:
@@ -143,6 +151,7 @@ def attend_latents(
     positions,
     latent,
     rope,
+    scales,
     table,
     start,
     end,
@@ -160,6 +169,8 @@ def attend_latents(
     LP: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
+    LATENT_TOKEN: tl.constexpr,
+    ROPE_TOKEN: tl.constexpr,
     M: tl.constexpr,
 ):
     """Compute the softmax of M pairs (row, head) over tokens start .. end - 1 of a context.
@@ -183,8 +194,26 @@ def attend_latents(
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP).to(plain.dtype)
-        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP).to(plain.dtype)
+        keys, short = load_latents(
+            latent,
+            rope,
+            scales,
+            ids,
+            at,
+            end,
+            latent_block,
+            rope_block,
+            plain.dtype,
+            MASKED,
+            SIZE,
+            TILE,
+            L,
+            LP,
+            R,
+            RP,
+            LATENT_TOKEN,
+            ROPE_TOKEN,
+        )
         scores = tl.dot(turned, tl.trans(short), input_precision=EXACT)
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, 0.0, MASKED, 0, False, TILE)

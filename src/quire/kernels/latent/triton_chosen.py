@@ -9,6 +9,7 @@ Floor: 4 H (L + R / 2) operations a chosen token; its bytes are read once for ea
 from __future__ import annotations
 
 from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, store_outputs, store_part
+from quire.kernels.latent.triton_rows import load_tokens
 from quire.kernels.triton_runtime import jit, tl
 
 
@@ -38,6 +39,7 @@ def chosen_kernel(
     out,
     latent,
     rope,
+    scales,
     places,
     slots,
     sums_at,
@@ -58,6 +60,8 @@ def chosen_kernel(
     LP: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
+    LATENT_TOKEN: tl.constexpr,
+    ROPE_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
     HEADS: tl.constexpr,
@@ -82,7 +86,7 @@ def chosen_kernel(
     heads, live = group * GROUP + lane, lane < GROUP
     rows = tl.zeros_like(lane) + row
     plain = load_queries(q_latent, rows, heads, live, stride_latent, L, LP)
-    few, dims = tl.arange(0, RP), tl.arange(0, LP)
+    few = tl.arange(0, RP)
     pointers = q_rope + (rows.to(tl.int64) * stride_rope + heads * stride_rope_head)[:, None] + few[None, :]
     turned = tl.load(pointers, mask=live[:, None] & (few < R)[None, :], other=0.0)
     sums = tl.zeros([M, LP], tl.float32)
@@ -96,10 +100,23 @@ def chosen_kernel(
         following = tl.load(slots + entry + TILE, mask=entry + TILE < end, other=0)
         seen = entry < end
         block, offset = (slot // SIZE).to(tl.int64), slot % SIZE
-        from_latent = latent + (block * latent_block + offset * L)[:, None] + dims[None, :]
-        keys = tl.load(from_latent, mask=seen[:, None] & (dims < L)[None, :], other=0.0).to(plain.dtype)
-        from_rope = rope + (block * rope_block + offset * R)[:, None] + few[None, :]
-        short = tl.load(from_rope, mask=seen[:, None] & (few < R)[None, :], other=0.0).to(plain.dtype)
+        keys, short = load_tokens(
+            latent,
+            rope,
+            scales,
+            block,
+            offset,
+            seen,
+            latent_block,
+            rope_block,
+            plain.dtype,
+            L,
+            LP,
+            R,
+            RP,
+            LATENT_TOKEN,
+            ROPE_TOKEN,
+        )
         scores = tl.dot(turned, tl.trans(short), input_precision=EXACT)
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
         scores = tl.where(seen[None, :], scores, float("-inf"))

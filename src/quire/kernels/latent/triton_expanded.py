@@ -20,6 +20,7 @@ from quire.kernels.attention.triton_plan import TILE_WORDS
 from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.triton_rows import widen
 from quire.kernels.triton_runtime import jit, tl
 
 STEP = 128  # tokens: contexts are cut at multiples of it, and a workspace ends with so many unused tokens
@@ -83,6 +84,9 @@ def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor)
 
     blocks, offsets   [n] int64: block of each token in the cache, and its offset in the block
     """
+    if cache.scales is not None:
+        latents, ropes = widen(cache, blocks, offsets, kv_up.dtype)
+        return F.linear(latents, kv_up.flatten(0, 1)), ropes
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
     if is_coded(cache.latent):
         latents, ropes = (side.to(kv_up.dtype).mul_(cache.scale) for side in (latents, ropes))

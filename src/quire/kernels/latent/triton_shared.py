@@ -18,6 +18,7 @@ def shared_kernel(
     q_rope,
     latent,
     rope,
+    scales,
     table,
     table_rows,
     query_start,
@@ -46,6 +47,8 @@ def shared_kernel(
     LP: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
+    LATENT_TOKEN: tl.constexpr,
+    ROPE_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     M: tl.constexpr,
@@ -62,7 +65,9 @@ def shared_kernel(
     stride_latent, stride_rope, stride_table   elements from row to row of q_latent, of q_rope, of table
     stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
+    scales                     of the codes of latents [blocks, 1, SIZE, tiles], in a cache of rows, else None
     latent_block, rope_block   elements from block to block of latent, of rope
+    LATENT_TOKEN, ROPE_TOKEN   elements from token to token of latent, of rope
     table                      block tables [slots or sequences, blocks] int32
     table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
     query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
@@ -72,7 +77,7 @@ def shared_kernel(
     num_items                  number of items of the plan; the parts of prefixes follow them in sums_at and stats_at
     prefix_parts               number of parts of a shared prefix
     scale, EXACT               softmax scale * log2(e); precision of float32 products
-    v_scale                    scale of the codes of an 8-bit cache, else None
+    v_scale                    scale of all codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
     HEADS, GROUP               number of groups of heads; heads of a group (of a program)
@@ -119,6 +124,7 @@ def shared_kernel(
         end - 1 + tl.zeros([M], tl.int32),
         latent,
         rope,
+        scales,
         table + index.to(tl.int64) * stride_table,
         start,
         end,
@@ -136,6 +142,8 @@ def shared_kernel(
         LP,
         R,
         RP,
+        LATENT_TOKEN,
+        ROPE_TOKEN,
         M,
     )
     if v_scale is not None:

@@ -280,7 +280,6 @@ CACHE: Mapping[str, Feature] = {
         lambda i: any(one is not None and _attends_otherwise(one) for one in (i.args, i.draft)),
         "attention without latents",
     ),
-    "a GPU": Feature(lambda i: i.device == "cuda", "a GPU"),
     "no prefix cache": Feature(
         given("enable_prefix_caching"), "--no-enable-prefix-caching", "--no-enable-prefix-caching"
     ),

@@ -112,8 +112,6 @@ STATES: tuple[Row, ...] = (
 LATENTS: tuple[Row, ...] = (
     Row("pipeline of GPUs", "chosen tokens", MISSING, "stages of GPUs do not send what an indexer has chosen",
         "use -tp, or --device cpu"),
-    Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
-        "use --kv-cache-dtype fp8 or auto, or --device cpu"),
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
