@@ -34,7 +34,7 @@ def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) ->
     """
     step, name, seen = runner.programs.operations, runner.parts[0].name, list[tuple[int, Tensor]]()
     if build is not None:
-        step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks), "padded"  # type: ignore
+        step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks, keep_states=step.keep_states), "padded"  # type: ignore
     draft = runner.model.draft
     method = "mtp" if draft is None else "draft_model" if draft.args.eagle is None else draft.args.eagle.method
     drafter = make_drafter(
@@ -72,6 +72,7 @@ class KnownAnswers:
     ) -> None:
         self._texts, self._params, self._kind, self._vocab = texts, params, kind, vocab
         self._random, self._inner = np.random.default_rng(0), inner
+        self.late = None if inner is None else inner.late
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         return [] if self._inner is None else self._inner.admit(admitted)
@@ -79,6 +80,14 @@ class KnownAnswers:
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         if self._inner is not None:
             self._inner.follow(step, buffers, hidden, ctx, decode=decode)
+
+    def keep(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext) -> None:
+        assert self._inner is not None
+        self._inner.keep(step, buffers, hidden, ctx)
+
+    def catch_up(self, step: StepWords, tables: Tables, begin: int, seqs: int) -> None:
+        assert self._inner is not None
+        self._inner.catch_up(step, tables, begin, seqs)
 
     def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Write the drafts of a step's decodes. See `Drafter`."""

@@ -117,6 +117,7 @@ def make_runner(
         operations=step,
         tables=state.tables,
         sampling=(operations, sampler.rows),
+        windows=None if staged else limits.windows,
     )
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),

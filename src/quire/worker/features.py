@@ -25,10 +25,12 @@ class StepFeature:
     A feature overrides the hooks that it needs. The others are never called. Hooks marked "recorded" launch work that
     recorders record and replay: they read no value of a plan, and get the sizes of the step.
 
+    late       most sequences of a step of decodes whose `catch_up` is recorded; 0: none is
     parts      objects whose calls belong to the feature; a trace shows them, too
     controls   operation by name -> function that does it, between two steps; see `Executor.control`
     """
 
+    late: int = 0
     parts: tuple[object, ...] = ()
     controls: Mapping[str, Callable[..., object]] = {}
 
@@ -45,6 +47,13 @@ class StepFeature:
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         """Return the exact shape of the step with the feature's part in it, before it is padded to a recording."""
         return shape
+
+    def overdue(self, plan: StepPlan, shape: StepShape) -> list[tuple[int, int]]:
+        """Return (begin, number) of the sequences that need a `catch_up` before the step."""
+        return []
+
+    def catch_up(self, step: StepWords, tables: Tables, begin: int, seqs: int) -> None:
+        """Launch work that earlier steps have put off, for sequences of the step from `begin` on. Recorded for 0."""
 
     def inputs(self, step: StepWords, tables: Tables, shape: StepShape) -> None:
         """Launch work whose result the inputs of the step need. Recorded."""
@@ -110,6 +119,8 @@ class Features:
     apply: Hooked
     before: Hooked
     fit: Hooked
+    overdue: Hooked
+    catch_up: Hooked
     inputs: Hooked
     embed: Hooked
     context: Hooked
