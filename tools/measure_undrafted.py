@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from measure_acceptance import run, write_model
-
 from quire import LLM, SamplingParams
 from quire.bench.workload import model_folder
 

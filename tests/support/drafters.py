@@ -41,9 +41,11 @@ def draft_with_layers(
     build   builds the inputs of padded passes; None: the runner's operations
     late    small steps without drafts leave their rows to a later pass
     """
-    step, name, seen = runner.programs.operations, runner.parts[0].name, list[tuple[int, Tensor]]()
+    step: Any = runner.programs.operations
+    name, seen = runner.parts[0].name, list[tuple[int, Tensor]]()
     if build is not None:
-        step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks, keep_states=step.keep_states), "padded"  # type: ignore
+        name, others = "padded", {"gather_blocks": step.gather_blocks, "keep_states": step.keep_states}
+        step = SimpleNamespace(build_inputs=build, **others)
     draft = runner.model.draft
     method = "mtp" if draft is None else "draft_model" if draft.args.eagle is None else draft.args.eagle.method
     drafter = make_drafter(

@@ -1,4 +1,4 @@
-"""Counts the launches of a GPU's work in Triton's interpreter: its kernels, and PyTorch's operations that are no views."""
+"""Counts a GPU's launches in Triton's interpreter: its kernels, and PyTorch's operations that are no views."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "alias", "permute
 
 class _Operations(TorchDispatchMode):
     def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found, self.inside = found, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

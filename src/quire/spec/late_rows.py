@@ -1,4 +1,4 @@
-"""The rows of decodes that a drafter with layers has not seen: small steps without drafts leave them to a catch-up pass.
+"""Rows of decodes that a drafter with layers has not seen: small steps without drafts leave them to a catch-up pass.
 
     step   drafts   rows that are kept of a slot afterwards, at most
     1      2        3     its own: the host does not know how many of them were accepted

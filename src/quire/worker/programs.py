@@ -78,8 +78,8 @@ class Programs:
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
         """Launch everything up to the logits. Return the hidden states [>= tokens, hidden] of a step with prompts;
         None for a decode step."""
-        for feature in self.features.overdue:
-            for begin, seqs in feature.overdue(plan, shape):
+        for late in self.features.late:
+            for begin, seqs in late.overdue(plan, shape):
                 size = self.recorder.fit(StepShape(seqs, seqs, seqs, True)).seqs if not begin else seqs
                 self.recorder.run(("late", size, begin), partial(self.catch_up, begin, size))
         if not shape.recorded:
@@ -117,8 +117,8 @@ class Programs:
     def catch_up(self, begin: int, seqs: int) -> None:
         """Launch work that earlier steps have put off, behind the table changes. A recorder captures these launches."""
         self._begin_step()
-        for feature in self.features.catch_up:
-            feature.catch_up(self._upload.step, self._state.tables, begin, seqs)
+        for late in self.features.late:
+            late.catch_up(self._upload.step, self._state.tables, begin, seqs)
 
     def decode(self, shape: StepShape) -> None:
         """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
@@ -158,7 +158,7 @@ class Programs:
         Returns the hidden states [tokens, hidden]. The sizes in `shape` may be larger than those of the step. `plan` is
         None for a recorded step.
         """
-        step, state, model = self._upload.step, self._state, self.model
+        step, state = self._upload.step, self._state
         self._begin_step()
         buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
         prompts: tuple[Prompt, ...] = ()
@@ -250,7 +250,7 @@ class Programs:
             work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
             if shape.tokens and shape.decode and shape.query == 1 and not shape.shared:
-                if any(feature.late >= shape.seqs for feature in self.features.catch_up):
+                if any(late.most >= shape.seqs for late in self.features.late):
                     yield ("late", shape.seqs, 0), partial(self.catch_up, 0, shape.seqs)
             if shape.decode and shape.shared and shape.rows not in sampled:
                 sampled.add(shape.rows)

@@ -36,12 +36,15 @@ class Accepted(NamedTuple):
 class StepDrafts(StepFeature):
     """Makes drafts for the decodes of each step, and accepts those that the model would have sampled.
 
+    It is its own `LateWork`, if the drafter can leave rows to a later pass.
+
     drafter   makes the drafts
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.parts = drafter, (drafter,)
-        self.late = 0 if drafter.late is None else drafter.late.most
+        self.late = None if drafter.late is None else self
+        self.most = 0 if drafter.late is None else drafter.late.most
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """Return the table changes of the drafter for the admitted requests."""
@@ -55,8 +58,8 @@ class StepDrafts(StepFeature):
         decodes, prompts = plan.slots[:count], plan.slots[count:]
         late, completes = self._is_late(shape), plan.features.completes
         due = rows.step(decodes, plan.num_tokens[:count], prompts, late=late, completes=completes)
-        begins = range(0, count, self.late)
-        return [(begin, min(self.late, count - begin)) for begin in begins if due[begin : begin + self.late].any()]
+        begins = range(0, count, self.most)
+        return [(begin, min(self.most, count - begin)) for begin in begins if due[begin : begin + self.most].any()]
 
     def catch_up(self, step: StepWords, tables: Tables, begin: int, seqs: int) -> None:
         """Launch the pass over the rows that the drafter has not seen."""
@@ -64,7 +67,7 @@ class StepDrafts(StepFeature):
 
     def _is_late(self, shape: StepShape) -> bool:
         """Return True for a step that leaves its rows to a later catch-up."""
-        return shape.decode and shape.query == 1 and shape.seqs <= self.late
+        return shape.decode and shape.query == 1 and shape.seqs <= self.most
 
     def inputs(self, step: StepWords, tables: Tables, shape: StepShape) -> None:
         """Launch the drafts of the step's decodes."""

@@ -41,7 +41,7 @@ def test_drafts_are_those_of_a_drafter_that_leaves_nothing(
             work = getattr(drafter, name)
             setattr(drafter, name, lambda *given, name=name, work=work: (calls.update((name,)), work(*given)))
 
-        def published(pool: BlockPool, block: int, key: bytes, view: KVView = view) -> bool:
+        def published(pool: BlockPool, block: int, key: bytes, view: KVView = view, late: bool = late) -> bool:
             parts = [part for part in vars(view).values() if isinstance(part, torch.Tensor)]
             assert not steps or all(part[block].isfinite().all() for part in parts), "an entry is missing"
             calls["published"] += late and bool(steps)
@@ -59,9 +59,7 @@ def test_a_pass_is_due_when_rows_have_no_room_or_others_must_see_them() -> None:
     rows, none = LateRows(5, most=4, width=3, room=6), i32()
 
     def due(*slots: int, tokens: int = 1, prompts: I32 = none, late: bool = True, completes: bool = False) -> list[int]:
-        asked = rows.step(
-            i32(*slots), np.full(len(slots), tokens, np.int32), prompts, late=late, completes=completes
-        )
+        asked = rows.step(i32(*slots), np.full(len(slots), tokens, np.int32), prompts, late=late, completes=completes)
         return np.flatnonzero(asked).tolist()
 
     assert due(prompts=i32(0, 1), late=False) == []

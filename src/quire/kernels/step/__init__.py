@@ -30,8 +30,8 @@ finish_step(step, tables, buffers, tokens, codes, out)
 
 keep_states(step, buffers, hidden, kept, first, behind)
     Keeps hidden states of a step's rows by slot, for a drafter. hidden [T, width]; kept [num_slots, room, width]; first
-    [num_slots] int64, position of the first state that is kept of a slot. Of a prompt the state of its last row is kept.
-    Of a decode the states of all its rows are kept; with `behind` True a decode has one row, whose state comes behind
+    [num_slots] int64, position of the first state that is kept of a slot. Of a prompt its last row's state is kept. Of
+    a decode the states of all its rows are kept; with `behind` True a decode has one row, whose state comes behind
     those that are kept already.
 
 `ref.py` takes the sizes of a step from the host (`StepWords`). The kernels of `triton.py` can be captured: their grids

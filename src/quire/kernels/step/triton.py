@@ -402,5 +402,7 @@ def _keep_kernel(
         lanes = tl.program_id(1) * KEPT + tl.arange(0, KEPT)
         for row in range(count):
             source = end - count + row
-            state = tl.load(hidden + source.to(tl.int64) * hidden_stride + lanes, mask=(lanes < width) & (source < rows))
+            state = tl.load(
+                hidden + source.to(tl.int64) * hidden_stride + lanes, mask=(lanes < width) & (source < rows)
+            )
             tl.store(kept + (slot * ROOM + place + row) * width + lanes, state, mask=(lanes < width) & (source < rows))
