@@ -28,15 +28,17 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(heads: int, index_heads: int, tokens: int, prompts: bool, codes: torch.dtype | None = None) -> None:
-    """The kernels of a layer of a step with 16 decodes, or with a prompt."""
+def launch(
+    heads: int, index_heads: int, tokens: int, prompts: bool, codes: torch.dtype | None = None, blocks: int = 2048
+) -> None:
+    """The kernels of a layer of a step with 16 decodes, or with a prompt. blocks: of the context"""
     ints, seqs = torch.int32, 1 if prompts else 16
     scales = None if codes is None else empty(99, 1, SIZE, 1, dtype=torch.float32)
     keys = IndexView(empty(99, 1, SIZE, 128, dtype=codes or torch.bfloat16), scales)
     cache = LatentView(empty(99, 1, SIZE, 512), empty(99, 1, SIZE, 64))
-    slots, table = empty(tokens, dtype=torch.int64), empty(99, 2048, dtype=ints)
+    slots, table = empty(tokens, dtype=torch.int64), empty(99, blocks, dtype=ints)
     sizes = empty(seqs + 1, dtype=ints), empty(seqs, dtype=ints)
-    known = ((0, tokens, 0, 65536),) if prompts else ()
+    known = ((0, tokens, 0, SIZE * blocks // 2),) if prompts else ()
     meta = AttentionMeta(*sizes, table, slots, empty(seqs, dtype=ints), tokens if prompts else 1, 1, None, known)
     turn = empty(tokens, 64), empty(tokens, 64)
     q, k = empty(tokens, index_heads, 128), empty(tokens, 128 + index_heads)[:, :128]
@@ -51,6 +53,7 @@ def main() -> None:
     setattr(pdl, "in_use", lambda: True)  # noqa: B010
     launch(128, 64, 16, prompts=False, codes=torch.float8_e4m3fn)
     launch(64, 32, 300, prompts=True)
+    launch(64, 32, 300, prompts=True, blocks=512)
     for prompts in full_rows((False, True)):
         for codes in (None, torch.float8_e4m3fn):
             for heads, index_heads in ((128, 64), (64, 32)):

@@ -362,9 +362,8 @@ def chosen(
         **sizes,
     )
     if parts > 1:
-        each = min(4, lanes)
-        join_kernel[(work, -(-group // each))](
-            out, places, sums, stats, out.stride(0), LANES=each, num_warps=4, **sizes
+        join_kernel[(work, group)](
+            out, places, sums, stats, out.stride(0), PADDED=1 << (parts - 1).bit_length(), num_warps=8, **sizes
         )
     return out
 
