@@ -94,7 +94,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
-        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {"chosen"}),
         "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_NEW),
         "native": replace(PLAIN, features=_CACHES | {"ds_mla cache", "rows", "chosen"},
                           needs=("native", "flash attention")),

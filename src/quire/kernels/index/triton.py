@@ -249,7 +249,7 @@ def _choose_piece(
 
 
 def _select(scores: Tensor, places: Tensor, bins: Tensor | None, positions: Tensor) -> None:
-    """Write the positions of the best scores of each row; bins: see `level_kernel`. None: whole contexts fit a program."""
+    """Write the positions of the best scores of each row. bins: see `level_kernel`; None: a program takes a context."""
     (count, tokens), top_k, in_pdl = scores.shape, positions.shape[1], pdl.in_use()
     launch = {"PDL": in_pdl, **pdl.options(in_pdl)}
     if bins is None:

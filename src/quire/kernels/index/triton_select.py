@@ -1,7 +1,7 @@
 """The positions of the largest scores of a row, exactly; of equal scores those that come first.
 
-Scores are ordered by their bits. A context of up to `WHOLE` tokens fits the registers of a program, which finds the bits
-of the last score that is taken from the highest on, by counting what is not below. It reads the scores twice.
+Scores are ordered by their bits. A context of up to `WHOLE` tokens fits the registers of a program, which finds the
+bits of the last score that is taken from the highest on, by counting what is not below. It reads the scores twice.
 
 Longer contexts are split among programs. Each of four kernels counts eight bits: then the bits of the last score are
 known, and how many of its equals are taken. The last of them keeps, for each program, its counts of every value of the
