@@ -1,7 +1,7 @@
 """Latent attention on Hopper (compute capability 9.0): the Triton kernels, and Gluon kernels for many rows.
 
-`hopper_chosen` has rows that attend to chosen tokens. The kernel here computes prompts with expanded keys. Its warps are
-specialized, as in `attention/hopper_prefill`: one makes the copy engine (TMA) read tiles of the expanded keys and
+`hopper_chosen` has rows that attend to chosen tokens. The kernel here computes prompts with expanded keys. Its warps
+are specialized, as in `attention/hopper_prefill`: one makes the copy engine (TMA) read tiles of the expanded keys and
 values. Two groups of four warps take 64 rows each; they compute the softmax of one tile while the matrix units compute
 the scores of the next tile and the sums of the last. A tile is read whole, even past the end of a context, where the
 next one begins: `prepare` keeps all of it finite in bfloat16.
