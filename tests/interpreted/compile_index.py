@@ -7,7 +7,7 @@ from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, triton_plan
 from quire.kernels.index import IndexView
 from quire.kernels.index import triton as index
-from quire.kernels.latent import LatentView
+from quire.kernels.latent import LatentView, hopper, hopper_chosen
 from quire.kernels.latent import triton as latent
 
 from ..support.full import full_rows
@@ -19,7 +19,7 @@ TOP_K, SIZE = 2048, 64
 def check(made: Made) -> None:
     """Next to nothing spills; scores and attention run on Hopper's tensor cores."""
     assert made.stack <= 16 * (made.name == "chosen_kernel"), (made.stack, made)
-    if made.name in ("score_kernel", "chosen_kernel"):
+    if made.name.endswith(("score_kernel", "chosen_kernel")):
         assert "wgmma" in made.ptx, made
 
 
@@ -28,29 +28,33 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(heads: int, index_heads: int, tokens: int, prompts: bool, codes: torch.dtype | None = None) -> None:
-    """The kernels of a layer of a step with 16 decodes, or with a prompt."""
+def launch(
+    heads: int, index_heads: int, tokens: int, prompts: bool, codes: torch.dtype | None = None, blocks: int = 2048
+) -> None:
+    """The kernels of a layer of a step with 16 decodes, or with a prompt. blocks: of the context"""
     ints, seqs = torch.int32, 1 if prompts else 16
     scales = None if codes is None else empty(99, 1, SIZE, 1, dtype=torch.float32)
     keys = IndexView(empty(99, 1, SIZE, 128, dtype=codes or torch.bfloat16), scales)
     cache = LatentView(empty(99, 1, SIZE, 512), empty(99, 1, SIZE, 64))
-    slots, table = empty(tokens, dtype=torch.int64), empty(99, 2048, dtype=ints)
+    slots, table = empty(tokens, dtype=torch.int64), empty(99, blocks, dtype=ints)
     sizes = empty(seqs + 1, dtype=ints), empty(seqs, dtype=ints)
-    known = ((0, tokens, 0, 65536),) if prompts else ()
+    known = ((0, tokens, 0, SIZE * blocks // 2),) if prompts else ()
     meta = AttentionMeta(*sizes, table, slots, empty(seqs, dtype=ints), tokens if prompts else 1, 1, None, known)
     turn = empty(tokens, 64), empty(tokens, 64)
     q, k = empty(tokens, index_heads, 128), empty(tokens, 128 + index_heads)[:, :128]
     index.prepare(q, k, empty(2, 128), 1e-6, *turn, keys, slots)
     chosen = index.choose(q, empty(tokens, index_heads, dtype=torch.float32), keys, meta, TOP_K)
-    latent.chosen(empty(tokens, heads, 512), empty(tokens, heads, 64), cache, meta, 0.1, chosen.positions)
+    for module in (latent, hopper):
+        module.chosen(empty(tokens, heads, 512), empty(tokens, heads, 64), cache, meta, 0.1, chosen.positions)
 
 
 def main() -> None:
     """Decodes with dependent launches, and prompts."""
-    AbsentGpu(check).describe_to(triton_plan, latent)
+    AbsentGpu(check).describe_to(triton_plan, latent, hopper_chosen)
     setattr(pdl, "in_use", lambda: True)  # noqa: B010
     launch(128, 64, 16, prompts=False, codes=torch.float8_e4m3fn)
     launch(64, 32, 300, prompts=True)
+    launch(64, 32, 300, prompts=True, blocks=512)
     for prompts in full_rows((False, True)):
         for codes in (None, torch.float8_e4m3fn):
             for heads, index_heads in ((128, 64), (64, 32)):

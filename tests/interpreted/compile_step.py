@@ -50,6 +50,9 @@ def compile_production() -> None:
         step.finish_step(
             words, tables, buffers, zeros(8192), zeros(8192, dtype=torch.uint8), zeros(3, slots, dtype=torch.int32)
         )
+        for behind in (False, True):
+            kept = zeros(slots + 1, 16, 4096, dtype=torch.bfloat16)
+            step.keep_states(words, buffers, zeros(8192, 4096, dtype=torch.bfloat16), kept, tables.computed, behind)
         ngram.propose(words, tables, 5, 5)
 
 

@@ -32,8 +32,18 @@ STEPS = [(DECODES, 8, 1), (MIXED, 8, 2), *full_rows([(MIXED, 1, 0), (MIXED, 64, 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Contexts have several spans and splits, and memory is NaN until it is written."""
-    for name, number in (("SPAN", 64), ("SPLIT", 64), ("FULL", 5)):
+    small = {
+        "SPAN": 64,
+        "PROMPT_SPAN": 64,
+        "SPLIT_FEW": (64, 4),
+        "SPLIT_MANY": (128, 8),
+        "FULL": 5,
+        "ALIGNED": 16,
+        "WHOLE_TILE": 32,
+    }
+    for name, number in small.items():
         monkeypatch.setattr(triton, name, number)
+    monkeypatch.setattr(triton, "WHOLE", 128)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -114,6 +124,6 @@ def test_attention_to_chosen_tokens(case: Case, top_k: int) -> None:
 
 
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
-    kinds = ("places", "prepare", "score", "level", "write", "slots", "chosen", "join")
+    kinds = ("places", "prepare", "score", "whole", "level", "write", "slots", "chosen", "join")
     found = {name.removeprefix("_") for name in compiled("compile_index")}
-    assert found == {f"{kind}_kernel" for kind in kinds}
+    assert found == {*(f"{kind}_kernel" for kind in kinds), "hopper._chosen_kernel"}

@@ -8,6 +8,7 @@ def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
         "_apply_kernel",
         "_inputs_kernel",
         "_finish_kernel",
+        "_keep_kernel",
         "_propose_kernel",
         "_move_kernel",
         "_deviation_kernel",

@@ -255,11 +255,13 @@ class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
     blended      prompt chunks of the step that reuse KV of other positions
     states       copies of the states of recurrent layers, or None
     runs         drafts of a pipeline, or None
+    completes    True: the step may compute the last token of a block of a decode; only for a drafter with KV
     """
 
     blended: tuple[BlendedChunk, ...] = ()
     states: StepStates | None = None
     runs: StageRuns | None = None
+    completes: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):

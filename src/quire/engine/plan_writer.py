@@ -51,11 +51,14 @@ class InFlight:
 class PlanWriter:
     """Writes step plans. Caches the parts of a plan that depend only on which requests run.
 
-    runs   writes the drafts of a pipeline; None: there are no stages, or no drafts
+    runs     writes the drafts of a pipeline; None: there are no stages, or no drafts
+    cached   True: the drafter has KV in the blocks
     """
 
-    def __init__(self, roster: Roster, num_drafts: int, runs: StageRunWriter | None = None) -> None:
-        self._num_drafts, self._runs = num_drafts, runs
+    def __init__(
+        self, roster: Roster, num_drafts: int, runs: StageRunWriter | None = None, *, cached: bool = False
+    ) -> None:
+        self._num_drafts, self._runs, self._cached = num_drafts, runs, cached
         self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
@@ -85,6 +88,7 @@ class PlanWriter:
         if most is not None:
             num_rows[:num_decodes] = num_tokens[:num_decodes]
         copies = self._state_copies(slots, before, after)
+        completes = self._cached and self._completes(slots[:num_decodes], before[:num_decodes])
         runs, appended = self._staged(slots[:num_decodes], num_tokens[:num_decodes], sampling, after[samples], appended)
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
@@ -100,7 +104,7 @@ class PlanWriter:
             released=np.array(self._roster.released, np.int32),
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
-            features=self._features(slots[prefills], before[prefills], after[prefills], copies, runs),
+            features=self._features(slots[prefills], before[prefills], after[prefills], copies, runs, completes),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
@@ -134,11 +138,22 @@ class PlanWriter:
         return [request for request in found if request is not None and request.num_preemptions == 0]
 
     def _features(
-        self, prompts: I32, before: I32, after: I32, copies: list[StateCopy], runs: StageRuns | None
+        self, prompts: I32, before: I32, after: I32, copies: list[StateCopy], runs: StageRuns | None, completes: bool
     ) -> PlanFeatures:
         """Return what features do in a step that computes tokens before [P] .. after [P] - 1 of `prompts` [P]."""
         blended, states = self._blended(prompts, before, after), self._step_states(copies)
-        return PlanFeatures(blended=blended, states=states, runs=runs) if blended or states or runs else NO_FEATURES
+        if not (blended or states or runs or completes):
+            return NO_FEATURES
+        return PlanFeatures(blended=blended, states=states, runs=runs, completes=completes)
+
+    def _completes(self, decodes: I32, most: I32) -> bool:
+        """Return True if the first token that a step computes of a decode may be the last one of a block.
+
+        most   [D] upper bound of the tokens that were computed before
+        """
+        table, size = self._table, self._allocator.block_size
+        least = table.confirmed[decodes] + table.in_flight[decodes] - 1  # each step in flight brings a token
+        return bool(((most + 1) // size > least // size).any())
 
     def _state_copies(self, slots: I32, before: I32, after: I32) -> list[StateCopy]:
         """Return the copies of states in a step that computes tokens before [S] .. after [S] - 1 of `slots` [S]."""

@@ -62,7 +62,7 @@ class Scheduler:
             facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts, cached=facts.drafts_cached
         )
         runs = StageRunWriter(self.roster, self.drafts) if facts.num_stages > 1 and facts.num_drafts else None
-        self._writer = PlanWriter(self.roster, facts.num_drafts, runs)
+        self._writer = PlanWriter(self.roster, facts.num_drafts, runs, cached=facts.drafts_cached)
         self.guess: Guess | None = None
         self._lookup = facts.draft_lookup
 

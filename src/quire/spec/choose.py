@@ -11,6 +11,8 @@ from quire.layers.stack import Model
 from quire.spec.drafter import Drafter
 from quire.spec.ngram import NgramDrafter
 
+LATE = 8  # decodes of a step: with more, one of them completes a block in most steps, and a pass has much padding
+
 
 def make_drafter(
     speculation: Speculation | None,
@@ -21,12 +23,14 @@ def make_drafter(
     operations: ModuleType,
     tables: Tables,
     sampling: tuple[SamplerOperations, Rows],
+    windows: tuple[int | None, ...] | None = None,
 ) -> Drafter | None:
     """Return the drafter of an engine; None without speculation.
 
     implementation   "ref" or "triton", as of the step operations, `operations`
     model, kv        the model, and the KV caches of its layers, then of its prediction layer, draft model or EAGLE head
     sampling         sampler operations, and the parameters of all slots
+    windows          sliding window of each KV group, if the drafter may put entries off; None: it may not
     """
     if speculation is None:
         return None
@@ -48,6 +52,8 @@ def make_drafter(
             sampling=sampling,
             most=speculation.num_drafts,
             exact=implementation == "ref",
+            # The blocks behind a window are gone when a catch-up pass would read them.
+            late=LATE if windows is not None and all(windows[group] is None for group in passes.groups) else 0,
         )
     ngram = importlib.import_module(f"quire.kernels.ngram.{implementation}")
     return NgramDrafter(ngram, speculation.shortest, speculation.longest)

@@ -13,6 +13,10 @@ is made of zeros.
 
 The first pass of a step computes the entries of the tokens that the step before has accepted, over those that were
 made of the layer's own output. A step with prompts computes the entries of all its rows at its end.
+
+A small step of decodes without drafts makes no entries: it keeps the states of its rows behind the others. A catch-up
+pass makes their entries at once: before a block of a decode is complete, when there is no room for another state, and
+before the next step of another kind, which may draft. A pass takes the time of its weights and launches.
 All sizes are the host's: nothing here waits for a GPU, and all of it can be captured.
 """
 
@@ -41,9 +45,13 @@ from quire.layers.context import StepContext
 from quire.spec.draft_passes import Pass
 from quire.spec.drafter import Changes
 from quire.spec.joint_passes import JointPasses
+from quire.spec.late_rows import LateRows
 from quire.spec.pass_states import PassStates
 
 TOKENS = slice(NUM_TOKENS, NUM_TOKENS + 1)
+
+
+KEPT = 16  # rows of a decode whose entries a catch-up pass makes, at most: they need room, and padding is computed
 
 
 class LayerDrafter:
@@ -54,8 +62,10 @@ class LayerDrafter:
     most        maximum number of drafts of a decode. A prediction layer makes each but the first of its own output
     operations  step operations, which build the inputs of a pass
     exact       True: the operations are PyTorch's and take a pass's sizes from the host; else they take upper bounds
-    states      [num_slots, 1 + most, hidden] hidden states of the model in each slot's last step, after the final norm:
-                of a decode's rows, of a prompt's last row alone
+    late        most decodes of a step without drafts that leaves its entries to a catch-up pass; 0: none does
+    room        most rows of a decode whose states are kept
+    states      [num_slots, room, hidden] hidden states of the model, after the final norm: of a decode's rows, of a
+                prompt's last row alone
     first       [num_slots] int64: position of the first of these rows
     on_logits   callback for tests, called with slots [D], positions [D] and logits [D, V] of each draft of the decodes
     """
@@ -70,17 +80,23 @@ class LayerDrafter:
         sampling: tuple[SamplerOperations, Rows],
         most: int,
         exact: bool,
+        late: int = 0,
     ) -> None:
         self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
         self._sampling, self._rows = sampling
         self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
         slots, device = len(tables.computed), tables.computed.device
-        self.states = torch.zeros(slots, 1 + most, passes.width, dtype=dtype, device=device)
+        # Other replicas would have to join a catch-up pass, and a recurrent layer has no room for its pending rows.
+        late = 0 if passes.shared or passes.recurrent else min(late, slots - 1)
+        self.room = max(self._width, min(KEPT, *tables.block_sizes)) if late else self._width
+        self.late = LateRows(slots, late, self._width, self.room) if late else None
+        self.states = torch.zeros(slots, self.room, passes.width, dtype=dtype, device=device)
         self.first = torch.zeros_like(tables.computed)
         self._past = torch.zeros_like(tables.computed)
         self._tables = replace(tables, computed=self._past)
         self._step = StepWords.view(torch.zeros(fixed_words(slots - 1), dtype=torch.int32, device=device), slots - 1)
-        tokens, rows = (slots - 1) * (1 + most), torch.zeros(0, dtype=torch.int64, device=device)
+        tokens = max((slots - 1) * self._width, late * self.room)
+        rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._buffers = StepBuffers(
             token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(tokens, dtype=torch.int64, device=device),
@@ -110,15 +126,8 @@ class LayerDrafter:
             return
         slots, live = step.slots[:seqs].long(), self._lanes[:seqs] < step.words[NUM_DECODES]
         known = tables.computed[slots]  # position of each decode's last token
-        rows = torch.where(live, known - self.first[slots], 0).clamp_(0, self._width)
-        self._step.slots[:seqs] = step.slots[:seqs]
-        torch.add(self.first, 1, out=self._past)
-        if self._recurrent is not None:
-            self._recurrent.first(slots, self._past[slots], rows)
-        starts, tokens = self._cut(step, rows, self._width)
-        owner = torch.searchsorted(starts[1:].long(), self._lanes[:tokens], right=True).clamp_(max=seqs - 1)
-        places = slots[owner] * self._width + (self._lanes[:tokens] - starts[owner]).clamp_(0, self._width - 1)
-        out = self._run(self.states.flatten(0, 1)[places], seqs, tokens, self._width)
+        decodes, rows = step.words[NUM_DECODES], torch.where(live, known - self.first[slots], 0).clamp_(0, self._width)
+        starts, out = self._first_pass(slots, decodes, rows, self._width)
         if not count:
             return
         state = self._pass.state(out[(starts[1:].long() - 1).clamp_(min=0)])
@@ -139,23 +148,23 @@ class LayerDrafter:
             if self._recurrent is not None:
                 self._past[slots] = known
                 again = torch.where(planned > ahead + 1, ahead + 1, live.long())  # of others the last true token
-                starts, tokens = self._cut(step, again, ahead + 1)
+                starts, tokens = self._cut(decodes, again, ahead + 1)
                 out = self._run(state, seqs, tokens, ahead + 1)
                 state = self._pass.state(out[(starts[1:].long() - 1).clamp(min=0)])
                 continue
             self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
-            _, tokens = self._cut(step, live.long(), 1)
+            _, tokens = self._cut(decodes, live.long(), 1)
             state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
         states, seqs, joint = self._pass.keep(hidden, ctx), len(buffers.seq_lens), self.joint
         slots = step.slots[:seqs].long()
-        bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
-        starts, ends = bounds[:-1], bounds[1:]
         if not decode:
+            bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
+            starts, ends = bounds[:-1], bounds[1:]
             before = buffers.seq_lens - (ends - starts) - 1 - self.first[slots]  # place of the state to go on from
-            carried = self.states[slots, before.clamp(0, self._width - 1)]
+            carried = self.states[slots, before.clamp(0, self.room - 1)]
             carried = torch.where((before >= 0)[:, None], carried, 0)  # a former request's may be NaN
             moved = states.new_empty(len(states) + 1, states.shape[1])
             moved[1:] = states
@@ -164,18 +173,49 @@ class LayerDrafter:
             self._pass.run(buffers.token_ids, moved[:-1], own)
         elif joint is not None:
             joint.join_prompts()
-        begin = torch.where(self._lanes[:seqs] < step.words[NUM_DECODES], starts, ends - 1)
-        rows = torch.minimum(begin[:, None] + self._lanes[: self._width], ends[:, None] - 1).clamp_(min=0)
-        self.states[slots] = states[rows]
-        self.first[slots] = buffers.seq_lens - (ends - begin)
+        self._operations.keep_states(step, buffers, states, self.states, self.first, False)
         if self._recurrent is not None:
             assert ctx.states is not None, "the runner tells where states are"
             self._recurrent.follow(slots, ctx.states)
 
-    def _cut(self, step: StepWords, rows: Tensor, most: int) -> tuple[Tensor, int]:
-        """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return starts and a pass's rows."""
+    def keep(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext) -> None:
+        """Keep the hidden states of decodes behind those of earlier steps. See `Drafter`."""
+        states = self._pass.keep(hidden, ctx)
+        self._operations.keep_states(step, buffers, states, self.states, self.first, True)
+
+    def catch_up(self, step: StepWords, tables: Tables, begin: int, seqs: int) -> None:
+        """Make the entries of the rows that steps without drafts have left. See `Drafter`."""
+        slots, some = step.slots[begin : begin + seqs].long(), self._lanes[begin : begin + seqs]
+        decodes = step.words[NUM_DECODES]
+        left = (step.words[NUM_TOKENS] != decodes).long()  # a step that may draft needs the output of the last row
+        rows = tables.computed[slots] - left - self.first[slots]
+        rows = torch.where(some < decodes, rows, 0).clamp_(0, self.room)
+        self._first_pass(slots, (decodes - begin).clamp(0, seqs), rows, self.room)
+        self.states[slots, 0] = self.states[slots, rows.clamp(max=self.room - 1)]
+        self.first[slots] += rows
+
+    def _first_pass(self, slots: Tensor, decodes: Tensor, rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Make the entries behind the first states of slots [seqs], of `rows` [seqs] rows. Return starts and output.
+
+        decodes   number of the sequences without padding
+        """
+        seqs = len(slots)
+        self._step.slots[:seqs] = slots
+        torch.add(self.first, 1, out=self._past)
+        if self._recurrent is not None:
+            self._recurrent.first(slots, self._past[slots], rows)
+        starts, tokens = self._cut(decodes, rows, most)
+        owner = torch.searchsorted(starts[1:].long(), self._lanes[:tokens], right=True).clamp_(max=seqs - 1)
+        places = slots[owner] * self.room + (self._lanes[:tokens] - starts[owner]).clamp_(0, most - 1)
+        return starts, self._run(self.states.flatten(0, 1)[places], seqs, tokens, most)
+
+    def _cut(self, decodes: Tensor, rows: Tensor, most: int) -> tuple[Tensor, int]:
+        """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return starts and a pass's rows.
+
+        decodes   number of the sequences without padding
+        """
         own, seqs = self._step, len(rows)
-        own.words[NUM_SEQS] = step.words[NUM_DECODES]
+        own.words[NUM_SEQS] = decodes
         starts = own.starts[: seqs + 1]
         starts[1:] = rows.cumsum(0)
         own.words[NUM_TOKENS] = starts[-1]
@@ -204,7 +244,7 @@ class LayerDrafter:
                 kv_slots=buffers.kv_slots[group],
                 table_rows=table_rows,
                 max_query_len=query,
-                decode_len=query,
+                decode_len=min(query, self._width),  # kernels of decodes have tiles for so many rows
                 prompts=(),
                 kv_group=group,
             )

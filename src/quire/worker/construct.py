@@ -102,13 +102,12 @@ def make_runner(
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state = DeviceState(limits, model.args.vocab_size, device)
-    upload = _upload(chosen["upload"], limits, device)
+    upload, staged = _upload(chosen["upload"], limits, device), groups.pp is not None
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
         operations = SlicedSampling(operations, model.vocabulary)
     places = state.buffers.sample_slots, state.buffers.sample_positions
     sampler = Sampler(operations, state.sampling, *places, state.tables.history)
-    staged = groups.pp is not None
     drafter = make_drafter(
         speculation if model.last else None,
         chosen["step"],
@@ -117,6 +116,7 @@ def make_runner(
         operations=step,
         tables=state.tables,
         sampling=(operations, sampler.rows),
+        windows=None if staged else limits.windows,
     )
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),

@@ -4,7 +4,7 @@ The runner calls the hooks of `StepFeature` and names no feature. A hook that no
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,16 +19,33 @@ Results = Callable[[], Found]  # returns the results of a step; called after the
 Layers = Sequence[int]  # indices of the layers that run: all but in a rehearsal
 
 
+class LateWork(Protocol):
+    """Work that small steps of decodes put off to a later step.
+
+    most   most sequences of such a step, for which `catch_up` is recorded
+    """
+
+    most: int
+
+    def overdue(self, plan: StepPlan, shape: StepShape) -> list[tuple[int, int]]:
+        """Return (begin, number) of the sequences that need a `catch_up` before the step. Asked once a step."""
+
+    def catch_up(self, step: StepWords, tables: Tables, begin: int, seqs: int) -> None:
+        """Launch the work for `seqs` sequences of the step from `begin` on. Recorded where `begin` is 0."""
+
+
 class StepFeature:
     """A feature of a step. Its hooks stand here in the order in which a step calls them.
 
     A feature overrides the hooks that it needs. The others are never called. Hooks marked "recorded" launch work that
     recorders record and replay: they read no value of a plan, and get the sizes of the step.
 
+    late       work that small steps put off; None: there is none
     parts      objects whose calls belong to the feature; a trace shows them, too
     controls   operation by name -> function that does it, between two steps; see `Executor.control`
     """
 
+    late: LateWork | None = None
     parts: tuple[object, ...] = ()
     controls: Mapping[str, Callable[..., object]] = {}
 
@@ -142,6 +159,7 @@ class Features:
 
     def _set(self, features: Hooked) -> None:
         self.all = features
+        self.late = tuple(feature.late for feature in features if feature.late is not None)
         for name in HOOKS:
             has = (one for one in features if getattr(type(one), name) is not getattr(StepFeature, name))
             setattr(self, name, tuple(has))

@@ -78,6 +78,10 @@ class Programs:
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
         """Launch everything up to the logits. Return the hidden states [>= tokens, hidden] of a step with prompts;
         None for a decode step."""
+        for late in self.features.late:
+            for begin, seqs in late.overdue(plan, shape):
+                size = self.recorder.fit(StepShape(seqs, seqs, seqs, True)).seqs if not begin else seqs
+                self.recorder.run(("late", size, begin), partial(self.catch_up, begin, size))
         if not shape.recorded:
             hidden = self.layers(shape, plan)
         elif shape.decode:
@@ -109,6 +113,12 @@ class Programs:
         """Gather the logits of the first sampled rows for the whole vocabulary. Every rank must call this."""
         logits, vocabulary = self.logits(rows), self.model.vocabulary
         return logits if vocabulary is None else vocabulary.whole(logits)
+
+    def catch_up(self, begin: int, seqs: int) -> None:
+        """Launch work that earlier steps have put off, behind the table changes. A recorder captures these launches."""
+        self._begin_step()
+        for late in self.features.late:
+            late.catch_up(self._upload.step, self._state.tables, begin, seqs)
 
     def decode(self, shape: StepShape) -> None:
         """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
@@ -148,10 +158,8 @@ class Programs:
         Returns the hidden states [tokens, hidden]. The sizes in `shape` may be larger than those of the step. `plan` is
         None for a recorded step.
         """
-        step, state, model = self._upload.step, self._state, self.model
-        if model.vocabulary is not None:
-            model.vocabulary.group.begin_step()
-        self._upload.apply()
+        step, state = self._upload.step, self._state
+        self._begin_step()
         buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
         prompts: tuple[Prompt, ...] = ()
         if plan is not None:
@@ -186,6 +194,12 @@ class Programs:
         for feature in self.features.layers_done:
             feature.layers_done(step, buffers, hidden, ctx, shape)
         return hidden
+
+    def _begin_step(self) -> None:
+        """Prepare for exchanges, and launch the table changes: twice in a step they do the same."""
+        if self.model.vocabulary is not None:
+            self.model.vocabulary.group.begin_step()
+        self._upload.apply()
 
     def _run_layers(self, token_ids: Tensor, ctx: StepContext, plan: StepPlan | None) -> Tensor:
         """Run the embedding and the layers, or the features that stand in their place."""
@@ -235,6 +249,9 @@ class Programs:
         for shape in shapes:
             work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
+            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared:
+                if any(late.most >= shape.seqs for late in self.features.late):
+                    yield ("late", shape.seqs, 0), partial(self.catch_up, 0, shape.seqs)
             if shape.decode and shape.shared and shape.rows not in sampled:
                 sampled.add(shape.rows)
                 for mode in Mode:

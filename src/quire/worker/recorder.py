@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 
-Key = tuple[str, int, int]  # kind ("decode", "mixed", "join", "sample"), size, variant
+Key = tuple[str, int, int]  # kind ("decode", "mixed", "join", "sample", "late"), size, variant
 MOST_SEQS = 1 << 20  # more than the sequences of any step
 
 

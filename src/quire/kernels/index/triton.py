@@ -21,18 +21,24 @@ from quire.kernels.attention.triton_tiles import coded, finite
 from quire.kernels.index import Chosen, IndexView
 from quire.kernels.index.triton_places import places_of
 from quire.kernels.index.triton_scores import score_kernel
-from quire.kernels.index.triton_select import BINS, LEVELS, SPLIT, level_kernel, write_kernel
+from quire.kernels.index.triton_select import BINS, LEVELS, WHOLE, level_kernel, whole_kernel, write_kernel
 from quire.kernels.triton_runtime import jit, tl
 
 __all__ = ["choose", "prepare"]
 
 SCORES = 128 << 20  # bytes of scores at a time
-SPAN = 1024  # tokens of a context that a program scores
+ALIGNED = 1024  # a row of scores has a multiple of so many: kernels are compiled for that
+SPAN = 1024  # tokens of a context that a program scores for a decode
 # Tokens of a product, warps, products in flight: where programs of decodes fill the GPU several times, and elsewhere.
 MANY, FEW = (64, 4, 3), (128, 8, 3)
 FULL = 1024  # programs from which on there are many
-TOGETHER = 4  # rows of a prompt that a program scores together
+# Of prompts; two programs fit a multiprocessor, so that one's sums over heads run beside the other's products.
+PROMPT, PROMPT_SPAN = (64, 4, 2), 4096
+TOGETHER = 8  # rows of a prompt that a program scores together, at most
 LANES = 256  # most pairs of a row and a head in a product
+# Tokens that a program of a selection takes, and its warps: where many programs fill the GPU, and elsewhere.
+SPLIT_MANY, SPLIT_FEW = (8192, 8), (1024, 4)
+WHOLE_TILE, WHOLE_WARPS = 8192, 16  # of a selection by programs with whole contexts
 EXACT = {torch.float32: "ieee"}  # precision of products of float32
 
 
@@ -199,15 +205,14 @@ def _choose_piece(
 ) -> None:
     """Write the best tokens of the rows of a piece to `positions`."""
     (_, heads, dim), count, in_pdl = q.shape, piece.last - piece.first, pdl.in_use()
-    top_k, splits = positions.shape[1], -(-piece.tokens // SPLIT)
-    width = splits * SPLIT
+    width = -(-piece.tokens // ALIGNED) * ALIGNED
     scores = torch.empty(count, width, dtype=torch.float32, device=q.device)
-    bins = torch.empty(count, LEVELS, BINS, dtype=torch.int32, device=q.device)
-    counts = torch.empty(count, LEVELS, splits, BINS, dtype=torch.int32, device=q.device)
+    bins = None if width <= WHOLE else torch.empty(count, LEVELS, BINS, dtype=torch.int32, device=q.device)
     own, padded = places[piece.first :], _power(heads)
     together = 1 if piece.alone else max(1, min(TOGETHER, LANES // padded))
-    spans = -(-piece.tokens // SPAN)
-    keys, warps, stages = MANY if piece.alone and spans * count >= FULL else FEW
+    span = SPAN if piece.alone else PROMPT_SPAN
+    spans = -(-piece.tokens // span)
+    keys, warps, stages = PROMPT if not piece.alone else MANY if spans * count >= FULL else FEW
     score_kernel[(spans, -(-count // together))](
         q[piece.first :],
         weights[piece.first :],
@@ -224,13 +229,13 @@ def _choose_piece(
         meta.block_tables.stride(0),
         width,
         count,
-        top_k,
+        positions.shape[1],
         HEADS=heads,
         HEADSP=padded,
         D=dim,
         DP=_power(dim),
         SIZE=cache.block_size,
-        SPAN=SPAN,
+        SPAN=span,
         KEYS=keys if q.element_size() < 4 else keys // 4,
         TOGETHER=together,
         BINS=LEVELS * BINS,
@@ -240,11 +245,25 @@ def _choose_piece(
         num_stages=stages if q.element_size() < 4 else 1,
         **pdl.options(in_pdl),
     )
-    sizes = {"LEVELS": LEVELS, "BINS": BINS, "SPLIT": SPLIT, "PDL": in_pdl, "num_warps": 8, **pdl.options(in_pdl)}
+    _select(scores, own, bins, positions)
+
+
+def _select(scores: Tensor, places: Tensor, bins: Tensor | None, positions: Tensor) -> None:
+    """Write the positions of the best scores of each row. bins: see `level_kernel`; None: a program takes a context."""
+    (count, tokens), top_k, in_pdl = scores.shape, positions.shape[1], pdl.in_use()
+    launch = {"PDL": in_pdl, **pdl.options(in_pdl)}
+    if bins is None:
+        sizes = {"TOP": _power(top_k), "WHOLE": WHOLE, "TILE": WHOLE_TILE, "num_warps": WHOLE_WARPS}
+        whole_kernel[(count,)](scores, places, positions, tokens, top_k, **sizes, **launch)
+        return
+    split, warps = SPLIT_MANY if -(-tokens // SPLIT_MANY[0]) * count >= FULL else SPLIT_FEW
+    splits = -(-tokens // split)
+    counts = torch.empty(count, 2, splits, BINS, dtype=torch.int32, device=scores.device)
+    sizes = {"LEVELS": LEVELS, "BINS": BINS, "SPLIT": split, "num_warps": warps, **launch}
     for level in range(LEVELS):
-        level_kernel[(splits, count)](scores, own, bins, counts, width, top_k, LEVEL=level, **sizes)
+        level_kernel[(splits, count)](scores, places, bins, counts, tokens, top_k, LEVEL=level, **sizes)
     write_kernel[(splits, count)](
-        scores, own, bins, counts, positions, width, top_k, SPLITS=_power(splits), TOP=_power(top_k), **sizes
+        scores, places, bins, counts, positions, tokens, top_k, SPLITS=_power(splits), TOP=_power(top_k), **sizes
     )
 
 

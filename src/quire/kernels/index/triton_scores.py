@@ -49,7 +49,7 @@ def score_kernel(
     table           block tables; stride_table  elements from row to row
     places          [rows, 2] position, and row of `table`; -1: none
     scores          [rows, stride_scores] float32, output; -0 becomes 0. Rows with at most top_k tokens get none
-    bins            [rows, BINS] int32, cleared for the kernels of `triton_select`
+    bins            [rows, BINS] int32, cleared for the kernels of `triton_select`, or None
     num_rows        rows in all;  HEADSP, DP  HEADS and D padded to powers of two
     KEYS            keys of a product;  EXACT  precision of products of float32
     """
@@ -60,9 +60,10 @@ def score_kernel(
     each = first + tl.arange(0, TOGETHER)
     own = tl.load(places + 2 * each, mask=each < num_rows, other=-1)  # positions of the rows
     end = tl.max(own, 0) + 1
-    if begin == 0:
-        place = each[:, None] * BINS + tl.arange(0, BINS)[None, :]
-        tl.store(bins + place, tl.zeros([TOGETHER, BINS], tl.int32), mask=(each < num_rows)[:, None])
+    if bins is not None:
+        if begin == 0:
+            place = each[:, None] * BINS + tl.arange(0, BINS)[None, :]
+            tl.store(bins + place, tl.zeros([TOGETHER, BINS], tl.int32), mask=(each < num_rows)[:, None])
     if (end > top_k) & (begin < end):
         lane, dims = tl.arange(0, TOGETHER * HEADSP), tl.arange(0, DP)
         row, head = first + lane // HEADSP, lane % HEADSP
@@ -82,7 +83,7 @@ def score_kernel(
             place = wide * keys_block + (token % SIZE) * D
             key = tl.load(keys + place[:, None] + dims[None, :], mask=known[:, None] & (dims < D)[None, :], other=0.0)
             products = tl.dot(key.to(queries.dtype), tl.trans(queries), input_precision=EXACT)
-            products = tl.where(products > 0, products, tl.where(products <= 0, 0.0, products)) * factor[None, :]
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factor[None, :]
             if TOGETHER == 1:
                 score = tl.sum(products, 1)[:, None]
             else:

@@ -338,21 +338,7 @@ def chosen(
     sizes = {"L": dim, "LP": padded(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
     sizes |= {"PDL": in_pdl, **pdl.options(in_pdl)}
     sums, stats = state
-    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
-    table = meta.block_tables
-    slots_kernel[(tokens, -(-top_k // 256))](
-        positions,
-        places,
-        table,
-        slots,
-        table.stride(0),
-        top_k,
-        SIZE=cache.block_size,
-        BLOCK=256,
-        PDL=in_pdl,
-        num_warps=4,
-        **pdl.options(in_pdl),
-    )
+    slots = slots_of(positions, places, cache, meta)
     chosen_kernel[(work, parts)](
         q_latent,
         q_rope,
@@ -384,11 +370,30 @@ def chosen(
         **sizes,
     )
     if parts > 1:
-        each = min(4, lanes)
-        join_kernel[(work, -(-group // each))](
-            out, places, sums, stats, out.stride(0), LANES=each, num_warps=4, **sizes
+        join_kernel[(work, group)](
+            out, places, sums, stats, out.stride(0), PADDED=1 << (parts - 1).bit_length(), num_warps=8, **sizes
         )
     return out
+
+
+def slots_of(positions: Tensor, places: Tensor, cache: LatentView, meta: AttentionMeta) -> Tensor:
+    """Return the slots in the cache of chosen tokens, [T, K] int32. places: of the rows, see `places_of`"""
+    (tokens, top_k), table, in_pdl = positions.shape, meta.block_tables, pdl.in_use()
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    slots_kernel[(tokens, -(-top_k // 256))](
+        positions,
+        places,
+        table,
+        slots,
+        table.stride(0),
+        top_k,
+        SIZE=cache.block_size,
+        BLOCK=256,
+        PDL=in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
+    return slots
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -145,32 +145,28 @@ def join_kernel(
     M: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up the parts of a row for LANES of its heads. Grid (rows * HEADS, ceil(GROUP / LANES)).
+    """Add up the parts of a row for a head, all loaded at once. Grid (rows * HEADS, GROUP).
 
-    stride_out   elements from row to row of out. Other arguments: see `chosen_kernel`
+    stride_out   elements from row to row of out;  PADDED  PARTS padded to a power of two
+    Other arguments: see `chosen_kernel`
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    work = tl.program_id(0)
+    work, lane = tl.program_id(0), tl.program_id(1)
     row, group = work // HEADS, work % HEADS
     if tl.load(places + 2 * row) >= 0:
-        lane, dims = tl.program_id(1) * LANES + tl.arange(0, LANES), tl.arange(0, LP)
-        live = lane < GROUP
-        mask = live[:, None] & (dims < L)[None, :]
-        top, weight = tl.zeros([LANES], tl.float32) + LOWEST, tl.zeros([LANES], tl.float32)
-        sums = tl.zeros([LANES, LP], tl.float32)
-        for part in range(0, PARTS):
-            place = (work.to(tl.int64) * PARTS + part) * M + lane
-            own = tl.load(stats_at + 2 * place, mask=live, other=LOWEST)
-            above = tl.maximum(top, own)
-            before, share = tl.exp2(top - above), tl.exp2(own - above)
-            weight = weight * before + tl.load(stats_at + 2 * place + 1, mask=live, other=0.0) * share
-            found = tl.load(sums_at + place[:, None] * L + dims[None, :], mask=mask, other=0.0)
-            sums = sums * before[:, None] + found * share[:, None]
-            top = above
-        pointers = out + row.to(tl.int64) * stride_out + ((group * GROUP + lane) * L)[:, None] + dims[None, :]
-        tl.store(pointers, (sums / weight[:, None]).to(out.dtype.element_ty), mask=mask)
+        part, dims = tl.arange(0, PADDED), tl.arange(0, LP)
+        place = (work.to(tl.int64) * PARTS + part) * M + lane
+        inside = part < PARTS
+        tops = tl.load(stats_at + 2 * place, mask=inside, other=LOWEST)
+        shares = tl.exp2(tops - tl.max(tops, 0))
+        weight = tl.sum(tl.load(stats_at + 2 * place + 1, mask=inside, other=0.0) * shares, 0)
+        mask = inside[:, None] & (dims < L)[None, :]
+        found = tl.load(sums_at + place[:, None] * L + dims[None, :], mask=mask, other=0.0)
+        sums = tl.sum(found * shares[:, None], 0)
+        pointers = out + row.to(tl.int64) * stride_out + (group * GROUP + lane) * L + dims
+        tl.store(pointers, (sums / weight).to(out.dtype.element_ty), mask=dims < L)

@@ -28,6 +28,12 @@ finish_step(step, tables, buffers, tokens, codes, out)
     code, draft) of every row to out [3, max_rows] int32; drafts only in a step that has some. codes [R] uint8. A token
     past the end of the history is not written to it.
 
+keep_states(step, buffers, hidden, kept, first, behind)
+    Keeps hidden states of a step's rows by slot, for a drafter. hidden [T, width]; kept [num_slots, room, width]; first
+    [num_slots] int64, position of the first state that is kept of a slot. Of a prompt its last row's state is kept. Of
+    a decode the states of all its rows are kept; with `behind` True a decode has one row, whose state comes behind
+    those that are kept already.
+
 `ref.py` takes the sizes of a step from the host (`StepWords`). The kernels of `triton.py` can be captured: their grids
 depend on the sizes of buffers alone, and they read the sizes of the step from the header. There table changes come in
 the same buffer, as runs; apply_runs(words) copies each run to its address.

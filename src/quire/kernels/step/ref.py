@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.kernels.step import NUM_DECODES, StepBuffers, StepWords, Tables
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
@@ -107,3 +107,21 @@ def _last_accepted(starts: Tensor, rows: Tensor) -> Tensor:
     ends[:-1] |= codes[1:] != 0
     stops = ends.nonzero().flatten()
     return stops[torch.searchsorted(stops, starts[:-1])]
+
+
+def keep_states(
+    step: StepWords, buffers: StepBuffers, hidden: Tensor, kept: Tensor, first: Tensor, behind: bool
+) -> None:
+    """Keep hidden states [T, width] of a step's rows in `kept` [num_slots, room, width]. See `quire.kernels.step`."""
+    seqs, room = len(buffers.seq_lens), kept.shape[1]
+    slots = step.slots[:seqs].long()
+    if behind:
+        places = (buffers.seq_lens - 1 - first[slots]).clamp_(0, room - 1)
+        kept[slots, places] = hidden[:seqs]
+        return
+    starts, ends = step.starts[:seqs].long(), step.starts[1 : seqs + 1].long()
+    lanes = torch.arange(max(seqs, room), device=slots.device)
+    begins = torch.where(lanes[:seqs] < step.words[NUM_DECODES], starts, ends - 1)
+    rows = torch.minimum(begins[:, None] + lanes[:room], ends[:, None] - 1)
+    kept[slots] = hidden[rows]
+    first[slots] = buffers.seq_lens - (ends - begins)

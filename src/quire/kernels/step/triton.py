@@ -22,6 +22,7 @@ from quire.kernels.triton_runtime import jit, tl
 PROGRAMS = 128  # programs of `_apply_kernel`, which share the runs
 BLOCK = 128
 COPIED = 1024  # words that a program of `_copy_kernel` copies
+KEPT = 1024  # numbers of a state that a program of `_keep_kernel` copies
 
 
 def apply_runs(words: Tensor) -> None:
@@ -117,6 +118,31 @@ def finish_step(
         NUM_SEQS,
         NUM_DECODES,
         NUM_ROWS,
+        num_warps=4,
+    )
+
+
+def keep_states(
+    step: StepWords, buffers: StepBuffers, hidden: Tensor, kept: Tensor, first: Tensor, behind: bool
+) -> None:
+    """Keep hidden states [T, width] of a step's rows in `kept` [num_slots, room, width]. See `quire.kernels.step`."""
+    rows, width = hidden.shape
+    _keep_kernel[(len(buffers.seq_lens), max(1, -(-width // KEPT)))](
+        step.words,
+        buffers.seq_lens,
+        hidden,
+        kept,
+        first,
+        hidden.stride(0),
+        rows,
+        width,
+        kept.shape[1],
+        step.max_seqs,
+        behind,
+        KEPT,
+        HEADER,
+        NUM_SEQS,
+        NUM_DECODES,
         num_warps=4,
     )
 
@@ -328,3 +354,55 @@ def _finish_kernel(
     tl.store(out + row, token, mask=sampled)
     tl.store(out + MAX_ROWS + row, tl.load(codes + row, mask=sampled, other=0).to(tl.int32), mask=sampled)
     tl.store(out + 2 * MAX_ROWS + row, tl.load(drafts + row, mask=sampled, other=-1), mask=sampled)
+
+
+@jit
+def _keep_kernel(
+    packed,
+    seq_lens,
+    hidden,
+    kept,
+    first,
+    hidden_stride,
+    rows,
+    width,
+    ROOM: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    BEHIND: tl.constexpr,
+    KEPT: tl.constexpr,
+    HEADER: tl.constexpr,
+    NUM_SEQS: tl.constexpr,
+    NUM_DECODES: tl.constexpr,
+):
+    """Keep states of a step's rows by slot. Grid (sequences, max(1, ceil(width / KEPT))).
+
+    packed                [.] int32, see `quire.kernels.step`
+    seq_lens              [seqs] int32: lengths with this step
+    hidden                [rows, width] states, `hidden_stride` elements from row to row
+    kept                  [num_slots, ROOM, width], output
+    first                 [num_slots] int64: position of the first state of a slot; without BEHIND an output
+    BEHIND                True: the row of a decode comes behind the states that are kept already
+    HEADER, NUM_SEQS, NUM_DECODES   words of the header, and indices in it
+    """
+    seq = tl.program_id(0)
+    if seq < tl.load(packed + NUM_SEQS):
+        slot = tl.load(packed + HEADER + seq).to(tl.int64)
+        start = tl.load(packed + HEADER + MAX_SEQS + seq)
+        end = tl.load(packed + HEADER + MAX_SEQS + seq + 1)
+        length = tl.load(seq_lens + seq).to(tl.int64)
+        decoding = seq < tl.load(packed + NUM_DECODES)
+        place = length * 0
+        count = tl.where(decoding, tl.minimum(end - start, ROOM), 1)
+        if BEHIND:
+            if decoding:
+                place = tl.minimum(tl.maximum(length - 1 - tl.load(first + slot), 0), ROOM - 1)
+                count = 1
+        elif tl.program_id(1) == 0:
+            tl.store(first + slot, length - count)
+        lanes = tl.program_id(1) * KEPT + tl.arange(0, KEPT)
+        for row in range(count):
+            source = end - count + row
+            state = tl.load(
+                hidden + source.to(tl.int64) * hidden_stride + lanes, mask=(lanes < width) & (source < rows)
+            )
+            tl.store(kept + (slot * ROOM + place + row) * width + lanes, state, mask=(lanes < width) & (source < rows))
