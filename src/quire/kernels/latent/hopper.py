@@ -1,10 +1,9 @@
-"""Latent attention on Hopper (compute capability 9.0): the Triton kernels, and Gluon kernels for many rows.
+"""Latent attention on Hopper (compute capability 9.0): the Triton kernels, and a Gluon kernel for many rows.
 
-`hopper_chosen` has rows that attend to chosen tokens. The kernel here computes prompts with expanded keys. Its warps
-are specialized, as in `attention/hopper_prefill`: one makes the copy engine (TMA) read tiles of the expanded keys and
-values. Two groups of four warps take 64 rows each; they compute the softmax of one tile while the matrix units compute
-the scores of the next tile and the sums of the last. A tile is read whole, even past the end of a context, where the
-next one begins: `prepare` keeps all of it finite in bfloat16.
+Its warps are specialized, as in `attention/hopper_prefill`: one makes the copy engine (TMA) read tiles of the expanded
+keys and values. Two groups of four warps take 64 rows each; they compute the softmax of one tile while the matrix units
+compute the scores of the next tile and the sums of the last. A tile is read whole, even past the end of a context,
+where the next one begins: `prepare` keeps all of it finite in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from quire.kernels.attention.hopper_prefill import advance, as_operand, begin_sc
 from quire.kernels.attention.triton_plan import TILE_WORDS, multiprocessors
 from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.latent import LatentView, triton
-from quire.kernels.latent.hopper_chosen import chosen
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, workspace
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
 
@@ -29,9 +27,7 @@ if hopper is not None:
 ROWS, STAGES = 128, 2  # rows of a tile of queries; tiles of STEP keys in flight
 PLAIN, TURNED, VALUE = 128, 64, 128  # widths P, R and V that the kernel supports
 
-__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
-
-prepare, project, absorbed = triton.prepare, triton.project, triton.absorbed
+prepare, project, absorbed, chosen = triton.prepare, triton.project, triton.absorbed, triton.chosen
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
