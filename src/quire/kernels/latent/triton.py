@@ -401,17 +401,15 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
 
     A tiling is (lanes of a program, keys of an iteration, warps, stages, programs of a multiprocessor); a lane is a
     pair (row, head). The first is for sequences of few rows (decodes), the second for sequences of many rows. The
-    tiles of a cache of rows are in shared memory as codes and as numbers: ALONE would leave room for one program.
+    tiles of a cache of codes are in shared memory as codes and as numbers: ALONE would leave room for one program.
     """
     room = shared_memory() // (4 * padded(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
-    if cache.scales is not None and most == 32:
-        most = 16  # 32 lanes spill registers, in tiles of 32 keys nearly all of them
     group = max((d for d in range(1, most + 1) if q.shape[1] % d == 0 and d * limit <= most), default=1)
     width = q.element_size() * (padded(q.shape[2]) + padded(cache.rope.shape[3]))
 
     def fit(lanes: int) -> tuple[int, ...]:
-        alone = lanes == 16 and len(q) <= 8 and cache.scales is None
+        alone = lanes == 16 and len(q) <= 8 and not is_coded(cache.latent)
         keys, warps, stages, programs = ALONE if alone else CUTS[min(64, lanes)]
         left = shared_memory() // width - lanes
         keys = max(16, min(keys * 2 // q.element_size(), 1 << max(left, 1).bit_length() - 1))

@@ -204,6 +204,7 @@ def attend_latents(
             latent_block,
             rope_block,
             plain.dtype,
+            M,
             MASKED,
             SIZE,
             TILE,

@@ -110,6 +110,7 @@ def chosen_kernel(
             latent_block,
             rope_block,
             plain.dtype,
+            M,
             L,
             LP,
             R,

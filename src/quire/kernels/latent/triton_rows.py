@@ -1,6 +1,6 @@
-"""Rows of a cache of latents with scales of their own (fp8_ds_mla) on a GPU: reading and writing of their numbers.
+"""Tiles of a cache of latents on a GPU; rows of latents with scales of their own (fp8_ds_mla) also written and widened.
 
-The rule is that of `rows.py`. Numbers are made of codes when a tile is read, and rounded to the type of the queries.
+The rule of rows is that of `rows.py`. Numbers are made of codes when a tile is read, in the type of the queries.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ def _rounded(numbers, DTYPE: tl.constexpr):
 
 
 @jit
+def widened(latents, DTYPE: tl.constexpr):
+    """Convert a tile of numbers or of codes to DTYPE; codes by way of float32, as the GPU has no fast direct way."""
+    if latents.dtype.primitive_bitwidth == 8:
+        latents = _rounded(latents.to(tl.float32), DTYPE)
+    else:
+        latents = latents.to(DTYPE)
+    return latents
+
+
+@jit
 def load_latents(
     latent,
     rope,
@@ -62,6 +72,7 @@ def load_latents(
     latent_block,
     rope_block,
     DTYPE: tl.constexpr,
+    M: tl.constexpr,
     GUARDED: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -77,12 +88,14 @@ def load_latents(
     latent, rope, scales       cache; scales None: numbers, or codes of one scale, which stay codes
     latent_block, rope_block   elements from block to block of latent, of rope
     LATENT_TOKEN, ROPE_TOKEN   elements from token to token of latent, of rope
+    M                          lanes of the product: below 64 rotated keys of rows are rounded as latents are, or Triton
+                               loads them in a way for which other registers are spilled
     Other arguments: see `load_tile`.
     """
-    turned = load_tile(rope, ids, start, end, rope_block, ROPE_TOKEN, GUARDED, SIZE, TILE, R, RP).to(DTYPE)
+    turned = load_tile(rope, ids, start, end, rope_block, ROPE_TOKEN, GUARDED, SIZE, TILE, R, RP)
     latents = load_tile(latent, ids, start, end, latent_block, LATENT_TOKEN, GUARDED, SIZE, TILE, L, LP)
     if scales is None:
-        latents = latents.to(DTYPE)
+        latents, turned = widened(latents, DTYPE), widened(turned, DTYPE)
     else:
         own = load_tile(
             scales,
@@ -98,6 +111,7 @@ def load_latents(
             max(1, LP // SHARING),
         )
         latents = scaled(latents, own, DTYPE)
+        turned = _rounded(turned.to(tl.float32), DTYPE) if M < 64 else turned.to(DTYPE)
     return latents, turned
 
 
@@ -185,6 +199,7 @@ def _widen_rows(
         latent_block,
         rope_block,
         to_latent.dtype.element_ty,
+        64,
         L,
         LP,
         R,
@@ -208,6 +223,7 @@ def load_tokens(
     latent_block,
     rope_block,
     DTYPE: tl.constexpr,
+    M: tl.constexpr,
     L: tl.constexpr,
     LP: tl.constexpr,
     R: tl.constexpr,
@@ -224,15 +240,16 @@ def load_tokens(
     from_latent = latent + (block * latent_block + offset * LATENT_TOKEN)[:, None] + dims[None, :]
     latents = tl.load(from_latent, mask=inside[:, None] & (dims < L)[None, :], other=0.0)
     from_rope = rope + (block * rope_block + offset * ROPE_TOKEN)[:, None] + few[None, :]
-    turned = tl.load(from_rope, mask=inside[:, None] & (few < R)[None, :], other=0.0).to(DTYPE)
+    turned = tl.load(from_rope, mask=inside[:, None] & (few < R)[None, :], other=0.0)
     if scales is None:
-        latents = latents.to(DTYPE)
+        latents, turned = widened(latents, DTYPE), widened(turned, DTYPE)
     else:
         group = tl.arange(0, max(1, LP // SHARING))
         rows = block * (latent_block // 4) + offset * (LATENT_TOKEN // 4)
         known = inside[:, None] & (group * SHARING < L)[None, :]
         own = tl.load(scales + rows[:, None] + group[None, :], mask=known, other=0.0)
         latents = scaled(latents, own, DTYPE)
+        turned = _rounded(turned.to(tl.float32), DTYPE) if M < 64 else turned.to(DTYPE)
     return latents, turned
 
 
