@@ -260,3 +260,48 @@ class LiveFrame(msgspec.Struct, kw_only=True):
     engines: list[LiveEngine]
     experts: LiveExperts | None = None
     tenants: dict[int, str] = {}
+
+
+class MappedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A KV group of a map of blocks. window: see `KVGroup`."""
+
+    window: int | None
+    block_size: int
+
+
+class BlockOwner(msgspec.Struct, kw_only=True):
+    """A running request, and the blocks of its tables by KV group, in order; 0 where a window has passed.
+
+    id        None: of another API key than the caller's
+    tenant    of the request; never sent to callers
+    """
+
+    handle: int
+    id: str | None
+    slot: int
+    tokens: int
+    tables: list[list[int]]
+    tenant: str = ""
+
+
+class EngineBlocks(msgspec.Struct, kw_only=True):
+    """The blocks of an engine core, or of a replica. A text has a letter for each block, see `kv.census.pool_map`.
+
+    host, states   of host memory, and of checkpoints of states; None: there is none
+    """
+
+    replica: int
+    block_size: int
+    groups: list[MappedGroup]
+    device: str
+    host: str | None
+    states: str | None
+    owners: list[BlockOwner]
+
+
+class BlockMap(msgspec.Struct, kw_only=True):
+    """The KV blocks of a whole engine. cost_s: seconds that the core took to make it, encoding left out."""
+
+    at: float
+    cost_s: float
+    engines: list[EngineBlocks]

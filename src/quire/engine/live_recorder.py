@@ -1,0 +1,337 @@
+"""The recorder of the live view: what a core does in each step, and what becomes of its requests.
+
+A core has one only while somebody watches (`EngineCore.watch`). A step costs a few microseconds here: what the step has
+made anyway is kept as it is, and becomes records when a frame is made (`procs/live_feed.py` says when).
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
+from typing import NamedTuple
+
+from quire.contracts.live import (
+    LiveBlocks,
+    LiveEngine,
+    LiveEvent,
+    LiveEventKind,
+    LiveGroup,
+    LiveMiss,
+    LivePrefix,
+    LiveQueue,
+    LiveRequests,
+    LiveStates,
+    LiveStep,
+    LiveSums,
+    LiveTier,
+)
+from quire.contracts.output import StateStats, StepOutputs, StepStats, TierStats
+from quire.contracts.request import FinishReason, Request, RequestState
+from quire.contracts.step import SAMPLE, Tier
+from quire.engine.plan_writer import InFlight
+from quire.engine.scheduler import Scheduler
+from quire.kv.census import census, num_held
+
+MOST_STEPS = 64  # of a frame; earlier ones are only summed up
+RING = 4096  # steps to remember until the next frame
+MOST_EVENTS = 2048  # of a frame
+MOST_WAITING = 128  # requests without a slot that a frame lists
+SHORT = "KV blocks are short"  # the only reason for which a request is preempted
+
+Chunks = tuple[tuple[int, int, int, int], ...]  # as `LiveStep.chunks`
+
+
+class KeptStep(NamedTuple):
+    """A confirmed step, as it is kept until the next frame. The times are those of `LiveStep`."""
+
+    stats: StepStats
+    at: float
+    chunks: Chunks
+    sampled: int
+    launch_s: float
+    device_s: float
+
+
+class LiveRecorder:
+    """Records the steps and the requests of a core until `frame` takes the records. One thread calls it.
+
+    requests  live requests of the core by handle
+    clock     seconds since 1970
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, requests: Mapping[int, Request], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._scheduler, self._requests, self._clock = scheduler, requests, clock
+        self._steps = deque[KeptStep](maxlen=RING)
+        self._launched: dict[int, tuple[float, Chunks]] = {}  # step -> begin of its launch, and its chunks
+        self._result_at = perf_counter()  # of the last step
+        self._drafts = scheduler.drafts.totals  # of the last frame
+        self._events = deque[LiveEvent](maxlen=MOST_EVENTS)
+        self._num_events = self._num_steps = 0
+        self._misses: dict[str, LiveMiss] = {}
+
+    # --- hooks: what happens ------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """Record that a request was taken."""
+        self._note(request, LiveEventKind.ARRIVED, count=request.num_prompt)
+        if request.blocked_on is not None:
+            self._note(request, LiveEventKind.BLOCKED, detail=request.blocked_on.value)
+
+    def moved(self, request: Request, before: RequestState) -> None:
+        """Record that a live request came to another state."""
+        if request.state is RequestState.RUNNING:
+            self._admitted(request)
+        elif before is RequestState.RUNNING:
+            self._note(request, LiveEventKind.PREEMPTED, count=len(request.tokens), detail=SHORT)
+        elif request.blocked_on is not None:
+            self._note(request, LiveEventKind.BLOCKED, detail=request.blocked_on.value)
+        else:
+            self._note(request, LiveEventKind.QUEUED)
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        """Record the end of a request."""
+        count = len(request.tokens) - request.num_prompt
+        self._note(request, LiveEventKind.FINISHED, count=count, detail=reason.value)
+
+    def submitted(self, planned: InFlight, began: float) -> None:
+        """Record a step that was handed to the executor. began: time before, of `perf_counter`."""
+        chunks: Chunks = ()
+        if planned.num_prefills:
+            plan, table = planned.plan, self._scheduler.table
+            slots, counts = plan.slots[plan.num_decodes :], plan.num_tokens[plan.num_decodes :]
+            first = table.planned[slots] - counts
+            ends = plan.outputs[plan.num_decodes :] & SAMPLE
+            rows = (table.handle[slots], first, counts, ends)
+            chunks = tuple(zip(*[row.tolist() for row in rows], strict=True))
+        self._launched[planned.plan.step] = (began, chunks)
+
+    def confirmed(self, step: InFlight, outputs: StepOutputs, launch_s: float) -> None:
+        """Record a step whose result was applied. launch_s: the part of its time in the executor before the result."""
+        stats = outputs.stats
+        result_at = perf_counter() - stats.finish_s
+        began, chunks = self._launched.pop(step.plan.step, (self._result_at, ()))
+        device_s = result_at - max(began, self._result_at)
+        self._result_at = result_at
+        at = self._clock()
+        self._steps.append(KeptStep(stats, at, chunks, len(outputs.handles), launch_s, device_s))
+        self._num_steps += 1
+        for handle, first, count, ends in chunks:
+            self._events.append(
+                LiveEvent(
+                    at=at,
+                    handle=handle,
+                    what=LiveEventKind.CHUNK,
+                    step=stats.step,
+                    first=first,
+                    count=count,
+                    detail="ends" if ends else "",
+                )
+            )
+        self._num_events += len(chunks)
+
+    # --- frames -------------------------------------------------------------------------------------------------
+
+    def frame(self, replica: int) -> LiveEngine:
+        """Return the state of the engine, and the records since the last frame."""
+        kept, total = list(self._steps), self._num_steps
+        steps, sums = self._told(kept)
+        sums.steps = total
+        events, lost = list(self._events), self._num_events - len(self._events)
+        self._steps.clear()
+        self._events.clear()
+        self._num_steps = self._num_events = 0
+        queue, requests = self._live()
+        stats = self._scheduler.admitter.stats()
+        store = self._scheduler.roster.store
+        states = self._scheduler.allocator.states
+        return LiveEngine(
+            replica=replica,
+            steps=steps,
+            skipped=total - len(steps),
+            sums=sums,
+            queue=queue,
+            blocks=self._blocks(),
+            prefix=LivePrefix(
+                queries=stats.queries,
+                hits=stats.hits,
+                misses=self._misses,
+                states=None if states is None else _states(stats.states, queue.running),
+            ),
+            tiers={} if store is None else _tiers(store.counters()),
+            requests=requests,
+            events=events,
+            lost_events=lost,
+        )
+
+    def tenants(self) -> dict[int, str]:
+        """Return handle -> tenant of the live requests that have one."""
+        return {handle: one.new.tenant for handle, one in self._requests.items() if one.new.tenant}
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _note(self, request: Request, what: LiveEventKind, *, first: int = 0, count: int = 0, detail: str = "") -> None:
+        event = LiveEvent(
+            at=self._clock(), handle=request.new.handle, what=what, first=first, count=count, detail=detail
+        )
+        self._events.append(event)
+        self._num_events += 1
+
+    def _admitted(self, request: Request) -> None:
+        first_time = request.num_preemptions == 0
+        report = request.prefix if first_time else None
+        missed = 0 if report is None else report.num_blocks - report.num_reused
+        if report is not None:
+            miss = self._misses.setdefault(report.why.value, LiveMiss())
+            miss.requests += 1
+            miss.blocks += missed
+        reused = int(self._scheduler.table.planned[request.slot])
+        why = "" if report is None else report.why.value
+        self._note(request, LiveEventKind.ADMITTED, first=missed, count=reused, detail=why)
+        if first_time and request.origins:
+            for tier, count in Counter(one.tier for one in request.origins.values()).items():
+                self._note(request, LiveEventKind.FETCHED, count=count, detail=tier.value)
+
+    def _told(self, kept: Iterable[KeptStep]) -> tuple[list[LiveStep], LiveSums]:
+        """Return the last steps as records, and the sums of all."""
+        steps, sums = deque[LiveStep](maxlen=MOST_STEPS), LiveSums()
+        for one in kept:
+            stats = one.stats
+            drafts, self._drafts = _drafts(self._drafts, stats.drafts), stats.drafts
+            collect_s = stats.execute_s - one.launch_s
+            sums.prompt_tokens += stats.num_prefill_tokens
+            sums.tokens += stats.num_tokens
+            sums.sampled += one.sampled
+            sums.drafts += drafts[0]
+            sums.accepted += drafts[1]
+            sums.plan_s += stats.schedule_s
+            sums.launch_s += one.launch_s
+            sums.device_s += one.device_s
+            sums.collect_s += collect_s
+            sums.finish_s += stats.finish_s
+            steps.append(
+                LiveStep(
+                    step=stats.step,
+                    at=one.at,
+                    chunks=one.chunks,
+                    decodes=stats.num_scheduled - stats.num_prefills,
+                    drafts=drafts,
+                    tokens=stats.num_tokens,
+                    sampled=one.sampled,
+                    plan_s=stats.schedule_s,
+                    launch_s=one.launch_s,
+                    device_s=one.device_s,
+                    collect_s=collect_s,
+                    finish_s=stats.finish_s,
+                )
+            )
+        return list(steps), sums
+
+    def _live(self) -> tuple[LiveQueue, LiveRequests]:
+        """Return the counts of live requests, and their columns."""
+        table, allocator, columns = self._scheduler.table, self._scheduler.allocator, LiveRequests()
+        order = table.order()
+        slots = order.tolist()
+        running = [request for slot in slots if (request := table.requests[slot]) is not None]
+        columns.computed = table.planned[order].tolist()
+        columns.tokens = table.confirmed[order].tolist()
+        columns.blocks = [num_held(allocator, slot) for slot in slots]
+        columns.slot = slots
+        columns.state = ["running"] * len(running)
+        blocked, preempted, waiting, others = Counter[str](), 0, 0, list[Request]()
+        for request in self._requests.values():
+            if request.state is RequestState.RUNNING:
+                continue
+            others.append(request)
+            if request.blocked_on is not None:
+                blocked[request.blocked_on.value] += 1
+            else:
+                waiting += 1
+                preempted += request.num_preemptions > 0
+        shown = others[:MOST_WAITING]
+        for request in shown:
+            columns.state.append(_state(request))
+            columns.slot.append(-1)
+            columns.tokens.append(len(request.tokens))
+            columns.computed.append(0)
+            columns.blocks.append(0)
+        for request in (*running, *shown):
+            columns.handle.append(request.new.handle)
+            columns.id.append(request.new.request_id)
+            columns.prompt.append(request.num_prompt)
+            columns.cached.append(request.num_cached)
+            columns.preemptions.append(request.num_preemptions)
+        columns.more = len(others) - len(shown)
+        queue = LiveQueue(
+            running=len(running),
+            waiting=waiting,
+            preempted=preempted,
+            blocked=dict(blocked),
+            num_preemptions=self._scheduler.num_preempted,
+            slots=table.num_slots,
+        )
+        return queue, columns
+
+    def _blocks(self) -> LiveBlocks:
+        """Return the blocks of the device by kind."""
+        allocator, pool = self._scheduler.allocator, self._scheduler.allocator.pool
+        counted = census(allocator, self._scheduler.table.order().tolist())
+        own, shared = sum(one.own for one in counted), sum(one.shared for one in counted)
+        groups = [
+            LiveGroup(window=group.window, block_size=group.block_size, own=one.own, shared=one.shared)
+            for group, one in zip(allocator.groups, counted, strict=True)
+        ]
+        return LiveBlocks(
+            total=pool.num_blocks,
+            own=own,
+            shared=shared,
+            moving=pool.num_blocks - pool.num_free - own - shared,
+            cached=pool.num_cached,
+            free=pool.num_free - pool.num_cached,
+            groups=tuple(groups),
+        )
+
+
+def _state(request: Request) -> str:
+    """Return the word of `LiveRequests.state` for a request without a slot."""
+    if request.blocked_on is not None:
+        return request.blocked_on.value
+    return "preempted" if request.num_preemptions else "waiting"
+
+
+def _drafts(before: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, int]:
+    """Return the drafts made and right between two `StepStats.drafts`."""
+    if not now:
+        return 0, 0
+    return now[1] - before[1], sum(now[2:]) - sum(before[2:])
+
+
+def _tiers(counters: Mapping[Tier, TierStats]) -> dict[Tier, LiveTier]:
+    return {
+        tier: LiveTier(
+            blocks=one.num_blocks,
+            used=one.num_used,
+            loaded=one.num_loaded,
+            loaded_bytes=one.loaded_bytes,
+            loaded_s=one.loaded_seconds,
+            stored=one.num_stored,
+            stored_bytes=one.stored_bytes,
+            stored_s=one.stored_seconds,
+            failed=one.num_failed,
+            dropped=one.num_dropped,
+        )
+        for tier, one in counters.items()
+    }
+
+
+def _states(stats: StateStats, rows: int) -> LiveStates:
+    return LiveStates(
+        rows=rows,
+        total=stats.num_checkpoints,
+        used=stats.num_used,
+        taken=stats.taken,
+        hits=stats.hits,
+        cut=stats.cut,
+        tiers=_tiers(stats.tiers),
+    )
