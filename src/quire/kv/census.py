@@ -1,7 +1,7 @@
 """Counts and maps of KV blocks by kind, for whoever looks at a running engine. Changes nothing.
 
-    own     one reference          shared   several references
-    cached  no reference, a key    free     no reference, no key
+own     one reference          shared   several references
+cached  no reference, a key    free     no reference, no key
 """
 
 from collections.abc import Sequence
