@@ -13,7 +13,7 @@ from quire.engine.replicas import Core, Replicas
 from quire.procs.messages import FromCore, Watched
 
 INTERVAL = 0.1  # seconds between two frames
-SHARE = 0.005  # most of the core's time that goes into frames; they become rarer when they take longer
+SHARE = 0.003  # most of the core's time that goes into frames; they become rarer when they take longer
 LEASE = 3.0
 EXPERTS_EVERY = 10  # frames; their loads are sent again for those who have begun to watch
 
