@@ -27,7 +27,7 @@ PARTS = {"plan": "plan_s", "launch": "launch_s", "wait": "collect_s", "finish": 
 
 
 class EngineView:
-    """One engine core, or a replica: its last frame and rates. source: backend of a router, or ""."""
+    """An engine core, or a replica: its last frame and rates. source: backend of a router, or ""."""
 
     def __init__(self, source: str, replica: int) -> None:
         self.source, self.replica = source, replica
@@ -80,9 +80,10 @@ class EngineView:
 
     def moved(self, tier: str) -> tuple[float, float]:
         """Return the bytes per second that came from a tier, and went there."""
-        first, last = self._recent[0][2]["tiers"].get(tier), self.now["tiers"][tier]
-        first = first or last
-        return tuple((last[name] - first[name]) / self.seconds for name in ("loaded_bytes", "stored_bytes"))  # type: ignore[return-value]
+        last = self.now["tiers"][tier]
+        first = self._recent[0][2]["tiers"].get(tier, last)
+        loaded, stored = (last[name] - first[name] for name in ("loaded_bytes", "stored_bytes"))
+        return loaded / self.seconds, stored / self.seconds
 
 
 class SourceView:
@@ -318,7 +319,7 @@ def _requests(columns: Mapping[str, Any], most: int) -> Iterator[Text]:
     if not columns["handle"]:
         return
     titles = ("request", "state", "prompt", "output", "cached", "blocks", "preempted")
-    rows = [titles]
+    rows: list[tuple[str, ...]] = [titles]
     for i in range(min(most, len(columns["handle"]))):
         prompt, tokens, cached = columns["prompt"][i], columns["tokens"][i], columns["cached"][i]
         name = columns["id"][i] or f"#{columns['handle'][i]}"
@@ -331,12 +332,12 @@ def _requests(columns: Mapping[str, Any], most: int) -> Iterator[Text]:
         )
         rows.append((_clean(name), columns["state"][i], *map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        cells = [
+    for number, one in enumerate(rows):
+        aligned = [
             cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for i, (cell, width) in enumerate(zip(one, widths, strict=True))
         ]
-        yield Text(" ".join(cells), "bold" if number == 0 else "", no_wrap=True)
+        yield Text(" ".join(aligned), "bold" if number == 0 else "", no_wrap=True)
 
 
 def _wrapped(text: Text, width: int) -> list[Text]:

@@ -5,6 +5,7 @@ On a terminal the picture stays in place; elsewhere pictures are printed one aft
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -63,7 +64,14 @@ def _begun(server: RemoteServer, view: TopView) -> Iterator[None]:
         view.take(*next(stream))
     except StopIteration:
         raise EngineDead(f"{server.where} sent no event: is it a server or a router of Quire?") from None
-    return (view.take(event, data) for event, data in stream)
+    return _taken(stream, view)
+
+
+def _taken(events: Iterator[tuple[str, dict[str, Any]]], view: TopView) -> Iterator[None]:
+    """Give events to the view, and yield after each."""
+    for event, data in events:
+        view.take(event, data)
+        yield None
 
 
 def _again(server: RemoteServer, view: TopView, stream: Iterator[None]) -> Iterator[None]:
@@ -81,7 +89,7 @@ def _again(server: RemoteServer, view: TopView, stream: Iterator[None]) -> Itera
             view.notice = f"{error} Trying again."
         yield None
         time.sleep(RETRY)
-        stream = (view.take(event, data) for event, data in server.events(PATH))
+        stream = _taken(server.events(PATH), view)
 
 
 def _paced(events: Iterator[None], interval: float) -> Iterator[None]:
