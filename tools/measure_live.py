@@ -2,20 +2,22 @@
 
     python tools/measure_live.py [--steps N] [--json]
 
-256 requests run. The core's part is measured with nobody watching, and while frames are asked for as a front end does:
-the hooks in a step, and frames with their encoding for another process. The HTTP process's part is measured for a frame
-with 1 and 10 watchers: decoding, JSON, and the queues of the watchers. Runs of both kinds take turns, step by step, so
-that a busy machine slows both.
+256 requests run. The core's part is the calls of its recorder in a step, and frames with their encoding for another
+process; ten watchers cost it no more than one, and none cost the question whether somebody watches. The HTTP process's
+part is measured for a frame with 1 and 10 watchers: decoding, JSON, and the queues of the watchers. Times are those of
+the thread, so that other work of the machine counts less.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
+from collections.abc import Callable
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import measure_core
+from quire.engine.core import EngineCore
 from quire.entry.cli.table import format_table
 from quire.entry.http.web.live_hub import LiveHub
 from quire.procs.live_feed import INTERVAL, SHARE, LiveFeed
@@ -25,9 +27,10 @@ from quire.procs.wire import FROM_CORE, encode
 RUNNING = 256
 STEP_MS = 10.0  # of a GPU; a step of the mock takes no time
 ABOUT = """\
-Live view, 256 running requests. Microseconds of a thread: a step of the core while nobody watches, and watched; a frame
-(it limits the frames per second); both per step of 10 ms, and their share of it; a frame in the HTTP process, by number
-of watchers (0: decoding alone). With churn four requests come and go in every step.
+Live view, 256 running requests. Microseconds of a thread: a step of the core with the mock, while nobody watches; the
+recorder's calls in a watched step; a frame (its time limits the frames per second); calls and frames per step of 10 ms,
+and their share of it; a frame in the HTTP process, by number of watchers (0: decoding alone). With churn four requests
+come and go in every step.
 
 """
 
@@ -73,25 +76,60 @@ def _step(load: measure_core._Load) -> float:
     return spent / 1000
 
 
+class _Hooks:
+    """Clocks around the calls of a recorder. `spent`: nanoseconds, without those of the clocks themselves."""
+
+    def __init__(self, core: EngineCore) -> None:
+        recorder = core.recorder
+        assert recorder is not None
+        self.spent = self.calls = 0
+        for name in ("arrived", "moved", "ended", "submitted", "confirmed"):
+            setattr(recorder, name, self._timed(getattr(recorder, name)))
+        core.scheduler.roster.on_move = [recorder.moved]
+        core._finisher.on_end = [recorder.ended]
+        empty = self._timed(lambda: None)
+        for _ in range(1000):
+            empty()
+        self._clock = self.spent / self.calls
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.spent = self.calls = 0
+
+    @property
+    def microseconds(self) -> float:
+        """The time of the calls."""
+        return (self.spent - self.calls * self._clock) / 1000
+
+    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            start = thread_time_ns()
+            call(*args)
+            self.spent += thread_time_ns() - start
+            self.calls += 1
+
+        return timed
+
+
 def measure(churn: bool, num_steps: int) -> dict[str, Any]:
     """Measure one case."""
     case = measure_core.Case(num_running=RUNNING, depth=2, churn=churn)
     per_frame = round(1000 * INTERVAL / STEP_MS)
     plain, watched = measure_core._Load(case), _Watched(case, per_frame)
     plain.warm_up()
-    times: tuple[list[float], list[float]] = ([], [])
+    alone = [_step(plain) for _ in range(num_steps)]
+    hooks = _Hooks(watched.load.core)
     for _ in range(num_steps):
-        times[0].append(_step(plain))
-        times[1].append(_step(watched.load))
+        _step(watched.load)
         watched.after_step()
-    alone, recorded = map(statistics.median, times)
     frame = statistics.median(watched.frame_us)
     rate = min(1 / INTERVAL, 1e6 * SHARE / frame)
-    step = recorded - alone + frame * rate * STEP_MS / 1000
+    step = hooks.microseconds / num_steps + frame * rate * STEP_MS / 1000
     return {
         "churn": "yes" if churn else "no",
-        "nobody": round(alone, 1),
-        "watched": round(recorded, 1),
+        "step": round(statistics.median(alone), 1),
+        "hooks": round(hooks.microseconds / num_steps, 1),
         "frame": round(frame),
         "frames/s": round(rate, 1),
         "per step": round(step, 1),
@@ -117,7 +155,7 @@ async def _delivered(frames: list[bytes], count: int) -> float:
     return statistics.median(spent)
 
 
-def hooks(num: int = 200_000) -> float:
+def asking(num: int = 200_000) -> float:
     """Return the nanoseconds of the question whether somebody watches, which a step asks three times."""
     core = measure_core._Load(measure_core.Case(num_running=1, depth=1, churn=False)).core
     start = perf_counter_ns()
@@ -133,7 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=measure_core.MAX_STEPS, choices=range(20, 401), metavar="N")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
-    rows, nobody = [measure(churn, args.steps) for churn in (False, True)], round(hooks())
+    rows, nobody = [measure(churn, args.steps) for churn in (False, True)], round(asking())
     if args.json:
         print(json.dumps({"unit": "microseconds", "nobody_ns": nobody, "rows": rows}, indent=1))
         return
