@@ -32,8 +32,8 @@ def balanced(folder: Path, ranks: int = 4) -> dict[str, Any]:
 
 def balancer_of(llm: LLM) -> balancer.Balancer:
     core = llm.engine.core
-    assert isinstance(core, Replicas) and core._balancer is not None
-    return core._balancer
+    assert isinstance(core, Replicas) and core.balancer is not None
+    return core.balancer
 
 
 @pytest.mark.parametrize(

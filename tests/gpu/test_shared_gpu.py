@@ -173,12 +173,12 @@ def test_experts_move_while_requests_are_served(
         str(folder("qwen3_moe")), **NO_TEXT, **GATHER, **SIZES["dp2-ep"], enable_eplb=True, eplb_config=settings
     ) as llm:
         core = llm.engine.core
-        assert isinstance(core, Replicas) and core._balancer is not None
+        assert isinstance(core, Replicas) and core.balancer is not None
         for _ in range(ROUNDS):
             compare(ask(llm, PROMPTS, params(False)), one_rank("qwen3_moe"))
-            if core._balancer._total:
+            if core.balancer._total:
                 break
-        assert core._balancer._total, "not every layer was switched to another map"
+        assert core.balancer._total, "not every layer was switched to another map"
         compare(ask(llm, PROMPTS, params(False)), one_rank("qwen3_moe"))
 
 

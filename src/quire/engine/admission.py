@@ -58,6 +58,7 @@ class Admitter:
                 continue
             self._queue.pop()
             request.to(RequestState.RUNNING)
+            self._roster.tell(request, RequestState.WAITING)
             admitted.append(admission)
             count = min(len(request.tokens) - admission.num_computed, room)
             new_tokens.append(count)

@@ -30,6 +30,7 @@ class Balancer:
     control    see `Executor.control`
     groups, nodes   see `engine.eplb.balanced_map`
     balancedness   of the last counts, with the map that was in use; 0 before the first
+    loads          tokens of each rank in those counts, [layers][ranks]; []: before the first
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Balancer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.experts, self.balancedness = experts, 0.0
+        self.loads: list[list[int]] = []
         self._settings, self._control, self._clock = settings, control, clock
         self._groups, self._nodes = groups, nodes
         self._step = settings.step_interval * 3 // 4  # nothing is known at the start: the first look comes early
@@ -99,6 +101,7 @@ class Balancer:
         if not load.any():
             return
         self.balancedness = balancedness(load, self.experts)
+        self.loads = self.experts.rank_load(load).round().astype(int).tolist()
         if self._settings.log_balancedness:
             LOG.info("balancedness of experts over the last steps: %.3f", self.balancedness)
         self._planned = self._thread.submit(self._plan, load)

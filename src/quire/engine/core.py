@@ -17,6 +17,7 @@ from quire.contracts.request import FinishReason, NewRequest, Request, RequestSt
 from quire.contracts.step import I32, NO_MASKS, StepCopies, StepPlan, StepResult, StepSync
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
+from quire.engine.live_recorder import LiveRecorder
 from quire.engine.plan_writer import InFlight
 from quire.engine.queue import SLACK
 from quire.engine.scheduler import Scheduler
@@ -36,6 +37,7 @@ class EngineCore:
     in_flight     steps that are submitted and not confirmed, oldest first
     needs_masks   True: the step that was submitted last cannot sample before `send_masks`
     events        tells which blocks the prefix cache gets and loses; None: nobody wants to know
+    recorder      records steps and requests for the live view; None: nobody watches
     torn          True after a step raised: the engine cannot run another step
     """
 
@@ -69,6 +71,7 @@ class EngineCore:
         self.in_flight: deque[InFlight] = deque()
         self.needs_masks = False
         self.events: EventLog | None = None
+        self.recorder: LiveRecorder | None = None
         self._finished: list[Finish] = []  # ended between steps; reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
@@ -133,6 +136,8 @@ class EngineCore:
             self._roster.remove(request)
             raise
         self._requests[new.handle] = request
+        if self.recorder is not None:
+            self.recorder.arrived(request)
         if new.deadline is not None:
             heapq.heappush(self._deadlines, (new.deadline, new.handle))
             if len(self._deadlines) > 2 * len(self._requests) + SLACK:  # most of their requests have ended
@@ -209,6 +214,8 @@ class EngineCore:
                 copies = msgspec.structs.replace(copies, wait=idle)
                 planned.plan = msgspec.structs.replace(planned.plan, copies=copies)
         started = perf_counter()
+        if self.recorder is not None:
+            self.recorder.submitted(planned, started)
         self.executor.submit(planned.plan)
         self.in_flight.append(planned)
         self.needs_masks = len(planned.plan.grammar) > 0
@@ -254,6 +261,12 @@ class EngineCore:
             else:
                 request = self._requests.pop(handle)
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
+
+    def watch(self, on: bool) -> None:
+        """Begin to record steps and requests, or end it and drop the records."""
+        self.recorder = LiveRecorder(self.scheduler, self._requests) if on else None
+        self._roster.on_move = [] if self.recorder is None else [self.recorder.moved]
+        self._finisher.on_end = [] if self.recorder is None else [self.recorder.ended]
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, in all tiers; running requests keep their blocks.
@@ -309,11 +322,14 @@ class EngineCore:
     def confirm(self) -> StepOutputs:
         """Wait for the oldest step in flight, and apply its result. Returns its outputs."""
         step, started = self.in_flight.popleft(), perf_counter()
+        launch_s = step.execute_s
         result = self.executor.collect()
         self.moved = result.moved
         step.execute_s += perf_counter() - started
         self._note_copies(result)
         outputs, ended = self._finisher.apply(step, result)
+        if self.recorder is not None:
+            self.recorder.confirmed(step, outputs, launch_s)
         for request in ended:
             self._requests.pop(request.new.handle, None)
         self._report_broken()

@@ -61,6 +61,7 @@ class Replicas:
     lockstep   the cores take every step together
     arrived    set when a result of an executor arrives; of independent replicas
     balance    makes the balancer of experts, from a function that runs an operation on every rank
+    balancer   of experts; None: they are not balanced
     torn       see `EngineCore`
     """
 
@@ -81,7 +82,7 @@ class Replicas:
         self._died = False  # True: a replica died since the last outputs
         self.torn = False
         self._states = {core: core.state().stats for core in cores}
-        self._balancer = balance(self.control) if balance is not None else None
+        self.balancer = balance(self.control) if balance is not None else None
 
     @property
     def facts(self) -> ExecutorFacts:
@@ -145,9 +146,9 @@ class Replicas:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
         self.torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
-        if self._balancer is not None:
+        if self.balancer is not None:
             moved = [core.moved for core in self.cores]
-            self._balancer.note(-1 if min(moved) < 0 else max(moved))
+            self.balancer.note(-1 if min(moved) < 0 else max(moved))
         self.torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:
@@ -161,8 +162,8 @@ class Replicas:
 
     def shutdown(self) -> None:
         """Drop the steps in flight and stop the executors: all are told before any is waited for."""
-        if self._balancer is not None:
-            self._balancer.close()
+        if self.balancer is not None:
+            self.balancer.close()
         for wait in (False, True):
             for core in self.cores:
                 core.shutdown(wait=wait)
@@ -245,7 +246,7 @@ class Replicas:
         cores = self.cores
         planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
         if any(planned):
-            switch = -1 if self._balancer is None else self._balancer.next_switch()
+            switch = -1 if self.balancer is None else self.balancer.next_switch()
             sync = agreed(
                 [None if one is None else one.plan for one in planned], switch, drafts=cores[0].facts.drafts_cached
             )
@@ -358,7 +359,7 @@ class Replicas:
                 **counts,
                 **states,
                 drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()), fillvalue=0))),
-                balancedness=0.0 if self._balancer is None else self._balancer.balancedness,
+                balancedness=0.0 if self.balancer is None else self.balancer.balancedness,
             ),
         )
 

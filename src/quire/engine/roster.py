@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
 from quire.engine.queue import WaitingQueue
@@ -27,6 +27,7 @@ class Roster:
                   completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
+    on_move       functions to call with every live request that came to another state, and its state before
     keeps         True: the prefix cache keeps the blocks of ended requests. False (prefix caching is off): it forgets
                   them, so that the next request writes to the same memory; only completions of one prompt and resumed
                   requests find blocks
@@ -48,6 +49,7 @@ class Roster:
         self.num_blocked = 0
         self.released: list[int] = []
         self.preempted: list[int] = []
+        self.on_move: list[Callable[[Request, RequestState], None]] = []
         self._root, self._keeps = root_key, keeps
         self._completions = Counter[int]()  # handle of completion 0 -> live completions of its prompt, unless `keeps`
         self._chains: dict[int, KeyChain] = {}
@@ -131,6 +133,7 @@ class Roster:
         request.num_fetches = 0
         self.preempted.append(request.new.handle)
         self.queue.push(request)
+        self.tell(request, RequestState.RUNNING)
 
     def _keep_state(self, request: Request, *, sound: bool) -> None:
         """Let others find the last copy of a running request's state. sound: False if its results are invalid."""
@@ -145,6 +148,7 @@ class Roster:
             self.num_blocked -= 1
             request.to(RequestState.WAITING)
             self.queue.push(request)
+            self.tell(request, RequestState.BLOCKED)
 
     def await_blocks(self, request: Request) -> None:
         """Take the first request of the queue out of it, until KV blocks of other tiers are on the device."""
@@ -152,6 +156,7 @@ class Roster:
         request.to(RequestState.BLOCKED, BlockReason.REMOTE_KV)
         request.num_fetches += 1
         self.num_blocked += 1
+        self.tell(request, RequestState.WAITING)
 
     def blocks_came(self, request: Request, *, again: bool) -> None:
         """Queue a request that waited for KV blocks of other tiers. `again`: it may wait for more of them."""
@@ -159,6 +164,7 @@ class Roster:
         request.num_fetches = request.num_fetches if again else MOST_FETCHES
         request.to(RequestState.WAITING)
         self.queue.push(request)
+        self.tell(request, RequestState.BLOCKED)
 
     def prompt_planned(self, request: Request) -> None:
         """Queue the children of a request whose whole prompt is planned; with states, when it is computed."""
@@ -182,6 +188,12 @@ class Roster:
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
             self._line_up(child)
+            self.tell(child, RequestState.BLOCKED)
+
+    def tell(self, request: Request, before: RequestState) -> None:
+        """Call `on_move`."""
+        for call in self.on_move:
+            call(request, before)
 
     def chain(self, request: Request) -> KeyChain:
         """Return the prefix-cache keys of the request's blocks."""

@@ -5,7 +5,7 @@ about one option alone, or about the content of a checkpoint, are raised where t
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
@@ -115,6 +115,17 @@ def described(meetings: Sequence[Meeting]) -> dict[str, list[dict[str, str]]]:
     """Return all rows as plain values, and beside them those about features that are not implemented yet."""
     every = [one._asdict() for one in meetings]
     return {"missing": [one for one in every if one["status"] == MISSING], "meetings": every}
+
+
+def table() -> dict[str, Any]:
+    """Return the whole table as plain values. Names in braces stand for facts of an engine."""
+    return {
+        "features": {name: {"flag": one.flag, "words": one.words} for name, one in FEATURES.items()},
+        "rows": [
+            {name: getattr(row, name) for name in ("feature", "other", "status", "scope", "reason", "remedy")}
+            for row in ROWS
+        ],
+    }
 
 
 def idle_notes(meetings: Sequence[Meeting]) -> tuple[str, ...]:

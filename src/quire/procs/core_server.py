@@ -4,7 +4,7 @@ Knows sockets, messages and one `EngineCore`. Knows nothing of processes, nor of
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import zmq
@@ -12,8 +12,10 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead, QuireError, UserError
 from quire.engine.replicas import Core, flush
+from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import owner, parts
+from quire.procs.live_feed import LiveFeed
 from quire.procs.messages import (
     Abort,
     Add,
@@ -23,12 +25,14 @@ from quire.procs.messages import (
     FromCore,
     Gone,
     Loading,
+    NextFrame,
     Outputs,
     Ready,
     Rejected,
     Reply,
     Stop,
     ToCore,
+    Watched,
 )
 from quire.procs.wire import TO_CORE, encode
 
@@ -86,7 +90,8 @@ class CoreSockets:
             for number, part in enumerate(parts(message.step, self._count)):
                 self._send(number, encode(Outputs(part)))
             return
-        data, every = encode(message), range(self._count)
+        data: bytes = encode(message)
+        every: Sequence[int] = message.places if isinstance(message, Watched) else range(self._count)
         if isinstance(message, Rejected | Reply):
             number = owner(message.handles[0] if isinstance(message, Rejected) else message.id, self._count)
             every = range(number, number + 1)
@@ -132,19 +137,26 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
-    ones. Without requests it waits for messages, and checks every 0.5 s that the executor is alive.
+    ones, and a frame of the live view when one is due. Without requests it waits for messages, and checks every 0.5 s
+    that the executor is alive.
     """
+    feed = LiveFeed(core, send)
     try:
         while True:
             while (message := receive(not core.has_work)) is not None:
                 if isinstance(message, Stop):
                     flush(core)
                     return 0
-                _obey(core, message, send)
+                if isinstance(message, NextFrame):
+                    feed.ask(message.place)
+                else:
+                    _obey(core, message, send)
             if core.has_work:
                 send(Outputs(core.step()))
             else:
                 core.executor.check_alive()
+            if feed.active:
+                feed.tell()
     except Exception as fault:  # any fault: every waiting client must be told
         _log("the engine stopped", fault)
         send(failed(fault))
@@ -217,5 +229,6 @@ def _check(core: Core) -> bool:
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
     "plan": _plan,
+    "blocks": block_map,
     "check": _check,
 }

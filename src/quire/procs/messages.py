@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-to the core      Add, Abort, Control, Gone, Stop
-from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
+to the core      Add, Abort, Control, NextFrame, Gone, Stop
+from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply, Watched; at a fault Failed; Dropped
 """
 
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from quire.config.engine import EngineConfig
+from quire.contracts.live import LiveFrame
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
 from quire.procs.front_ends import FrontPlace
@@ -42,6 +43,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Run a named operation between two steps. The `Reply` has the same id and this value:
 
     reset_prefix_cache   True when no request was running
+    blocks               `BlockMap` as JSON
     check                True when the records of requests and KV blocks are consistent; else an error names the fault
     plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 
@@ -51,6 +53,12 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     id: int
     name: str
     args: dict[str, Any] = {}
+
+
+class NextFrame(msgspec.Struct, frozen=True, tag="next_frame"):
+    """Send the next frame of the live view to the front end with this number. Steps are recorded from now on."""
+
+    place: int
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -126,6 +134,13 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     error: str | None = None
 
 
+class Watched(msgspec.Struct, frozen=True, tag="watched"):
+    """A frame of the live view, for the front ends with these numbers."""
+
+    places: tuple[int, ...]
+    frame: LiveFrame
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A process cannot start or go on. `kind` is the name of an error class, `details` a traceback for logs."""
 
@@ -141,5 +156,5 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
-ToCore = Add | Abort | Control | Gone | Stop
-FromCore = Loading | Ready | Outputs | Rejected | Reply | Failed | Dropped
+ToCore = Add | Abort | Control | NextFrame | Gone | Stop
+FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped

@@ -20,6 +20,6 @@ def test_experts_are_balanced_by_groups_where_hosts_have_equally_many_ranks(
         model=str(shared / "hf" / "DeepSeek-V3"), data_parallel_size=4, enable_eplb=True, enable_expert_parallel=True
     )
     joined = join_replicas(plan_engine(config, "h200").plan, [], threading.Event(), hosts)
-    assert isinstance(joined, Replicas) and joined._balancer is not None
-    assert (joined._balancer._groups, joined._balancer._nodes) == (8, nodes)
+    assert isinstance(joined, Replicas) and joined.balancer is not None
+    assert (joined.balancer._groups, joined.balancer._nodes) == (8, nodes)
     joined.shutdown()

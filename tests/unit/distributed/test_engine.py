@@ -168,9 +168,9 @@ def compare(found: Answers, expected: Answers) -> None:
 
 def until_moved(core: Core, parts: list[Parts]) -> None:
     """Wait for the next map, and for the movers' next layer: how many steps they take depends on the machine."""
-    assert isinstance(core, Replicas) and core._balancer is not None
-    if core._balancer._planned is not None:
-        core._balancer._planned.result(timeout=60)
+    assert isinstance(core, Replicas) and core.balancer is not None
+    if core.balancer._planned is not None:
+        core.balancer._planned.result(timeout=60)
     for part in parts:
         assert part.worker is not None
         mover = feature(part.worker, RankBalancing)._mover
@@ -288,10 +288,10 @@ def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
         return real(mover, layer, moves)
 
     def planned(core: Core, parts: list[Parts]) -> None:
-        assert isinstance(core, Replicas) and core._balancer is not None
-        seen.append(core._balancer)
-        if core._balancer._planned is not None:
-            core._balancer._planned.result(timeout=60)
+        assert isinstance(core, Replicas) and core.balancer is not None
+        seen.append(core.balancer)
+        if core.balancer._planned is not None:
+            core.balancer._planned.result(timeout=60)
 
     monkeypatch.setattr(ExpertMover, "_fetch", fetch)
     folder, expected = truths("qwen3_moe", True)

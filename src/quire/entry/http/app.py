@@ -6,7 +6,7 @@ OwnNames        403 for a foreign Host header; only without API keys and on a lo
 CORS            only with allowed_origins
 ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
 Gate            503 while the engine starts, drains or is dead
-routes          ops.py, openai/, anthropic/
+routes          ops.py, openai/, anthropic/, web/
 json_only       415 for bodies that are not JSON, when the path and the method are right
 """
 
@@ -39,6 +39,7 @@ from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate
 from quire.entry.http.request_scope import RequestScope
+from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics
 
 UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}
@@ -57,6 +58,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     )
     routes: list[Route] = openai_routes(context)
     routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
+    routes += live_routes(engine, config)
     http, paths = config.http, sorted({route.path for route in routes})
     origins = list(http.allowed_origins)
     # True when every program on this machine may call the server, and nothing but the address protects it.

@@ -25,6 +25,7 @@ from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
 from quire.entry.http.request_metrics import count_finished, count_refusal, count_step, request_record
 from quire.entry.http.request_stream import RequestStream
+from quire.entry.http.web.live_hub import LiveHub
 from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
@@ -60,6 +61,7 @@ class ServedEngine:
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
+    live                 the watchers of the live view
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
@@ -91,6 +93,7 @@ class ServedEngine:
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = place.first
+        self.live = LiveHub(lambda: self._client.send(messages.NextFrame(place.number)), lambda: self.requests(None))
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._last_sign = 0.0  # monotonic time of the core's last outputs, or when an idle core got a request
@@ -105,12 +108,13 @@ class ServedEngine:
         """Seconds since the core's last outputs; None when no prompt is live."""
         return time.monotonic() - self._last_sign if self._live else None
 
-    def requests(self, tenant: str = "") -> list[dict[str, object]]:
-        """Return records of a tenant's live prompts, then of its last finished ones. In both the newest comes first."""
+    def requests(self, tenant: str | None = "") -> list[dict[str, object]]:
+        """Return records of a tenant's live prompts, then of its last finished ones. In both the newest comes first.
+        tenant: None = those of all tenants"""
         live = [stream.generations[i] for stream, i in reversed(self._live.values())]
-        live = [generation for generation in live if generation.tenant == tenant]
+        live = [generation for generation in live if tenant in (None, generation.tenant)]
         states = ["waiting" if generation.began is None else "running" for generation in live]
-        ended = [record for owner, record in reversed(self._recent) if owner == tenant]
+        ended = [record for owner, record in reversed(self._recent) if tenant in (None, owner)]
         return [*map(request_record, live, states), *ended]
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
@@ -220,6 +224,7 @@ class ServedEngine:
         """Take no new requests, here and in the other front ends. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
+            self.live.end("the server is shutting down.")
             self._client.drain()
 
     async def wait_idle(self) -> None:
@@ -333,6 +338,8 @@ class ServedEngine:
     def _take(self, message: messages.FromCore) -> None:
         if isinstance(message, messages.Outputs):
             self._take_outputs(message)
+        elif isinstance(message, messages.Watched):
+            self.live.take(message.frame)
         elif isinstance(message, messages.Rejected):
             self._take_rejection(message)
         elif isinstance(message, messages.Reply):
@@ -408,6 +415,7 @@ class ServedEngine:
         if self.failure is not None:
             return
         self.state, self.failure = EngineState.DEAD, error
+        self.live.end(str(error))
         if self._queue_timer is not None:
             self._queue_timer.cancel()
         words, kind = str(error), errors.EngineClosed if isinstance(error, errors.EngineClosed) else errors.EngineDead

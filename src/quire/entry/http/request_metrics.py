@@ -46,8 +46,10 @@ def count_finished(metrics: Metrics, generation: Generation, reason: str) -> Non
 
 def request_record(generation: Generation, state: str) -> dict[str, object]:
     """Return the record of a prompt for `/debug/requests`: its id, counts and seconds; no text."""
+    arrived = time.time() - (time.monotonic() - generation.metrics.arrival_time)
+    handles = [completion.handle for completion in generation.completions]
     return (
-        {"request_id": generation.request_id, "state": state}
+        {"request_id": generation.request_id, "state": state, "handles": handles, "arrived": arrived}
         | _measured(generation)
         | {
             "prefix": generation.metrics.prefix,

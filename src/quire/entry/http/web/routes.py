@@ -1,0 +1,159 @@
+"""The routes of the live view. With `--no-web` all of them answer 404, with the code `web_off`.
+
+/debug/live            server-sent events: facts of the engine, then frames
+/debug/blocks          the map of KV blocks, with the requests that hold them
+/debug/requests/{id}   the timeline of a request
+/debug/meetings        the table of what works with what
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.config.serve import ServerConfig
+from quire.contracts.live import BlockMap
+from quire.entry.http.auth import tenant_of
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.errors import error_answer
+from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
+from quire.entry.http.sse import Send
+from quire.entry.http.web.live_hub import event
+from quire.entry.http.web.timelines import timeline
+
+OFF = "this server was started with --no-web: start it without, or ask /metrics and /debug/requests."
+OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
+MAP_SHARE = 0.005  # most of the core's time that goes into maps
+PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
+    """Return the routes of the live view."""
+    paths: dict[str, Any] = {
+        "/debug/live": LiveStream(engine, config),
+        "/debug/blocks": BlockMapRoute(engine, config).answer,
+        "/debug/requests/{request_id:path}": _timelines(engine, config),
+        "/debug/meetings": _meetings,
+    }
+    return [Route(path, _off if not config.http.web else paths[path], methods=["GET"]) for path in paths]
+
+
+async def _off(request: Request) -> Response:
+    return error_answer(404, OFF, "web_off")
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _timelines(engine: ServedEngine, config: ServerConfig) -> Handler:
+    async def answer(request: Request) -> Response:
+        wanted = request.path_params["request_id"]
+        records = engine.requests(tenant_of(request.scope, config.http))
+        record = next((one for one in records if one["request_id"] == wanted), None)
+        if record is None:
+            message = "no live request and none of the last 256 has this id: /debug/requests lists them."
+            return error_answer(404, message, "unknown_request")
+        return _json(timeline(record, engine.live.timelines))
+
+    return answer
+
+
+async def _meetings(request: Request) -> Response:
+    from quire.plan.meetings import table  # the plan is not needed to serve
+
+    return _json(table())
+
+
+class BlockMapRoute:
+    """The map of KV blocks. Callers at the same time share a map, and the next ones until it is too old."""
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+        self._engine, self._http = engine, config.http
+        self._map: BlockMap | None = None
+        self._until = 0.0
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with the map, without the ids of other tenants' requests."""
+        if self._map is None or time.monotonic() >= self._until:
+            self._until = time.monotonic() + OLDEST_MAP
+            found = msgspec.json.decode(str(await self._engine.control("blocks")), type=BlockMap)
+            self._until = time.monotonic() + max(OLDEST_MAP, found.cost_s / MAP_SHARE)
+            self._map = found
+        tenant = tenant_of(request.scope, self._http)
+        content = msgspec.to_builtins(self._map)
+        for engine in content["engines"]:
+            for owner in engine["owners"]:
+                owner["id"] = owner["id"] if owner.pop("tenant") == tenant else None
+        return _json(content)
+
+
+class LiveStream:
+    """The stream of the live view, as an ASGI application."""
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+        self._engine, self._config = engine, config
+        self._exchanges: list[dict[str, Any]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._stream(exchange)
+        except ClientGone:
+            return
+        except Exception as error:  # the client always gets an answer
+            await exchange.fail(error)
+
+    async def _stream(self, exchange: Exchange) -> None:
+        await exchange.body()
+        facts = await self._facts()
+        hub = self._engine.live
+        reader = hub.open(tenant_of(exchange.scope, self._config.http))
+        stream = exchange.events(self._config.serve.keep_alive_interval)
+        try:
+            async with exchange.watch() as watch:
+                await stream.write(event("engine", msgspec.json.encode(facts)))
+                last = False
+                while not last:
+                    events, last = await reader.next()
+                    await (stream.end(events) if last else stream.write(events))
+                watch.stop()
+        finally:
+            stream.stop_comments()
+            hub.close(reader)
+
+    async def _facts(self) -> dict[str, Any]:
+        """Return the data of the event `engine`."""
+        engine, config = self._engine, self._config
+        if self._exchanges is None:
+            plan = msgspec.json.decode(str(await engine.control("plan")))
+            self._exchanges = [
+                {
+                    "group": one["group"],
+                    "kind": one["kind"],
+                    "bytes_per_token": one["message_bytes"] * one["times"],
+                }
+                for one in (plan or {}).get("collectives", ())
+                if one["per"] == PER_TOKEN and not one["when"]
+            ]
+            for one in self._exchanges:
+                known = engine.live.exchanges
+                known[one["group"]] = known.get(one["group"], 0) + one["bytes_per_token"]
+        ready, place = engine.ready, engine.place
+        assert ready is not None
+        names = ("device", "dtype", "num_slots", "num_blocks", "block_size", "max_model_len", "depth", "num_drafts")
+        return {
+            "version": __version__,
+            "models": config.model_names,
+            **{name: getattr(ready, name) for name in (*names, "kv_bytes")},
+            "process": place.number,
+            "processes": place.count,
+            "exchanges": self._exchanges,
+        }
