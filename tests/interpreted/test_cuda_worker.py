@@ -1,5 +1,6 @@
 """The step runner of a GPU against the naive one on the same plans, its kernels in Triton's interpreter."""
 
+import json
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -64,7 +65,7 @@ from ..support.forks import Forks
 from ..support.full import full_rows
 from ..support.logits_tap import LogitsTap
 from ..support.naive_runner import NaiveRunner, agree
-from . import ranks_of_gpus, replicas_of_gpus
+from . import drafting_replicas, ranks_of_gpus, replicas_of_gpus
 
 
 class Event:
@@ -84,8 +85,8 @@ class Event:
 class Recording(Graphs):
     """Stands for the graphs: work runs as it comes, and its keys are kept."""
 
-    def __init__(self, *sizes: object) -> None:
-        super().__init__(*sizes)  # type: ignore[arg-type]
+    def __init__(self, *sizes: object, **more: bool) -> None:
+        super().__init__(*sizes, **more)  # type: ignore[arg-type]
         self.ran: list[Key] = []
         self.captured: list[Key] = []
 
@@ -215,6 +216,72 @@ def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, 
         # The second replica has no tokens in a step in which the first has more than any captured one. In its last
         # step, of two decodes, the first one has none.
         assert set(kinds) == {"decode", "mixed", *(["beyond"] if rank else ["join"])}
+
+
+def drafting_plan(
+    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], num_decodes: int, **more: Any
+) -> StepPlan:
+    """The first `num_decodes` slots decode, with a row for each token."""
+    rows = [count if at < num_decodes else 1 for at, count in enumerate(tokens)]
+    return StepPlan(
+        step=step,
+        slots=i32(*slots),
+        num_decodes=num_decodes,
+        num_tokens=i32(*tokens),
+        num_rows=i32(*rows),
+        outputs=np.array(outputs, np.uint8),
+        **more,
+    )
+
+
+def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(tmp_path: Path, interpreted: Forks) -> None:
+    """Tokens, accepted drafts and the drafts of the layers are those of one rank; both replicas make equal exchanges,
+    and a recording would make those that it was captured with. See drafting_replicas.py."""
+    plans, oracle = drafting_replicas.drafting_plans(drafting_plan, admission), drafting_replicas.reference()
+    texts = answers_of(oracle, [one for each in plans for one in each.admitted])
+    (tmp_path / "texts").write_text(json.dumps(texts))
+    for rank in range(2):
+        size = replicas_of_gpus.layout(drafting_replicas.arguments()).num_bytes
+        (tmp_path / f"buffer{rank}").write_bytes(b"\xff" * size)  # NaN
+        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
+    calls = [(rank, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.drafting_replicas", calls)
+    assert codes == [0, 0], said
+    alone = runner_of(oracle, replace(LIMITS, num_drafts=drafting_replicas.DRAFTS))
+    draft_with_layers(alone, drafting_replicas.DRAFTS)
+    expected = drafting_replicas.watch(alone, texts)
+    accepted = 0
+    for one in plans:
+        right = alone.run(one)
+        accepted += int((right.num_accepted - 1).sum())
+        assert one.step != 7 or right.num_accepted.sum() > 4
+        for rank in range(2):
+            found = Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes())
+            assert found.tokens.tolist() == right.tokens.tolist()
+            assert found.num_accepted.tolist() == right.num_accepted.tolist()
+    assert accepted > 3 and len(expected) > 10
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"drafts{rank}")
+        assert [place for place, _ in seen] == [place for place, _ in expected]
+        for (_, logits), (_, other) in zip(seen, expected, strict=True):
+            torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)
+    bounds = [json.loads((tmp_path / f"exchanges{rank}").read_text()) for rank in range(2)]
+    assert bounds[0] == bounds[1] and all(bounds[0])
+    assert (tmp_path / "kinds0").read_text() == "decode join mixed sample"
+
+
+def answers_of(model: Model, admitted: list[Admission]) -> dict[int, list[int]]:
+    """The tokens of requests, by seed: each alone, by plain decoding."""
+    naive_runner, texts = NaiveRunner(model), dict[int, list[int]]()
+    for one in admitted:
+        own, count = msgspec.structs.replace(one, slot=0), len(one.token_ids)
+        tokens = list(map(int, one.token_ids))
+        for step in range(1, 24):
+            each = plan(step, (0,), (1 if step > 1 else count,), (SAMPLE,), admitted=(own,) * (step == 1))
+            tokens.append(int(naive_runner.run(each).tokens[0, 0]))
+        texts[one.sampler.seed] = tokens
+        naive_runner.run(plan(24, (), (), (), released=i32(0)))
+    return texts
 
 
 def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResult]:

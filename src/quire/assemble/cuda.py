@@ -29,6 +29,7 @@ from quire.kvstore.states import StateArena
 from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
+from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds import mixers
 from quire.plan.meetings import check
@@ -83,6 +84,7 @@ def load_cuda(
         draft_lengths=plan.graphs.drafts,
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
         tiers=resolve_offload(config).host_bytes > 0,
+        joint=joint_drafts(plan),
     )
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan, limits, scales, groups)

@@ -153,7 +153,8 @@ def _upload(kind: str, limits: Limits, device: torch.device) -> Upload:
 def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
-        return Graphs(limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries)
+        sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
+        return Graphs(*sizes, joint=limits.joint)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 

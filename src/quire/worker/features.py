@@ -73,6 +73,9 @@ class StepFeature:
         """
         return None
 
+    def launched(self, plan: StepPlan) -> None:
+        """Launch what follows the layers and the head of a step, also of one without tokens here."""
+
     def logits(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         """Read the logits [R, V] of the sampled rows, with the slot [R] and position [R] of each."""
 
@@ -116,6 +119,7 @@ class Features:
     run_layers: Hooked
     layers_done: Hooked
     computed: Hooked
+    launched: Hooked
     logits: Hooked
     sampled: Hooked
     after: Hooked

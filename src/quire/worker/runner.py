@@ -67,11 +67,15 @@ class StepRunner:
             feature.before(plan)
         if not len(plan.slots):
             self.programs.idle(plan)
+            for feature in self.features.launched:
+                feature.launched(plan)
             self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS), plan.slots)
             return
         shape = self.programs.shape(plan)
         hidden = self.programs.compute(shape, plan)
         found = () if hidden is None else [each.computed(plan, hidden) for each in self.features.computed]
+        for feature in self.features.launched:
+            feature.launched(plan)
         self._launched.append(_Launched(plan, shape, tuple(results for results in found if results is not None)))
         if not len(plan.grammar):
             self._end()
@@ -148,7 +152,7 @@ class StepRunner:
             queries = self.limits.queries
             if not self.limits.graph_sizes and self.limits.num_drafts:
                 queries = 1, 1 + self.limits.num_drafts
-            graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries)
+            graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries, joint=self.limits.joint)
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:

@@ -69,7 +69,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {("drafts", "pipeline of GPUs"), ("EAGLE-3", "-pp")},
     ),
-    (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},

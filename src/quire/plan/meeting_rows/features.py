@@ -172,10 +172,6 @@ RANKS: Mapping[str, Feature] = {
     "one rank": Feature(lambda i: i.parallel.size == 1, "one rank"),
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
-    "moving or shared experts": Feature(
-        lambda i: i.device == "cuda" and (i.parallel.lockstep or i.parallel.redundant is not None),
-        "experts that replicas of a GPU share, or that move there",
-    ),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
         lambda i: i.parallel.size % i.config.hosts.nnodes > 0, "ranks that hosts cannot share equally"

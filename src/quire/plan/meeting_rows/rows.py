@@ -73,8 +73,6 @@ DRAFTS: tuple[Row, ...] = (
         "leave out --speculative-config or -pp, or use --device cpu"),
     Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
         'use "method": "eagle" with a head for it, or leave out -pp'),
-    Row("drafts of layers", "moving or shared experts", MISSING, "no GPU has run the passes of its drafter",
-        'use "method": "ngram", or --device cpu'),
     Row("draft model", "several GPUs", MISSING, "no GPU has run its slices", 'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
