@@ -68,7 +68,7 @@ def reference() -> Model:
 
 
 def drafting_plans(decoding: Callable[..., StepPlan], admitted: Callable[..., Admission]) -> tuple[StepPlan, ...]:
-    """Chunks, decodes with equal and other numbers of drafts, with none, and beside a prompt, in two slots and in three.
+    """Chunks, decodes with equal and other numbers of drafts, with none, and beside a prompt, in two slots and three.
 
     decoding   makes a plan: step, slots, tokens, outputs, number of decodes
     """

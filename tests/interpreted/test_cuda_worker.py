@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from quire.args.checkpoint import ModelArgs
+from quire.contracts.parallel import ALONE
+from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import (
     I32,
@@ -32,6 +34,7 @@ from quire.contracts.step import (
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 from quire.plan.as_stored import with_prediction
+from quire.plan.placement import ranks
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -40,11 +43,13 @@ from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
 from quire.kernels.step.state import Limits
 from quire.layers.stack import Model
-from quire.procs.wire import Messages
+from quire.procs.wire import Messages, encode
 from quire.spec.ngram import NgramDrafter
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
+from quire.worker.stage_drafts import StageDrafts
+from quire.worker.step_drafts import StepDrafts
 
 from ..support import compared as support
 from ..support.changed_args import with_layers
@@ -60,12 +65,12 @@ from ..support.compared import (
     runner_of,
 )
 from ..support.drafters import KnownAnswers, draft_with_layers
-from ..support.features import set_drafter
+from ..support.features import feature, set_drafter
 from ..support.forks import Forks
 from ..support.full import full_rows
 from ..support.logits_tap import LogitsTap
 from ..support.naive_runner import NaiveRunner, agree
-from . import drafting_replicas, ranks_of_gpus, replicas_of_gpus
+from . import drafting_replicas, ranks_of_gpus, replicas_of_gpus, stages_of_gpus
 
 
 class Event:
@@ -268,6 +273,36 @@ def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(tmp_path:
     bounds = [json.loads((tmp_path / f"exchanges{rank}").read_text()) for rank in range(2)]
     assert bounds[0] == bounds[1] and all(bounds[0])
     assert (tmp_path / "kinds0").read_text() == "decode join mixed sample"
+
+
+class OfStages(ComparedRunners):
+    """An executor of one rank whose engine plans as for a pipeline."""
+
+    def facts(self) -> ExecutorFacts:
+        return msgspec.structs.replace(super().facts(), num_stages=stages_of_gpus.SIZE, decode_lag=1)
+
+
+def test_stages_that_draft_and_share_an_indexer_give_the_tokens_of_one_rank(tmp_path: Path, interpreted: Forks) -> None:
+    """What an indexer has chosen goes to the second stage, in captured steps, too. Tokens and drafts are those of one
+    rank that drafts at the end of a step. See stages_of_gpus.py."""
+    args = stages_of_gpus.arguments()
+    runner = stages_of_gpus.runner_of_rank(next(ranks(args, ALONE)), stages_of_gpus.DRAFTED, "")
+    own = feature(runner, StepDrafts)
+    runner.features.detach(own)
+    runner.features.attach(StageDrafts(own.drafter, runner.state.tables, stages_of_gpus.DRAFTS))
+    alone = OfStages(runner, NaiveRunner(stages_of_gpus.reference()))
+    compare_requests(alone, 3, budget=24, kinds=support.KINDS[:2], answers=10)
+    for number, (each, _) in enumerate(alone.results):
+        (tmp_path / f"plan{number:03}").write_bytes(encode(each))
+    calls = [(rank, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.stages_of_gpus", calls)
+    assert codes == [0, 0], said
+    for each, expected in alone.results:
+        found = Messages(StepResult).decode((tmp_path / f"result1-{each.step}").read_bytes())
+        agree(found, expected)
+        assert found.ahead.tolist() == expected.ahead.tolist()
+    assert sum((one.ahead >= 0).sum() for _, one in alone.results) > 10
+    assert (tmp_path / "kinds1").read_text() == "decode mixed sample"
 
 
 def answers_of(model: Model, admitted: list[Admission]) -> dict[int, list[int]]:

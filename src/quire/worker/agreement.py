@@ -80,6 +80,12 @@ class ReplicaAgreement(StepFeature):
             self._passes.join_drafts()
         join_layers(self._model, self._of(shape), layers)
 
+    def rehearse(self, seqs: int) -> None:
+        """Let the drafter of a pipeline make the passes of `seqs` decodes of each replica."""
+        count, bound = self._limits.replicas, max(self._limits.bounds, default=0)
+        drafts = DraftSync(self._limits.num_drafts, (seqs,) * count, (False,) * count)
+        self._take(StepPasses(drafts, (0,) * count, bound))
+
     def _take(self, step: StepPasses) -> None:
         if self._passes is not None:
             self._passes.take(step)

@@ -99,6 +99,9 @@ class StepFeature:
     def join(self, shape: StepShape, layers: Layers) -> None:
         """Launch this rank's part in a step in which other replicas have tokens and this one has none. Recorded."""
 
+    def rehearse(self, seqs: int) -> None:
+        """Launch the feature's own kernels, of a step of `seqs` sequences, to have them compiled."""
+
     def settle(self) -> None:
         """End what this rank owes to other ranks, before another runner uses the same groups of ranks."""
 
@@ -125,6 +128,7 @@ class Features:
     after: Hooked
     results: Hooked
     join: Hooked
+    rehearse: Hooked
     settle: Hooked
 
     def __init__(self, features: Iterable[StepFeature] = ()) -> None:

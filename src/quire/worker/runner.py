@@ -155,6 +155,9 @@ class StepRunner:
             graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries, joint=self.limits.joint)
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
+            for seqs in sizes:
+                for feature in self.features.rehearse:
+                    feature.rehearse(seqs)
         finally:
             self.programs.some = range(len(self.model.layers))
         torch.cuda.synchronize()

@@ -67,7 +67,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EAGLE | {"pipeline_parallel_size": 2},
         {},
-        {("drafts", "pipeline of GPUs"), ("EAGLE-3", "-pp")},
+        {("EAGLE-3", "-pp")},
     ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
@@ -80,7 +80,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"heads": (8, 8)},
         {("drafts of another model", "uneven drafter"), ("draft model", "several GPUs")},
     ),
-    ({"pipeline_parallel_size": 2}, {"chosen": True}, {("pipeline of GPUs", "chosen tokens")}),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),

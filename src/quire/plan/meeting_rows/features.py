@@ -220,7 +220,6 @@ DRAFTS: Mapping[str, Feature] = {
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
     "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
-    "pipeline of GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.pp > 1, "a pipeline of GPUs"),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),

@@ -69,8 +69,6 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("drafts", "pipeline of GPUs", MISSING, "no GPU has run drafts at the end of a step",
-        "leave out --speculative-config or -pp, or use --device cpu"),
     Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
         'use "method": "eagle" with a head for it, or leave out -pp'),
     Row("draft model", "several GPUs", MISSING, "no GPU has run its slices", 'use "method": "ngram", or --device cpu'),
@@ -108,8 +106,6 @@ STATES: tuple[Row, ...] = (
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 LATENTS: tuple[Row, ...] = (
-    Row("pipeline of GPUs", "chosen tokens", MISSING, "stages of GPUs do not send what an indexer has chosen",
-        "use -tp, or --device cpu"),
     Row("a GPU", "rows of latents", MISSING, "no kernel for GPUs reads rows of latents with scales",
         "use --kv-cache-dtype fp8 or auto, or --device cpu"),
     Row("rows of latents", "other attention", REFUSED,
