@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs
 from quire.contracts.parallel import ALONE
@@ -70,7 +71,7 @@ from ..support.forks import Forks
 from ..support.full import full_rows
 from ..support.logits_tap import LogitsTap
 from ..support.naive_runner import NaiveRunner, agree
-from . import drafting_replicas, ranks_of_gpus, replicas_of_gpus, stages_of_gpus
+from . import drafting_ranks, drafting_replicas, ranks_of_gpus, replicas_of_gpus, stages_of_gpus
 
 
 class Event:
@@ -254,25 +255,50 @@ def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(tmp_path:
     assert codes == [0, 0], said
     alone = runner_of(oracle, replace(LIMITS, num_drafts=drafting_replicas.DRAFTS))
     draft_with_layers(alone, drafting_replicas.DRAFTS)
-    expected = drafting_replicas.watch(alone, texts)
+    check_drafts(tmp_path, plans, alone, drafting_replicas.watch(alone, texts))
+    bounds = [json.loads((tmp_path / f"exchanges{rank}").read_text()) for rank in range(2)]
+    assert bounds[0] == bounds[1] and all(bounds[0])
+    assert (tmp_path / "kinds0").read_text() == "decode join mixed sample"
+
+
+def check_drafts(
+    folder: Path, plans: tuple[StepPlan, ...], alone: StepRunner, expected: list[tuple[int, Tensor]]
+) -> None:
+    """Two ranks got the tokens of one, accepted as many drafts, and their layers drafted the same, by their slices of
+    the vocabulary. expected: of that one rank, as it runs the plans"""
     accepted = 0
     for one in plans:
         right = alone.run(one)
         accepted += int((right.num_accepted - 1).sum())
         assert one.step != 7 or right.num_accepted.sum() > 4
         for rank in range(2):
-            found = Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes())
+            found = Messages(StepResult).decode((folder / f"result{rank}-{one.step}").read_bytes())
             assert found.tokens.tolist() == right.tokens.tolist()
             assert found.num_accepted.tolist() == right.num_accepted.tolist()
     assert accepted > 3 and len(expected) > 10
     for rank in range(2):
-        seen = torch.load(tmp_path / f"drafts{rank}")
+        seen = torch.load(folder / f"drafts{rank}")
         assert [place for place, _ in seen] == [place for place, _ in expected]
         for (_, logits), (_, other) in zip(seen, expected, strict=True):
-            torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)
-    bounds = [json.loads((tmp_path / f"exchanges{rank}").read_text()) for rank in range(2)]
-    assert bounds[0] == bounds[1] and all(bounds[0])
-    assert (tmp_path / "kinds0").read_text() == "decode join mixed sample"
+            width = len(logits)
+            whole = other if width == VOCAB else other[rank * width :][:width]
+            torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [False, *full_rows([True])])
+def test_two_ranks_with_a_draft_model_draft_as_one(tmp_path: Path, interpreted: Forks, whole: bool) -> None:
+    """With slices of the draft model, or the whole on each rank. See drafting_ranks.py."""
+    alone = drafting_ranks.drafting_runner(0, ALONE, drafting_ranks.DRAFTED, "")
+    plans = drafting_replicas.drafting_plans(drafting_plan, admission)
+    texts = answers_of(ranks_of_gpus.reference("dense"), [one for each in plans for one in each.admitted])
+    (tmp_path / "texts").write_text(json.dumps(texts))
+    for rank in range(2):
+        (tmp_path / f"buffer{rank}").write_bytes(bytes(ranks_of_gpus.ROOM * 3))
+        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
+    calls = [(rank, whole, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.drafting_ranks", calls)
+    assert codes == [0, 0], said
+    check_drafts(tmp_path, plans, alone, drafting_replicas.watch(alone, texts))
 
 
 class OfStages(ComparedRunners):

@@ -118,6 +118,8 @@ def make_runner(
         tables=state.tables,
         sampling=(operations, sampler.rows),
     )
+    joint = drafter is not None and drafter.joint is not None
+    assert not limits.bounds or not model.last or joint == limits.joint, "replicas make the passes that were planned"
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),

@@ -78,7 +78,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["draft model"] | {"tensor_parallel_size": 8},
         {"heads": (8, 8)},
-        {("drafts of another model", "uneven drafter"), ("draft model", "several GPUs")},
+        {("drafts of another model", "uneven drafter")},
     ),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),

@@ -168,7 +168,6 @@ RANKS: Mapping[str, Feature] = {
     "hosts": Feature(lambda i: i.config.hosts.nnodes > 1, "several hosts", "--nnodes"),
     "Ray": Feature(_ray, "Ray", "--distributed-executor-backend ray"),
     "several ranks": Feature(lambda i: i.parallel.size > 1, "{parallel}"),
-    "several GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.size > 1, "several GPUs", "{parallel}"),
     "one rank": Feature(lambda i: i.parallel.size == 1, "one rank"),
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),

@@ -71,7 +71,6 @@ DRAFTS: tuple[Row, ...] = (
         'use "method": "ngram"'),
     Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
         'use "method": "eagle" with a head for it, or leave out -pp'),
-    Row("draft model", "several GPUs", MISSING, "no GPU has run its slices", 'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
