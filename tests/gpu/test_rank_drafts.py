@@ -25,19 +25,12 @@ from .test_shared_gpu import ROUNDS
 DRAFTS = 3
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 PROMPTS: list[PromptLike] = [{"prompt_token_ids": list(range(5, 5 + count))} for count in (3, 17, 40, 33, 8)]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.0, "repetition_penalty": 1.2}, {"temperature": 1.0},
+    {"temperature": 0.0, "logprobs": 2},
+]  # fmt: skip
 # Answers of other lengths: a replica is idle while the other one decodes.
-PARAMS = [
-    SamplingParams(max_tokens=16 + 12 * at, seed=at, ignore_eos=True, **kind)
-    for at, kind in enumerate(
-        [
-            {"temperature": 0.0},
-            {"temperature": 0.8},
-            {"temperature": 0.0, "repetition_penalty": 1.2},
-            {"temperature": 1.0},
-            {"temperature": 0.0, "logprobs": 2},
-        ]  # fmt: skip
-    )
-]
+PARAMS = [SamplingParams(max_tokens=16 + 12 * at, seed=at, ignore_eos=True, **kind) for at, kind in enumerate(KINDS)]
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 16,
     "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True,
@@ -114,7 +107,7 @@ def compare(kind: str, sizes: dict[str, Any], found: Answers, expected: tuple[An
     right, alone = (sum(sum(one.drafts[1:]) for one in each) for each in (found, drafted))
     print(kind, sizes, f"accepted {right} drafts, one rank {alone}")
     assert right > (0 if kind == "ngram" else 20)
-    # With -tp, ranks draw drafts of requests with filters otherwise; a pipeline tries n-grams only where some are found.
+    # With -tp, drawn drafts of requests with filters differ. A pipeline verifies n-grams only where there are some.
     if kind != "ngram" and "tensor_parallel_size" not in sizes:
         assert [one.drafts for one in found] == [one.drafts for one in drafted]
 

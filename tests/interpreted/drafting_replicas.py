@@ -1,4 +1,7 @@
-"""Replicas that stand for GPUs, as in `replicas_of_gpus.py`, with a prediction layer (MTP) whose experts they share.
+"""Replicas that stand for GPUs, as in `replicas_of_gpus.py`, with a drafter whose experts they share.
+
+The drafter is a prediction layer ("mtp"), or a draft model ("draft_model"): its rows have another size, and memory of
+their own.
 
 Each replica runs the same steps, the second one a step later. So prompts of one meet decodes of the other, with other
 numbers of drafts, and each is idle once.
@@ -27,6 +30,7 @@ from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.plan.as_stored import with_prediction
+from quire.plan.drafts import rank_joined
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.placement import ranks
 from quire.procs.wire import encode
@@ -56,15 +60,32 @@ SIZES = Limits(
 )
 
 
-def arguments() -> ModelArgs:
-    """The arguments of a model of one layer with experts, and a prediction layer with experts."""
-    return with_prediction(model_args("glm", num_hidden_layers=1, first_k_dense_replace=0), drafting=1, embeds=True)
+def arguments(method: str) -> tuple[ModelArgs, ModelArgs | None]:
+    """The arguments of a model of one layer with experts, and of its draft model."""
+    small = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    args = model_args("glm", **small)
+    if method == "mtp":
+        return with_prediction(args, drafting=1, embeds=True), None
+    return args, model_args("glm", **small, hidden_size=64, num_experts_per_tok=1)
 
 
-def reference() -> Model:
-    """The whole model with the reference kernels."""
-    args = arguments()
-    return rank_model(args, next(ranks(args, ALONE)), None, "")
+def reference(method: str) -> Model:
+    """The whole model, with its drafter, with the reference kernels."""
+    args, draft = arguments(method)
+    model = rank_model(args, next(ranks(args, ALONE)), None, "")
+    if draft is not None:
+        model.draft = rank_model(draft, next(ranks(draft, ALONE)), None, "")
+    return model
+
+
+def make_memory(folder: Path, method: str) -> None:
+    """Make the memory of both ranks, full of what is no number, and that of a draft model below the folder."""
+    for place, args in zip((folder, folder / "draft"), arguments(method), strict=True):
+        place.mkdir(exist_ok=True)
+        for rank in range(SIZE if args is not None else 0):
+            assert args is not None
+            (place / f"buffer{rank}").write_bytes(b"\xff" * layout(args).num_bytes)
+            (place / f"signal{rank}").write_bytes(bytes(1 << 10))
 
 
 def drafting_plans(decoding: Callable[..., StepPlan], admitted: Callable[..., Admission]) -> tuple[StepPlan, ...]:
@@ -110,7 +131,7 @@ def watch(runner: StepRunner, known: dict[int, list[int]]) -> list[tuple[int, to
     return seen
 
 
-def rank_main(number: int, place: str) -> None:
+def rank_main(number: int, method: str, place: str) -> None:
     """Run the steps of a replica. Save the results in the folder, and the bounds of the exchanges of each step."""
     from quire.kernels.comm import triton_exchange
 
@@ -141,12 +162,19 @@ def rank_main(number: int, place: str) -> None:
         patch.setattr("quire.worker.construct.Graphs", Compared)
         patch.setattr("quire.worker.graphs.NARROW", 2)
         patch.setattr(triton_exchange, "dispatch", counted)
-        args, parallel = arguments(), Parallel(dp=SIZE, experts=True)
+        (args, draft), parallel = arguments(method), Parallel(dp=SIZE, experts=True)
         slots, kept = shared_memory(folder, number, layout(args))
         groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
         rank = list(ranks(args, parallel))[number]
         model = rank_model(args, rank, None, "cuda", groups)
-        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
+        pages = rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK)
+        if draft is not None:
+            own = list(ranks(draft, parallel))[number]
+            slots, more = shared_memory(folder / "draft", number, layout(draft))
+            model.draft = rank_model(draft, own, None, "cuda", replace(groups, slots=slots))
+            others = rank_geometry(draft, own, dtype="float32", device="cuda", block_size=BLOCK)
+            kept, pages = (kept, more), rank_joined(pages, others, args, rank)
+        arena = KVArena(pages, 32, CPU)
         runner = make_runner(
             model,
             model_views(model, arena.views),
@@ -154,7 +182,7 @@ def rank_main(number: int, place: str) -> None:
             CPU,
             target="cuda",
             groups=groups,
-            speculation=Speculation(method="mtp", num_drafts=DRAFTS),
+            speculation=Speculation(method=method, num_drafts=DRAFTS),
         )
         known = {int(seed): text for seed, text in json.loads((folder / "texts").read_text()).items()}
         seen, bounds = watch(runner, known), list[list[int]]()

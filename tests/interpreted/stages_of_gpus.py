@@ -80,8 +80,6 @@ def rank_main(number: int, place: str) -> None:
         groups = join_ranks(str(folder / "meeting"), number, parallel, CPU)
         runner = runner_of_rank(list(ranks(arguments(), parallel))[number], GRAPHS, "cuda", groups)
         plans = [Messages(StepPlan).decode(path.read_bytes()) for path in sorted(folder.glob("plan*"))]
-        for one in runner.features.rehearse:
-            one.rehearse(SLOTS)
         for plan in plans:
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
         (folder / f"kinds{number}").write_text(" ".join(sorted({key[0] for key in runner.recorder.ran})))  # type: ignore[attr-defined]

@@ -240,17 +240,17 @@ def drafting_plan(
     )
 
 
-def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(tmp_path: Path, interpreted: Forks) -> None:
+@pytest.mark.parametrize("method", ["mtp", *full_rows(["draft_model"])])
+def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(
+    tmp_path: Path, interpreted: Forks, method: str
+) -> None:
     """Tokens, accepted drafts and the drafts of the layers are those of one rank; both replicas make equal exchanges,
     and a recording would make those that it was captured with. See drafting_replicas.py."""
-    plans, oracle = drafting_replicas.drafting_plans(drafting_plan, admission), drafting_replicas.reference()
+    plans, oracle = drafting_replicas.drafting_plans(drafting_plan, admission), drafting_replicas.reference(method)
     texts = answers_of(oracle, [one for each in plans for one in each.admitted])
     (tmp_path / "texts").write_text(json.dumps(texts))
-    for rank in range(2):
-        size = replicas_of_gpus.layout(drafting_replicas.arguments()).num_bytes
-        (tmp_path / f"buffer{rank}").write_bytes(b"\xff" * size)  # NaN
-        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
-    calls = [(rank, tmp_path) for rank in range(2)]
+    drafting_replicas.make_memory(tmp_path, method)
+    calls = [(rank, method, tmp_path) for rank in range(2)]
     codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.drafting_replicas", calls)
     assert codes == [0, 0], said
     alone = runner_of(oracle, replace(LIMITS, num_drafts=drafting_replicas.DRAFTS))
@@ -309,8 +309,8 @@ class OfStages(ComparedRunners):
 
 
 def test_stages_that_draft_and_share_an_indexer_give_the_tokens_of_one_rank(tmp_path: Path, interpreted: Forks) -> None:
-    """What an indexer has chosen goes to the second stage, in captured steps, too. Tokens and drafts are those of one
-    rank that drafts at the end of a step. See stages_of_gpus.py."""
+    """The tokens that an indexer has chosen go to the second stage, in captured steps, too. Tokens and drafts are those
+    of one rank that drafts at the end of a step. See stages_of_gpus.py."""
     args = stages_of_gpus.arguments()
     runner = stages_of_gpus.runner_of_rank(next(ranks(args, ALONE)), stages_of_gpus.DRAFTED, "")
     own = feature(runner, StepDrafts)

@@ -4,9 +4,10 @@ whose layers share experts."""
 from dataclasses import replace
 
 from msgspec import structs
+from torch import Tensor
 
-from quire.contracts.step import DraftSync, StepPlan, StepSync
-from quire.kernels.step import NUM_TOKENS, StepWords, Tables
+from quire.contracts.step import I32, DraftSync, StepPlan, StepSync
+from quire.kernels.step import NUM_TOKENS, StepBuffers, StepWords, Tables
 from quire.kernels.step.state import Limits
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, join_layers
@@ -65,7 +66,7 @@ class ReplicaAgreement(StepFeature):
         """Return the context with the tokens of all replicas."""
         return replace(ctx, replicas=self._of(shape))
 
-    def launched(self, plan: StepPlan) -> None:
+    def after(self, plan: StepPlan, rows: I32, buffers: StepBuffers, out: Tensor) -> None:
         """Join the pass over prompts of other replicas, which no recording of a step without prompts has."""
         self._take(self._step)
         if self._passes is not None:
@@ -79,12 +80,6 @@ class ReplicaAgreement(StepFeature):
             self._take(self._of_recording(shape) if shape.recorded else self._step)
             self._passes.join_drafts()
         join_layers(self._model, self._of(shape), layers)
-
-    def rehearse(self, seqs: int) -> None:
-        """Let the drafter of a pipeline make the passes of `seqs` decodes of each replica."""
-        count, bound = self._limits.replicas, max(self._limits.bounds, default=0)
-        drafts = DraftSync(self._limits.num_drafts, (seqs,) * count, (False,) * count)
-        self._take(StepPasses(drafts, (0,) * count, bound))
 
     def _take(self, step: StepPasses) -> None:
         if self._passes is not None:

@@ -118,8 +118,6 @@ def make_runner(
         tables=state.tables,
         sampling=(operations, sampler.rows),
     )
-    joint = drafter is not None and drafter.joint is not None
-    assert not limits.bounds or not model.last or joint == limits.joint, "replicas make the passes that were planned"
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
@@ -188,6 +186,8 @@ def _exchanging(
         yield PipelineStage(model, groups.pp, groups.tokens, state.tables, told=limits.num_drafts > 0)
     if limits.replicas > 1:
         passes = None if drafter is None else drafter.joint
+        as_planned = not limits.bounds or not model.last or limits.joint == (passes is not None)
+        assert as_planned, "replicas make the passes that were planned"
         yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
     if groups.movers is not None:
         layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]

@@ -73,9 +73,6 @@ class StepFeature:
         """
         return None
 
-    def launched(self, plan: StepPlan) -> None:
-        """Launch what follows the layers and the head of a step, also of one without tokens here."""
-
     def logits(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         """Read the logits [R, V] of the sampled rows, with the slot [R] and position [R] of each."""
 
@@ -99,9 +96,6 @@ class StepFeature:
     def join(self, shape: StepShape, layers: Layers) -> None:
         """Launch this rank's part in a step in which other replicas have tokens and this one has none. Recorded."""
 
-    def rehearse(self, seqs: int) -> None:
-        """Launch the feature's own kernels, of a step of `seqs` sequences, to have them compiled."""
-
     def settle(self) -> None:
         """End what this rank owes to other ranks, before another runner uses the same groups of ranks."""
 
@@ -122,13 +116,11 @@ class Features:
     run_layers: Hooked
     layers_done: Hooked
     computed: Hooked
-    launched: Hooked
     logits: Hooked
     sampled: Hooked
     after: Hooked
     results: Hooked
     join: Hooked
-    rehearse: Hooked
     settle: Hooked
 
     def __init__(self, features: Iterable[StepFeature] = ()) -> None:

@@ -67,15 +67,11 @@ class StepRunner:
             feature.before(plan)
         if not len(plan.slots):
             self.programs.idle(plan)
-            for feature in self.features.launched:
-                feature.launched(plan)
             self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS), plan.slots)
             return
         shape = self.programs.shape(plan)
         hidden = self.programs.compute(shape, plan)
         found = () if hidden is None else [each.computed(plan, hidden) for each in self.features.computed]
-        for feature in self.features.launched:
-            feature.launched(plan)
         self._launched.append(_Launched(plan, shape, tuple(results for results in found if results is not None)))
         if not len(plan.grammar):
             self._end()
@@ -155,9 +151,6 @@ class StepRunner:
             graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries, joint=self.limits.joint)
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
-            for seqs in sizes:
-                for feature in self.features.rehearse:
-                    feature.rehearse(seqs)
         finally:
             self.programs.some = range(len(self.model.layers))
         torch.cuda.synchronize()

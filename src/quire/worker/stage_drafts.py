@@ -85,11 +85,6 @@ class StageDrafts(StageTokens):
             self.drafter.joint.join_drafts()
         self._made.append(lambda: NO_DRAFTS)
 
-    def rehearse(self, seqs: int) -> None:
-        """Launch the drafts of `seqs` slots, to have their kernels compiled."""
-        slots = np.arange(seqs, dtype=np.int32)
-        self._draft(slots, np.ones(seqs, np.int32), len(self._ahead))
-
     def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
         """Return the numbers of accepted drafts of the step, and the drafts behind its tokens."""
         ahead = self._made.popleft()()
