@@ -97,6 +97,7 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, group
         ep=groups.ep,
         slots=groups.slots,
         owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
+        layers=rank.layers,
     )
     model = Decoder(args, params, build)
     stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}

@@ -1,5 +1,6 @@
 """The step runner of a GPU against the naive one on the same plans, its kernels in Triton's interpreter."""
 
+import json
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -13,8 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs
+from quire.contracts.parallel import ALONE
+from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import (
     I32,
@@ -31,6 +35,7 @@ from quire.contracts.step import (
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 from quire.plan.as_stored import with_prediction
+from quire.plan.placement import ranks
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -39,11 +44,13 @@ from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
 from quire.kernels.step.state import Limits
 from quire.layers.stack import Model
-from quire.procs.wire import Messages
+from quire.procs.wire import Messages, encode
 from quire.spec.ngram import NgramDrafter
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
+from quire.worker.stage_drafts import StageDrafts
+from quire.worker.step_drafts import StepDrafts
 
 from ..support import compared as support
 from ..support.changed_args import with_layers
@@ -59,12 +66,12 @@ from ..support.compared import (
     runner_of,
 )
 from ..support.drafters import KnownAnswers, draft_with_layers
-from ..support.features import set_drafter
+from ..support.features import feature, set_drafter
 from ..support.forks import Forks
 from ..support.full import full_rows
 from ..support.logits_tap import LogitsTap
 from ..support.naive_runner import NaiveRunner, agree
-from . import ranks_of_gpus, replicas_of_gpus
+from . import drafting_ranks, drafting_replicas, ranks_of_gpus, replicas_of_gpus, stages_of_gpus
 
 
 class Event:
@@ -84,8 +91,8 @@ class Event:
 class Recording(Graphs):
     """Stands for the graphs: work runs as it comes, and its keys are kept."""
 
-    def __init__(self, *sizes: object) -> None:
-        super().__init__(*sizes)  # type: ignore[arg-type]
+    def __init__(self, *sizes: object, **more: bool) -> None:
+        super().__init__(*sizes, **more)  # type: ignore[arg-type]
         self.ran: list[Key] = []
         self.captured: list[Key] = []
 
@@ -215,6 +222,127 @@ def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, 
         # The second replica has no tokens in a step in which the first has more than any captured one. In its last
         # step, of two decodes, the first one has none.
         assert set(kinds) == {"decode", "mixed", *(["beyond"] if rank else ["join"])}
+
+
+def drafting_plan(
+    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], num_decodes: int, **more: Any
+) -> StepPlan:
+    """The first `num_decodes` slots decode, with a row for each token."""
+    rows = [count if at < num_decodes else 1 for at, count in enumerate(tokens)]
+    return StepPlan(
+        step=step,
+        slots=i32(*slots),
+        num_decodes=num_decodes,
+        num_tokens=i32(*tokens),
+        num_rows=i32(*rows),
+        outputs=np.array(outputs, np.uint8),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("method", ["mtp", *full_rows(["draft_model"])])
+def test_replicas_that_share_experts_of_a_drafter_make_the_same_passes(
+    tmp_path: Path, interpreted: Forks, method: str
+) -> None:
+    """Tokens, accepted drafts and the drafts of the layers are those of one rank; both replicas make equal exchanges,
+    and a recording would make those that it was captured with. See drafting_replicas.py."""
+    plans, oracle = drafting_replicas.drafting_plans(drafting_plan, admission), drafting_replicas.reference(method)
+    texts = answers_of(oracle, [one for each in plans for one in each.admitted])
+    (tmp_path / "texts").write_text(json.dumps(texts))
+    drafting_replicas.make_memory(tmp_path, method)
+    calls = [(rank, method, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.drafting_replicas", calls)
+    assert codes == [0, 0], said
+    alone = runner_of(oracle, replace(LIMITS, num_drafts=drafting_replicas.DRAFTS))
+    draft_with_layers(alone, drafting_replicas.DRAFTS)
+    check_drafts(tmp_path, plans, alone, drafting_replicas.watch(alone, texts))
+    bounds = [json.loads((tmp_path / f"exchanges{rank}").read_text()) for rank in range(2)]
+    assert bounds[0] == bounds[1] and all(bounds[0])
+    assert (tmp_path / "kinds0").read_text() == "decode join mixed sample"
+
+
+def check_drafts(
+    folder: Path, plans: tuple[StepPlan, ...], alone: StepRunner, expected: list[tuple[int, Tensor]]
+) -> None:
+    """Two ranks got the tokens of one, accepted as many drafts, and their layers drafted the same, by their slices of
+    the vocabulary. expected: of that one rank, as it runs the plans"""
+    accepted = 0
+    for one in plans:
+        right = alone.run(one)
+        accepted += int((right.num_accepted - 1).sum())
+        assert one.step != 7 or right.num_accepted.sum() > 4
+        for rank in range(2):
+            found = Messages(StepResult).decode((folder / f"result{rank}-{one.step}").read_bytes())
+            assert found.tokens.tolist() == right.tokens.tolist()
+            assert found.num_accepted.tolist() == right.num_accepted.tolist()
+    assert accepted > 3 and len(expected) > 10
+    for rank in range(2):
+        seen = torch.load(folder / f"drafts{rank}")
+        assert [place for place, _ in seen] == [place for place, _ in expected]
+        for (_, logits), (_, other) in zip(seen, expected, strict=True):
+            width = len(logits)
+            whole = other if width == VOCAB else other[rank * width :][:width]
+            torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [False, *full_rows([True])])
+def test_two_ranks_with_a_draft_model_draft_as_one(tmp_path: Path, interpreted: Forks, whole: bool) -> None:
+    """With slices of the draft model, or the whole on each rank. See drafting_ranks.py."""
+    alone = drafting_ranks.drafting_runner(0, ALONE, drafting_ranks.DRAFTED, "")
+    plans = drafting_replicas.drafting_plans(drafting_plan, admission)
+    texts = answers_of(ranks_of_gpus.reference("dense"), [one for each in plans for one in each.admitted])
+    (tmp_path / "texts").write_text(json.dumps(texts))
+    for rank in range(2):
+        (tmp_path / f"buffer{rank}").write_bytes(bytes(ranks_of_gpus.ROOM * 3))
+        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
+    calls = [(rank, whole, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.drafting_ranks", calls)
+    assert codes == [0, 0], said
+    check_drafts(tmp_path, plans, alone, drafting_replicas.watch(alone, texts))
+
+
+class OfStages(ComparedRunners):
+    """An executor of one rank whose engine plans as for a pipeline."""
+
+    def facts(self) -> ExecutorFacts:
+        return msgspec.structs.replace(super().facts(), num_stages=stages_of_gpus.SIZE, decode_lag=1)
+
+
+def test_stages_that_draft_and_share_an_indexer_give_the_tokens_of_one_rank(tmp_path: Path, interpreted: Forks) -> None:
+    """The tokens that an indexer has chosen go to the second stage, in captured steps, too. Tokens and drafts are those
+    of one rank that drafts at the end of a step. See stages_of_gpus.py."""
+    args = stages_of_gpus.arguments()
+    runner = stages_of_gpus.runner_of_rank(next(ranks(args, ALONE)), stages_of_gpus.DRAFTED, "")
+    own = feature(runner, StepDrafts)
+    runner.features.detach(own)
+    runner.features.attach(StageDrafts(own.drafter, runner.state.tables, stages_of_gpus.DRAFTS))
+    alone = OfStages(runner, NaiveRunner(stages_of_gpus.reference()))
+    compare_requests(alone, 3, budget=24, kinds=support.KINDS[:2], answers=10)
+    for number, (each, _) in enumerate(alone.results):
+        (tmp_path / f"plan{number:03}").write_bytes(encode(each))
+    calls = [(rank, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.stages_of_gpus", calls)
+    assert codes == [0, 0], said
+    for each, expected in alone.results:
+        found = Messages(StepResult).decode((tmp_path / f"result1-{each.step}").read_bytes())
+        agree(found, expected)
+        assert found.ahead.tolist() == expected.ahead.tolist()
+    assert sum((one.ahead >= 0).sum() for _, one in alone.results) > 10
+    assert (tmp_path / "kinds1").read_text() == "decode mixed sample"
+
+
+def answers_of(model: Model, admitted: list[Admission]) -> dict[int, list[int]]:
+    """The tokens of requests, by seed: each alone, by plain decoding."""
+    naive_runner, texts = NaiveRunner(model), dict[int, list[int]]()
+    for one in admitted:
+        own, count = msgspec.structs.replace(one, slot=0), len(one.token_ids)
+        tokens = list(map(int, one.token_ids))
+        for step in range(1, 24):
+            each = plan(step, (0,), (1 if step > 1 else count,), (SAMPLE,), admitted=(own,) * (step == 1))
+            tokens.append(int(naive_runner.run(each).tokens[0, 0]))
+        texts[one.sampler.seed] = tokens
+        naive_runner.run(plan(24, (), (), (), released=i32(0)))
+    return texts
 
 
 def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResult]:

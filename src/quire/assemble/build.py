@@ -1,5 +1,6 @@
 """Construction of a model from an engine's plan."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -61,7 +62,7 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
 def _of_drafter(groups: RankGroups, parallel: Parallel) -> RankGroups:
     """Return the groups of a rank that divide its draft model. parallel: sizes of the draft model"""
     if parallel.lockstep:
-        return groups
+        return replace(groups, slots=groups.draft_slots)
     return RankGroups(tp=groups.tp if parallel.tp > 1 else None)
 
 

@@ -18,7 +18,7 @@ from quire.assemble.states import keep_states
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, PlanFeatures, StepPlan, StepSync
+from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, PlanFeatures, StageRuns, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
@@ -29,6 +29,7 @@ from quire.kvstore.states import StateArena
 from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
+from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds import mixers
 from quire.plan.meetings import check
@@ -41,6 +42,7 @@ from quire.worker.construct import make_runner
 from quire.worker.runner import StepRunner
 
 DEPTH = 2
+MIDDLE = 16  # slots of a rehearsed step: kernels choose their tiles by the number of rows
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 DEVICE = torch.device("cuda")  # the current device of the thread
 
@@ -70,20 +72,7 @@ def load_cuda(
     scales, model = cache_scales(plan), build_model(plan, groups)
     filled = fill(model, plan, scales, on_loading)
     end_phase("weights")
-    limits = Limits(
-        num_slots=config.scheduler.sequences(),
-        max_tokens=config.scheduler.token_budget(),
-        block_sizes=plan.geometry.block_sizes,
-        max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
-        graph_sizes=plan.graphs.sequences,
-        graph_tokens=plan.graphs.tokens,
-        depth=config.device.async_depth or DEPTH,
-        windows=plan.geometry.windows,
-        num_drafts=plan.drafting.num_drafts,
-        draft_lengths=plan.graphs.drafts,
-        bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
-        tiers=resolve_offload(config).host_bytes > 0,
-    )
+    limits = _limits(plan, groups)
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan, limits, scales, groups)
     end_phase("kernels")
@@ -133,6 +122,26 @@ def load_cuda(
     return Loaded(measure, finish, filled.sums)
 
 
+def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
+    """Return the sizes of a runner, with the longest context that was asked for."""
+    config = plan.config
+    return Limits(
+        num_slots=config.scheduler.sequences(),
+        max_tokens=config.scheduler.token_budget(),
+        block_sizes=plan.geometry.block_sizes,
+        max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
+        graph_sizes=plan.graphs.sequences,
+        graph_tokens=plan.graphs.tokens,
+        depth=config.device.async_depth or DEPTH,
+        windows=plan.geometry.windows,
+        num_drafts=plan.drafting.num_drafts,
+        draft_lengths=plan.graphs.drafts,
+        bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
+        tiers=resolve_offload(config).host_bytes > 0,
+        joint=joint_drafts(plan),
+    )
+
+
 @contextmanager
 def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[None]:
     """Turn an out-of-memory error inside into a ConfigError that names the options which need less memory."""
@@ -179,6 +188,9 @@ def _rehearse(
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
     widened = max(plan.widened_tokens)
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
+    if groups.pp is not None and limits.num_drafts:
+        plans = [_drafting_step(one, limits) for one in plans]
+        compiled.append(_drafting_step(_largest_step(limits, min(MIDDLE, limits.num_slots)), limits))
     if plan.config.cache.enable_cache_blend:
         plans.append(_blended_step(limits))
     with compiling_ahead() as ahead:
@@ -232,6 +244,15 @@ def _blended_step(limits: Limits) -> StepPlan:
         slot=0, tokens=tokens, sources=limits.block_sizes[0] + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
     )
     return msgspec.structs.replace(step, features=PlanFeatures(blended=(chunk,)))
+
+
+def _drafting_step(step: StepPlan, limits: Limits) -> StepPlan:
+    """Return a step at whose end the last stage of a pipeline launches its drafts for all slots."""
+    none, every = np.zeros(0, np.int32), np.ones(len(step.slots), np.int32)
+    runs = StageRuns(
+        slots=none, lengths=none, begins=none, counts=none, tokens=none, limits=every, most=limits.num_drafts
+    )
+    return msgspec.structs.replace(step, features=PlanFeatures(runs=runs))
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:

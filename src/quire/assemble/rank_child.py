@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from quire.kernels.comm.exchange import Layout
 from quire.kvstore.shards import Shard
 from quire.plan.collectives import exchange_rows, sum_room
 from quire.plan.cuda_memory import DeviceMemory
+from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -120,7 +122,12 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
                 "replicas that share experts are on several hosts, whose GPUs share no memory: add "
                 "--all2all-backend allgather_reducescatter --enforce-eager, or use one host."
             )
-        groups = replace(groups, slots=exchange_memory(groups.ep, device, exchange_layout(task.plan), together.tp))
+        memory = partial(exchange_memory, groups.ep, device, each=together.tp)
+        groups = replace(groups, slots=memory(exchange_layout(task.plan)))
+        draft = task.plan.draft
+        if draft is not None and joint_drafts(task.plan):
+            layout = exchange_layout(draft, task.plan.step_tokens)
+            groups = replace(groups, draft_slots=memory(layout))
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
     loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
@@ -133,13 +140,16 @@ def largest_message(plan: EnginePlan) -> int:
     return sum_room(plan.mesh.parallel.tp, hidden)
 
 
-def exchange_layout(plan: EnginePlan) -> Layout:
-    """Return the layout of the memory for the exchange of rows between replicas."""
+def exchange_layout(plan: EnginePlan, tokens: int = 0) -> Layout:
+    """Return the layout of the memory for the exchange of rows between replicas.
+
+    tokens   most tokens of a step of a replica; 0: those of the plan, which for a draft model has no drafts
+    """
     parallel, moe = plan.mesh.parallel, plan.args.moe
     assert moe is not None, "a model without experts exchanges no rows"
     return Layout(
         ranks=parallel.expert_ranks,
-        rows=exchange_rows(parallel, plan.step_tokens),
+        rows=exchange_rows(parallel, tokens or plan.step_tokens),
         hidden=plan.args.hidden_size,
         top_k=moe.routing.top_k,
         item_bytes=ITEM_BYTES[plan.dtype.dtype],

@@ -15,6 +15,7 @@ class RankGroups:
     tokens   the ranks of `pp` in a second group: sampled tokens go from the last stage to the first. Messages of one
              group are ordered, so two stages that send to each other in one group would wait for each other
     slots    memory of the ranks of `ep` for dispatcher "pull"
+    draft_slots   the same for the experts of a draft model, whose rows have other sizes
     movers   the ranks of expert parallelism in a second group, for moves of experts beside the steps
     ep       expert parallelism: ranks of a pipeline stage, of all replicas, that divide the experts of every layer
     """
@@ -25,6 +26,7 @@ class RankGroups:
     ep: Group | None = None
     movers: Group | None = None
     slots: Slots | None = None
+    draft_slots: Slots | None = None
 
 
 ALONE = RankGroups()

@@ -1,6 +1,6 @@
 """Copies of small tensors to the device and back, for which the host does not wait."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,21 @@ def sent_array(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device, without waiting for it. On a CPU the tensor has the memory of the array."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def fetched(values: Tensor) -> Callable[[], np.ndarray]:
+    """Start the copy of `values` to the host. Return a function that waits for it, and returns the array."""
+    out = back(values)
+    if not values.is_cuda:
+        return out.numpy
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> np.ndarray:
+        copied.synchronize()
+        return out.numpy()
+
+    return wait
 
 
 def back(values: Tensor) -> Tensor:

@@ -104,6 +104,14 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     return msgspec.structs.replace(plan, drafting=drafting, geometry=geometry)
 
 
+def joint_drafts(plan: EnginePlan) -> bool:
+    """Return True if replicas in lock-step share experts of the drafter's layers, and make its passes together."""
+    if plan.draft is not None:
+        return plan.draft.mesh.parallel.lockstep and plan.draft.args.moe is not None
+    own = plan.args.expert_layers[-1:]
+    return plan.mesh.parallel.lockstep and plan.args.draft_layers > 0 and own >= (plan.args.num_layers,)
+
+
 def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
     """Return lines about the drafter that the user should see."""
     head = plan.draft.args.eagle if plan.draft is not None else None

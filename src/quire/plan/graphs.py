@@ -22,12 +22,15 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens      numbers of tokens of steps with prompts
     drafts      numbers of drafts of each sequence in decode steps, beside none
     bounds      bounds of the exchange between replicas in lock-step, see `captured_bounds`; (): none is captured
+    joins       kinds of steps without tokens, for each bound: by the drafts of other replicas, if a drafter's layers
+                share experts
     """
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
+    joins: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +41,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
             for size, query in captured_decodes(self.sequences, queries)
         ]
         shapes += [captured_bounds(self.bounds, self.tokens, size) for size in self.tokens]
-        return (sum(map(len, shapes)) + len(self.bounds)) * GRAPH_BYTES
+        return (sum(map(len, shapes)) + len(self.bounds) * self.joins) * GRAPH_BYTES
 
 
 def resolve_graphs(
@@ -55,7 +58,9 @@ def resolve_graphs(
     sizes = _decode_sizes(config)
     if not config.device.cudagraph_capture_sizes:  # the most decodes whose drafts fit have a step of their own
         sizes = tuple(sorted({*sizes, *(most for k in drafts if (most := MAX_VERIFY_ROWS // (1 + k)) < sizes[-1])}))
-    return GraphPlan(sequences=sizes, tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds)
+    shared = speculation is not None and speculation.layered and not speculation.head
+    joins = 1 + len(drafts) if bounds and shared else 1
+    return GraphPlan(sequences=sizes, tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds, joins=joins)
 
 
 def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -110,7 +110,7 @@ class LayerDrafter:
         )
         self._lanes = torch.arange(max(tokens, slots), device=device)
         self._recurrent = PassStates(slots, device) if passes.recurrent else None
-        self.joint = JointPasses(passes, self._width, device) if passes.shared else None
+        self.joint = JointPasses(passes, slots - 1, self._width, device) if passes.shared else None
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         """Return the changes of `first`: the states before the first computed token are unknown. See `Drafter`."""
@@ -159,8 +159,9 @@ class LayerDrafter:
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
         states, seqs, joint = self._pass.keep(hidden, ctx), len(buffers.seq_lens), self.joint
+        prompts = not decode if joint is None else joint.own_prompts  # decodes may run as a step with prompts
         slots = step.slots[:seqs].long()
-        if not decode:
+        if prompts:
             bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
             starts, ends = bounds[:-1], bounds[1:]
             before = buffers.seq_lens - (ends - starts) - 1 - self.first[slots]  # place of the state to go on from
@@ -171,8 +172,6 @@ class LayerDrafter:
             moved[starts] = carried
             own = ctx if joint is None else replace(ctx, replicas=joint.prompts(step.words[TOKENS]))
             self._pass.run(buffers.token_ids, moved[:-1], own)
-        elif joint is not None:
-            joint.join_prompts()
         self._operations.keep_states(step, buffers, states, self.states, self.first, False)
         if self._recurrent is not None:
             assert ctx.states is not None, "the runner tells where states are"

@@ -1,13 +1,17 @@
-"""The agreement of replicas in lock-step: how many tokens each of them computes in a step."""
+"""The agreement of replicas in lock-step: how many tokens each of them computes in a step, and the passes of a drafter
+whose layers share experts."""
 
 from dataclasses import replace
 
-from quire.contracts.step import StepPlan
-from quire.kernels.step import NUM_TOKENS, StepWords
+from msgspec import structs
+from torch import Tensor
+
+from quire.contracts.step import I32, DraftSync, StepPlan, StepSync
+from quire.kernels.step import NUM_TOKENS, StepBuffers, StepWords, Tables
 from quire.kernels.step.state import Limits
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, join_layers
-from quire.spec.joint_passes import JointPasses
+from quire.spec.joint_passes import JointPasses, StepPasses
 from quire.worker.features import Layers, StepFeature
 from quire.worker.recorder import StepShape
 
@@ -27,37 +31,59 @@ class ReplicaAgreement(StepFeature):
         self.parts = () if passes is None else (passes,)
         count = words.words[NUM_TOKENS : NUM_TOKENS + 1]
         self._tokens = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
+        self._step = StepPasses()
 
     def before(self, plan: StepPlan) -> None:
         """Take the tokens of each replica from the plan. A plan without them is the same on all replicas."""
-        own = (self._words.num_tokens,) * self._limits.replicas
-        rows, bounds = own if plan.sync is None else plan.sync.rows, self._limits.bounds
-        bound = next((bound for bound in bounds if bound >= max(rows)), max(bounds, default=0))
-        self._tokens = replace(self._tokens, rows=rows, bound=bound)
-        if self._passes is not None:
-            self._passes.take(None if plan.sync is None else plan.sync.drafts, rows)
+        sync, bounds = plan.sync or self._alike(plan), self._limits.bounds
+        drafts = sync.drafts or DraftSync(0, (0,) * len(sync.rows), (False,) * len(sync.rows))
+        width = 1 + self._limits.num_drafts if self._limits.joint else 0  # most rows of a decode in a pass
+        most = max(*sync.rows, *(width * decodes for decodes in drafts.decodes))
+        bound = next((bound for bound in bounds if bound >= most), max(bounds, default=0))
+        self._tokens = replace(self._tokens, rows=sync.rows, bound=bound)
+        once = bool(bounds) and most <= bound
+        if once and self._limits.joint and not self._late:
+            drafts = self._recorded(drafts)
+        self._step = StepPasses(drafts, sync.rows, bound, once, len(plan.slots) > plan.num_decodes)
+        self._take(self._step)
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
-        """Return the shape with the bound of the step's only exchange per layer.
+        """Return the shape with the bound of the step's only exchange per layer, and the drafts of all replicas.
 
-        0: exact numbers are exchanged, or a layer exchanges several times.
+        Bound 0: exact numbers are exchanged, or a layer exchanges several times.
         """
-        tokens = self._tokens
-        return replace(shape, bound=0 if max(tokens.rows) > tokens.bound else tokens.bound)
+        if not self._step.once:
+            return replace(shape, bound=0)
+        query = shape.query if self._passes is None or self._late else max(shape.query, 1 + self._passes.count)
+        return replace(shape, bound=self._step.bound, query=query)
+
+    def inputs(self, step: StepWords, tables: Tables, shape: StepShape) -> None:
+        """Let the drafter make the passes of a recording. Recorded."""
+        if shape.recorded:
+            self._take(self._of_recording(shape))
 
     def context(self, ctx: StepContext, shape: StepShape) -> StepContext:
         """Return the context with the tokens of all replicas."""
         return replace(ctx, replicas=self._of(shape))
+
+    def after(self, plan: StepPlan, rows: I32, buffers: StepBuffers, out: Tensor) -> None:
+        """Join the pass over prompts of other replicas, which no recording of a step without prompts has."""
+        self._take(self._step)
+        if self._passes is not None:
+            self._passes.join_prompts()
 
     def join(self, shape: StepShape, layers: Layers) -> None:
         """Launch the exchanges of layers with experts, for the tokens of other replicas."""
         if self._model.vocabulary is not None:
             self._model.vocabulary.group.begin_step()
         if self._passes is not None and not self._late:
+            self._take(self._of_recording(shape) if shape.recorded else self._step)
             self._passes.join_drafts()
         join_layers(self._model, self._of(shape), layers)
+
+    def _take(self, step: StepPasses) -> None:
         if self._passes is not None:
-            self._passes.join_prompts()
+            self._passes.take(step)
 
     def _of(self, shape: StepShape) -> ReplicaTokens:
         """Return the tokens of the replicas; a recording knows their bound alone."""
@@ -65,3 +91,32 @@ class ReplicaAgreement(StepFeature):
             return self._tokens
         rows = () if shape.bound else (shape.tokens,) * self._limits.replicas  # exact ones only in a rehearsal
         return replace(self._tokens, rows=rows, bound=shape.bound)
+
+    def _alike(self, plan: StepPlan) -> StepSync:
+        """Return the record of a step in which all replicas have the same plan."""
+        count, runs = self._limits.replicas, plan.features.runs
+        decodes, most = plan.num_decodes, int(plan.num_tokens[: plan.num_decodes].max(initial=1)) - 1
+        if self._late:
+            decodes, most = (0, 0) if runs is None else (runs.num_drafting, runs.most)
+        prompts = len(plan.slots) > plan.num_decodes
+        return StepSync((self._words.num_tokens,) * count, -1, DraftSync(most, (decodes,) * count, (prompts,) * count))
+
+    def _recorded(self, drafts: DraftSync) -> DraftSync:
+        """Return the drafts of a step, some replicas of which may replay a recording.
+
+        A recording of a step with prompts has the most drafts. Every recording has passes, which a replica cannot leave
+        out if no other one decodes.
+        """
+        limits = self._limits
+        if not limits.graph_sizes and not limits.graph_tokens:
+            return drafts
+        lengths = [query - 1 for query in limits.queries]
+        mixed = any(drafts.prompts) and limits.graph_tokens
+        most = lengths[-1] if mixed else next(length for length in lengths if length >= drafts.most)
+        return structs.replace(drafts, most=most, decodes=(1,) * limits.replicas)
+
+    def _of_recording(self, shape: StepShape) -> StepPasses:
+        """Return the passes of a recording: all replicas have the same, with as many rows as its bound, or as it."""
+        count, prompts = self._limits.replicas, not shape.decode
+        drafts = DraftSync(shape.query - 1, (max(1, shape.seqs),) * count, (prompts,) * count)
+        return StepPasses(drafts, (shape.tokens,) * count, shape.bound, shape.bound > 0, prompts)

@@ -153,7 +153,8 @@ def _upload(kind: str, limits: Limits, device: torch.device) -> Upload:
 def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
-        return Graphs(limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries)
+        sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
+        return Graphs(*sizes, joint=limits.joint)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 
@@ -185,6 +186,8 @@ def _exchanging(
         yield PipelineStage(model, groups.pp, groups.tokens, state.tables, told=limits.num_drafts > 0)
     if limits.replicas > 1:
         passes = None if drafter is None else drafter.joint
+        as_planned = not limits.bounds or not model.last or limits.joint == (passes is not None)
+        assert as_planned, "replicas make the passes that were planned"
         yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
     if groups.movers is not None:
         layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]

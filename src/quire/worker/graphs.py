@@ -23,6 +23,7 @@ class Graphs(Recorder):
 
     sizes, tokens, bounds, queries   `graph_sizes`, `graph_tokens`, `bounds` and `queries` of `Limits`
     most_seqs                        most sequences of any step
+    joint                            replicas share experts of the drafter's layers, so that they make the same passes
     """
 
     static = True
@@ -34,10 +35,13 @@ class Graphs(Recorder):
         most_seqs: int = 0,
         bounds: tuple[int, ...] = (),
         queries: tuple[int, ...] = (1,),
+        *,
+        joint: bool = False,
     ) -> None:
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self.queries, self._decodes = queries, dict.fromkeys(captured_decodes(sizes, queries))
+        self.joint = joint
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -47,13 +51,15 @@ class Graphs(Recorder):
         A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
         """
         if not shape.tokens:
-            return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
+            captured = bool(self.sizes or self.tokens) and shape.query in self._joined()
+            return replace(shape, recorded=captured and shape.bound in self.bounds)
         size, query = self._round_up(shape.seqs), next((one for one in self.queries if one >= shape.query), 0)
         if shape.decode and (size, query) in self._decodes and shape.bound in self._bounds(size, query):
             return replace(shape, tokens=size * query, seqs=size, rows=size * query, query=query, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
-        if padded and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
+        alone = self.joint and shape.decode  # a graph with prompts has their pass, which other replicas would not join
+        if padded and not alone and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
             return replace(
                 shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True, query=self.queries[-1]
@@ -81,8 +87,8 @@ class Graphs(Recorder):
                 for bound in self._bounds(size, query)
                 for shared in (False, True)
             ]
-        joins = reversed(self.bounds) if found else ()
-        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
+        joins = [(bound, query) for bound in reversed(self.bounds) for query in self._joined()] if found else ()
+        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound, query=query) for bound, query in joins)]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
@@ -120,6 +126,10 @@ class Graphs(Recorder):
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def _joined(self) -> tuple[int, ...]:
+        """Return the most tokens of a decode of other replicas, for which steps without tokens here are captured."""
+        return self.queries if self.joint else (1,)
 
     def _round_up(self, count: int) -> int:
         """Return the smallest captured size >= `count`; 0 if `count` is 0 or above the largest size."""

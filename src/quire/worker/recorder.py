@@ -46,10 +46,11 @@ class StepShape:
     def key(self) -> Key:
         """Key of the recording for this shape. It has the layers and, for a decode shape, also the logits.
 
-        Without tokens it has this rank's part in the exchanges of other replicas.
+        Without tokens it has this rank's part in the exchanges of other replicas, whose decodes have at most `query`
+        tokens if a drafter takes part in them.
         """
         if not self.tokens:
-            return "join", self.bound, 0
+            return "join", self.bound, self.query - 1
         if self.decode:
             return "decode", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
         return "mixed", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.args.latent import IndexArgs, LatentArgs
 from quire.contracts.step import I32, StepPlan
 from quire.distributed import Group
-from quire.kernels.index import Chosen, longer
+from quire.kernels.index import Chosen
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.kernels.step.upload import Change
 from quire.layers.context import StepContext
@@ -81,12 +81,11 @@ class PipelineStage(StepFeature):
             return ctx
         attention = self._model.layers[0].attention
         assert isinstance(attention, LatentAttention), "it attends to chosen tokens"
-        found = longer(ctx.attention[attention.group], self._read.top_k)
-        rows = sum(last - first for first, last, *_ in found)
-        positions = torch.empty(rows, self._read.top_k, dtype=torch.int32, device=ctx.positions.device)
-        if rows:
-            self._forward.receive(positions, self._forward.rank - 1)
-        return replace(ctx, chosen=Chosen(found, positions))
+        meta, rows = ctx.attention[attention.group], len(ctx.positions)
+        chosen: Chosen = self._model.kernels.index.room(rows, meta, self._read.top_k, ctx.positions.device)
+        if len(chosen.positions):
+            self._forward.receive(chosen.positions, self._forward.rank - 1)
+        return replace(ctx, chosen=chosen)
 
     def layers_done(
         self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape

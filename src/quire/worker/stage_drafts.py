@@ -8,7 +8,7 @@ A slot is in one step in flight at a time, so the host knows all of its tokens w
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32, StageRuns, StepPlan
+from quire.contracts.step import I32, StepPlan
+from quire.kernels.host_copies import fetched, sent_array
 from quire.kernels.step import NUM_DECODES, StepBuffers, StepWords, Tables, fixed_words
 from quire.kernels.step.upload import Change
 from quire.layers.context import StepContext
@@ -62,7 +63,7 @@ class StageDrafts(StageTokens):
         self._step = StepWords.view(torch.zeros(fixed_words(slots - 1), dtype=torch.int32, device=device), slots - 1)
         self._free = replace(tables, hosted=torch.zeros_like(tables.hosted))
         self._ahead = torch.arange(most, device=device)
-        self._made: deque[Tensor | None] = deque()  # of the steps that are not collected
+        self._made: deque[Callable[[], I32]] = deque()  # returns the drafts of a step that is not collected
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """Return the table changes, with those of the drafter for the admitted requests."""
@@ -78,33 +79,34 @@ class StageDrafts(StageTokens):
         """Launch the drafts behind the tokens of the step."""
         runs = plan.features.runs
         if runs is not None and runs.num_drafting:
-            self._made.append(self._draft(sampled_slots(plan)[0], runs))
+            self._made.append(fetched(self._draft(sampled_slots(plan)[0], runs.limits, runs.most)))
             return
         if self.drafter.joint is not None:
             self.drafter.joint.join_drafts()
-        self._made.append(None)
+        self._made.append(lambda: NO_DRAFTS)
 
     def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
         """Return the numbers of accepted drafts of the step, and the drafts behind its tokens."""
-        made = self._made.popleft()
-        ahead = NO_DRAFTS if made is None else made.cpu().numpy()
+        ahead = self._made.popleft()()
         return {"ahead": ahead} | ({} if counts is None else accept(counts, words)._asdict())
 
-    def _draft(self, sampled: I32, runs: StageRuns) -> Tensor:
-        """Launch the drafts of sampled slots [N]. Return them [N, most], int32; -1: there is none."""
-        device, chosen = self._ahead.device, np.flatnonzero(runs.limits)
-        slots = torch.from_numpy(sampled[chosen].astype(np.int64)).to(device)
-        limits = torch.from_numpy(runs.limits[chosen].astype(np.int64)).to(device)
+    def _draft(self, sampled: I32, limits: I32, longest: int) -> Tensor:
+        """Launch the drafts of sampled slots [N]. Return them [N, longest], int32; -1: there is none.
+
+        limits    see `StageRuns`;  longest  most drafts of a slot
+        """
+        device, chosen = self._ahead.device, np.flatnonzero(limits)
+        places = np.stack([sampled[chosen], limits[chosen], chosen]).astype(np.int64)
+        slots, ends, rows = sent_array(places, device)
         step, count, tables = self._step, len(chosen), self._free
         known = tables.computed[slots]  # position of the last token
-        most = (limits - known - 1).clamp_(0, runs.most)
+        most = (ends - known - 1).clamp_(0, longest)
         step.slots[:count] = slots
         step.starts[1 : count + 1] = (1 + most).cumsum(0)
         step.words[NUM_DECODES] = step.num_decodes = step.num_seqs = count
-        self.drafter.draft(step, tables, count, runs.most)
-        ahead = self._ahead[: runs.most]
-        places = (known[:, None] + 1 + ahead).clamp_(max=tables.history.shape[1] - 1)
-        found = torch.full((len(sampled), runs.most), -1, dtype=torch.int32, device=device)
-        drafts = tables.history[slots[:, None], places]
-        found[torch.from_numpy(chosen).to(device)] = torch.where(ahead < most[:, None], drafts, -1)
+        self.drafter.draft(step, tables, count, longest)
+        ahead = self._ahead[:longest]
+        positions = (known[:, None] + 1 + ahead).clamp_(max=tables.history.shape[1] - 1)
+        found = torch.full((len(sampled), longest), -1, dtype=torch.int32, device=device)
+        found[rows] = torch.where(ahead < most[:, None], tables.history[slots[:, None], positions], -1)
         return found

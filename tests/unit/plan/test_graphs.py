@@ -71,10 +71,11 @@ def test_every_decode_step_of_replicas_with_drafts_is_captured(sizes: str, queri
 
 def test_graphs_of_every_bound_and_number_of_drafts_are_set_aside() -> None:
     for sizes in SIZES.values():
-        for bounds, drafts in product(((), exchange_bounds(8192)), ((), (3,), (1, 7))):
-            shapes = Graphs(*sizes, 256, bounds, (1, *(1 + k for k in drafts))).shapes()
+        for bounds, drafts, joint in product(((), exchange_bounds(8192)), ((), (3,), (1, 7)), (False, True)):
+            shapes = Graphs(*sizes, 256, bounds, (1, *(1 + k for k in drafts)), joint=joint).shapes()
             count = len({(shape.decode, shape.tokens, shape.bound, shape.query) for shape in shapes})
-            plan = GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds, drafts=drafts)
+            joins = 1 + len(drafts) if joint else 1
+            plan = GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds, drafts=drafts, joins=joins)
             assert plan.num_bytes == count * GRAPH_BYTES
 
 
@@ -90,6 +91,9 @@ def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
     assert graphs(spread, enforce_eager=True) == GraphPlan()
     drafting = graphs(spread, cudagraph_capture_sizes=(100,), speculative_config=NGRAM)
     assert drafting == GraphPlan(sequences=(100,), drafts=(3,), bounds=(64, 256, 300 + 3 * 128)), "drafts travel, too"
+    draft = {"method": "draft_model", "model": str(shared / "hf" / "DeepSeek-V2-Lite"), "num_speculative_tokens": 3}
+    layered = graphs(spread, speculative_config=draft)
+    assert layered.joins == 2, "others have drafts, or none"
     for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
         assert not graphs(parallel).bounds
 

@@ -67,9 +67,8 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EAGLE | {"pipeline_parallel_size": 2},
         {},
-        {("drafts", "pipeline of GPUs"), ("EAGLE-3", "-pp")},
+        {("EAGLE-3", "-pp")},
     ),
-    (MTP | SHARED, {}, {("drafts of layers", "moving or shared experts")}),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
@@ -79,9 +78,8 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EXAMPLES["draft model"] | {"tensor_parallel_size": 8},
         {"heads": (8, 8)},
-        {("drafts of another model", "uneven drafter"), ("draft model", "several GPUs")},
+        {("drafts of another model", "uneven drafter")},
     ),
-    ({"pipeline_parallel_size": 2}, {"chosen": True}, {("pipeline of GPUs", "chosen tokens")}),
     (EAGLE, {"head": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, {("EAGLE", "dynamic rope")}),
     (EAGLE, {"head": {"hidden_size": 32}}, {("EAGLE", "other width")}),
     (EAGLE, {"head": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {("EAGLE", "lacking layers")}),

@@ -12,6 +12,8 @@ choose(q [T, Hi, D], weights [T, Hi] float32, cache, meta, top_k) -> Chosen
     score that is not a number is the largest, so that the row shows it. Rows with at most `top_k` tokens attend to all.
     Sequences with at most `top_k` tokens are not among the chosen ones. Memory grows with rows * top_k, never with
     rows * context.
+room(rows, meta, top_k, device) -> Chosen
+    What `choose` returns for a step of so many rows, with positions that nothing has been written to.
 
 A cache of 8-bit codes has a scale for each key: the smallest power of two with which no code exceeds the largest
 number.

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.eight_bits import MOST, is_coded
-from quire.kernels.index import Chosen, IndexView, longer
-from quire.kernels.index.ref import prepare
+from quire.kernels.index import Chosen, IndexView
+from quire.kernels.index.ref import prepare, room
 from quire.kernels.native.library import loaded
 
-__all__ = ["choose", "prepare"]
+__all__ = ["choose", "prepare", "room"]
 
 ROWS, KEYS = 4, 32  # INDEX_ROWS and INDEX_KEYS of native.c
 LEAST_PART = 1024  # keys of a part of a context: fewer cost less than joining parts
@@ -22,17 +22,17 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
 
     A score has the same bits whatever rows, parts and threads compute it, so equal keys have equal scores.
     """
-    found = longer(meta, top_k)
-    rows, threads = sum(last - first for first, last, *_ in found), torch.get_num_threads()
-    positions = torch.empty(rows, top_k, dtype=torch.int32)
+    chosen, threads = room(len(q), meta, top_k, q.device), torch.get_num_threads()
+    found, positions = chosen.sequences, chosen.positions
+    rows = len(positions)
     if not found:
-        return Chosen(found, positions)
+        return chosen
     q, weights = q.contiguous(), weights.contiguous()
     _check(q, weights, cache, meta)
     items, num_parts = _items(found, meta, threads)
     (_, heads, dim), tables = q.shape, meta.block_tables
-    room = max(2, num_parts) * top_k
-    scratch_bytes = 8 * (2 * room + (ROWS - 1) * 2 * top_k) + 4 * dim * (2 * KEYS + ROWS * heads)
+    kept = max(2, num_parts) * top_k
+    scratch_bytes = 8 * (2 * kept + (ROWS - 1) * 2 * top_k) + 4 * dim * (2 * KEYS + ROWS * heads)
     scratch_bytes += -scratch_bytes % 64
     scratch = torch.empty(threads, scratch_bytes, dtype=torch.uint8)
     parts = torch.empty(rows if num_parts > 1 else 0, num_parts, top_k, dtype=torch.int64)
@@ -61,7 +61,7 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
         0 if cache.scales is None else cache.scales.stride(0),
         tables.stride(0),
         num_parts,
-        room,
+        kept,
         scratch_bytes,
         q.dtype == torch.bfloat16,
         cache.keys.dtype == torch.bfloat16,

@@ -39,6 +39,13 @@ def write_keys(keys: Tensor, cache: IndexView, kv_slots: Tensor) -> None:
     cache.scales[block, 0, offset] = scales
 
 
+def room(rows: int, meta: AttentionMeta, top_k: int, device: torch.device) -> Chosen:
+    """Return the sequences whose rows choose, and memory for their choice. See `quire.kernels.index`."""
+    found = longer(meta, top_k)
+    count = sum(last - first for first, last, *_ in found)
+    return Chosen(found, torch.empty(count, top_k, dtype=torch.int32, device=device))
+
+
 def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, top_k: int) -> Chosen:
     """Return the best tokens of each row. See `quire.kernels.index`."""
     found, some = longer(meta, top_k), list[Tensor]()

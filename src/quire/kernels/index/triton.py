@@ -24,7 +24,7 @@ from quire.kernels.index.triton_scores import score_kernel
 from quire.kernels.index.triton_select import BINS, LEVELS, WHOLE, level_kernel, whole_kernel, write_kernel
 from quire.kernels.triton_runtime import jit, tl
 
-__all__ = ["choose", "prepare"]
+__all__ = ["choose", "prepare", "room"]
 
 SCORES = 128 << 20  # bytes of scores at a time
 ALIGNED = 1024  # a row of scores has a multiple of so many: kernels are compiled for that
@@ -162,20 +162,25 @@ class ScoredPart(NamedTuple):
     alone: bool
 
 
+def room(rows: int, meta: AttentionMeta, top_k: int, device: torch.device) -> Chosen:
+    """Return the rows that choose, and memory for their choice: decodes and long prompts. See `quire.kernels.index`."""
+    assert meta.row_positions is None and meta.prompts is not None, "a worker of a GPU tells its prompts"
+    decodes = meta.prompts[0][0] if meta.prompts else rows
+    long = tuple(one for one in meta.prompts if one[3] + one[1] - one[0] > top_k)
+    count = decodes + sum(last - first for first, last, *_ in long)
+    return Chosen(long, torch.empty(count, top_k, dtype=torch.int32, device=device), decodes)
+
+
 def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, top_k: int) -> Chosen:
     """Return the best tokens of each row. See `quire.kernels.index`."""
-    assert meta.row_positions is None and meta.prompts is not None, "a worker of a GPU tells its prompts"
-    decodes = meta.prompts[0][0] if meta.prompts else len(q)
-    long = tuple(one for one in meta.prompts if one[3] + one[1] - one[0] > top_k)
-    rows = decodes + sum(last - first for first, last, *_ in long)
-    positions = torch.empty(rows, top_k, dtype=torch.int32, device=q.device)
-    if rows:
+    chosen = room(len(q), meta, top_k, q.device)
+    if len(chosen.positions):
         at, places = 0, places_of(meta, len(q))
-        for piece in _pieces(meta, decodes, long, cache.block_size):
+        for piece in _pieces(meta, chosen.decodes or 0, chosen.sequences, cache.block_size):
             count = piece.last - piece.first
-            _choose_piece(q, weights, cache, meta, piece, places, positions[at : at + count])
+            _choose_piece(q, weights, cache, meta, piece, places, chosen.positions[at : at + count])
             at += count
-    return Chosen(long, positions, decodes)
+    return chosen
 
 
 def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[ScoredPart]:

@@ -31,6 +31,7 @@ class Limits:
     bounds          numbers of tokens of a replica for which the exchange with other replicas is made, ascending; (): it
                     is made for the exact numbers
     tiers           blocks of the KV cache are copied beside the steps
+    joint           replicas in lock-step share experts of the drafter's layers
     """
 
     num_slots: int
@@ -46,6 +47,7 @@ class Limits:
     num_drafts: int = 0
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False
+    joint: bool = False
 
     @property
     def queries(self) -> tuple[int, ...]:

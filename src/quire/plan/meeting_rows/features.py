@@ -168,14 +168,9 @@ RANKS: Mapping[str, Feature] = {
     "hosts": Feature(lambda i: i.config.hosts.nnodes > 1, "several hosts", "--nnodes"),
     "Ray": Feature(_ray, "Ray", "--distributed-executor-backend ray"),
     "several ranks": Feature(lambda i: i.parallel.size > 1, "{parallel}"),
-    "several GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.size > 1, "several GPUs", "{parallel}"),
     "one rank": Feature(lambda i: i.parallel.size == 1, "one rank"),
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
-    "moving or shared experts": Feature(
-        lambda i: i.device == "cuda" and (i.parallel.lockstep or i.parallel.redundant is not None),
-        "experts that replicas of a GPU share, or that move there",
-    ),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
         lambda i: i.parallel.size % i.config.hosts.nnodes > 0, "ranks that hosts cannot share equally"
@@ -224,7 +219,6 @@ DRAFTS: Mapping[str, Feature] = {
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
     "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
-    "pipeline of GPUs": Feature(lambda i: i.device == "cuda" and i.parallel.pp > 1, "a pipeline of GPUs"),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),

@@ -69,13 +69,8 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("drafts", "pipeline of GPUs", MISSING, "no GPU has run drafts at the end of a step",
-        "leave out --speculative-config or -pp, or use --device cpu"),
     Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
         'use "method": "eagle" with a head for it, or leave out -pp'),
-    Row("drafts of layers", "moving or shared experts", MISSING, "no GPU has run the passes of its drafter",
-        'use "method": "ngram", or --device cpu'),
-    Row("draft model", "several GPUs", MISSING, "no GPU has run its slices", 'use "method": "ngram", or --device cpu'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
@@ -110,8 +105,6 @@ STATES: tuple[Row, ...] = (
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
 LATENTS: tuple[Row, ...] = (
-    Row("pipeline of GPUs", "chosen tokens", MISSING, "stages of GPUs do not send what an indexer has chosen",
-        "use -tp, or --device cpu"),
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
