@@ -153,12 +153,12 @@ def test_experts_of_a_drafter_move(shared: bool, pair: Any, one_rank: Any, monke
     options = OPTIONS | SIZES["dp2-ep"] | BALANCED | (SHARED if shared else {})
     with LLM(str(folder), **options, speculative_config=given) as llm:
         core = llm.engine.core
-        assert isinstance(core, Replicas) and core._balancer is not None
+        assert isinstance(core, Replicas) and core.balancer is not None
         for _ in range(ROUNDS):
             compare("mtp", options, ask(llm), one_rank("mtp"))
-            if core._balancer._total:
+            if core.balancer._total:
                 break
-        assert core._balancer._total, "not every layer was switched to another map"
+        assert core.balancer._total, "not every layer was switched to another map"
         compare("mtp", options, ask(llm), one_rank("mtp"))
 
 
