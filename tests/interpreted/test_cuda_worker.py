@@ -386,6 +386,26 @@ def test_the_same_tokens_as_the_naive_runner_s(
     assert not sizes or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("sizes", [(), (2, 4)], ids=["eager", "graphs"])
+def test_short_prompts_beside_longer_ones(cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...]) -> None:
+    """Sparse latent attention: prompts of up to 8 tokens attend to all of them, wherever they are in the step."""
+    layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(24,) if sizes else ())
+    oracle, runner = naive("sparse latent", **layers), cuda_runner(limits, "sparse latent", **layers)
+    slots, counts, blocks = (0, 1, 2, 3), (3, 17, 8, 20), ((1,), (2, 3), (4,), (5, 6))
+    first = tuple(admission(*each, num_logprobs=2) for each in zip(slots, counts, blocks, strict=True))
+    again = admission(0, 5, (7,), num_logprobs=2), admission(2, 20, (8, 9), num_logprobs=2)
+    plans = (
+        plan(1, slots, counts, (SAMPLE,) * 4, admitted=first),
+        plan(2, slots, (1,) * 4, (SAMPLE,) * 4),
+        plan(3, (1, 3, 2), (1, 1, 4), (SAMPLE, SAMPLE, 0), released=i32(0, 2), admitted=again[1:]),
+        plan(4, (1, 3, 2, 0), (1, 1, 16, 5), (SAMPLE,) * 4, admitted=again[:1]),
+        plan(5, (1, 3, 2, 0), (1,) * 4, (SAMPLE,) * 4),
+    )
+    for expected, found in zip(map(oracle.run, plans), run_ahead(runner, plans), strict=True):
+        agree(found, expected)
+
+
 @pytest.mark.parametrize("graphs", [True, *full_rows([False])])
 def test_groups_with_blocks_of_other_sizes_give_the_same_tokens(
     cuda_runner: Callable[..., StepRunner], graphs: bool

@@ -53,6 +53,7 @@ LATENT = {
     "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
     "topk_group": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
+INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 GLM = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True,
@@ -61,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
     "latent": {"model_type": "deepseek_v3", **LATENT},
+    "sparse latent": {"model_type": "deepseek_v32", **LATENT, **INDEXER},
     "glm": {"model_type": "glm4_moe", **GLM},
 }  # fmt: skip
 

@@ -176,14 +176,14 @@ class LatentAttention(nn.Module):
 
     def _attend_chosen(self, q: Tensor, kv: LatentView, meta: AttentionMeta, chosen: Chosen, out: Tensor) -> None:
         """As `_attend`; rows of longer sequences, and decodes of a GPU, attend to the chosen tokens alone."""
-        done = 0  # rows of `chosen.positions`
+        done, naive = 0, list[Prompt]()  # rows of `chosen.positions`
         if chosen.decodes:
             done = chosen.decodes
             self._absorb(q[:done], kv, meta, out[:done], chosen.positions[:done])
         for way, prompts in alike(meta, self.most_absorbed, chosen):
             rows = slice(prompts[0][0], prompts[-1][1])
             if way == "naive":
-                self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=prompts), self.sizes.scale, out)
+                naive += prompts
             elif way == "absorbed":
                 self._absorb(q[rows], kv, part_of(meta, prompts), out[rows])
             else:
@@ -191,6 +191,9 @@ class LatentAttention(nn.Module):
                 positions = chosen.positions[done : done + count]
                 self._absorb(q[rows], kv, meta, out[rows], positions, rows.start)
                 done += count
+        if naive:  # in one call: kernels keep the tiles of a step's prompts for all layers
+            meta = replace(meta, prompts=tuple(naive))
+            self.kernel.expanded(q, self.kv_up.weight, kv, meta, self.sizes.scale, out)
 
     def _absorb(
         self,
