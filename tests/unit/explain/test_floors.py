@@ -49,13 +49,12 @@ def test_replicas_of_several_hosts(shared: Path, capsys: Any) -> None:
         assert words in text, words
 
 
-def test_a_draft_model_that_cannot_run_yet_is_planned(shared: Path, capsys: Any) -> None:
+def test_a_draft_model_on_ranks_is_planned(shared: Path, capsys: Any) -> None:
     """Its weights, passes and exchanges are a part of the plan."""
     drafts = {"method": "draft_model", "model": str(shared / "hf" / "Qwen3-0.6B"), "num_speculative_tokens": 3}
     flags = ["--device", "h200", "-tp", "2", "--max-num-seqs", "16", "--speculative-config", json.dumps(drafts)]
     text = printed(capsys, shared / "hf" / "Qwen3-8B", *flags)
     for words in (
-        "Not runnable yet: a draft model with several GPUs",
         "the drafter has 1.11 GiB of weights",
         "passes that draft: 12.17 GiB",
         "later passes of the drafter (in steps with decodes: a token of each decode in each pass)",
