@@ -107,8 +107,8 @@ def compare(kind: str, sizes: dict[str, Any], found: Answers, expected: tuple[An
     right, alone = (sum(sum(one.drafts[1:]) for one in each) for each in (found, drafted))
     print(kind, sizes, f"accepted {right} drafts, one rank {alone}")
     assert right > (0 if kind == "ngram" else 20)
-    # With -tp, drawn drafts of requests with filters differ. A pipeline verifies n-grams only where there are some. It has
-    # no step of a request in flight when it plans the next one: near the end it drafts further than one rank.
+    # With -tp, drawn drafts of requests with filters differ. A pipeline verifies n-grams only where there are some, and
+    # has no step of a request in flight when it plans the next one: near the end it drafts further than one rank.
     if "pipeline_parallel_size" in sizes:
         assert kind == "ngram" or right >= alone
     elif kind != "ngram" and "tensor_parallel_size" not in sizes:
