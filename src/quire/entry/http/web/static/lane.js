@@ -266,7 +266,7 @@ export class Lane {
       const { path, body } = make();
       const response = await send(path, { json: asked(path, body, Number(settings.alternatives)), signal: stopper.signal });
       for await (const { data } of events(response)) {
-        if (data === "[DONE]") break;
+        if (data === "[DONE]") continue; // the response is read to its end, else it counts as given up
         const event = JSON.parse(data);
         if (event.error) throw new Error(event.error.message);
         this.take(variant, event, told, later, goesOn, begun);

@@ -1,1 +1,339 @@
-export class Live { constructor(root){this.root=root} show(){} hide(){} retry(){} }
+// The view Live: panels fed by the stream of frames, while this tab of the page is seen.
+
+import { ask } from "./api.js";
+import { BlockMap } from "./blocks.js";
+import { Heat, Lines, Strip, percentOf } from "./charts.js";
+import { bytes, count, h, percent, put, say, seconds, table } from "./dom.js";
+import { Feed } from "./feed.js";
+
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+const MAP_MS = 1000;
+const TABLE_MS = 1000; // between two changes of a table: people read them
+const MOST_ROWS = 100;
+const STATES = { running: "running", waiting: "waiting", preempted: "preempted", grammar: "grammar is compiled", parent: "waits for its first completion", remote_kv: "blocks are on their way" };
+const sum = (values) => values.reduce((total, one) => total + one, 0);
+const end = (name) => ({ name, end: true });
+
+const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
+const behind = (words, ...children) => h("details", {}, h("summary", {}, words), children);
+
+/** A line of words about an event of a request. */
+export function eventWords(event) {
+  const { what, count: number, detail, first } = event;
+  if (what === "arrived") return `arrived with ${number} tokens`;
+  if (what === "blocked") return `blocked: ${STATES[detail] ?? detail}`;
+  if (what === "queued") return "waits for a slot";
+  if (what === "admitted") return `admitted, ${number} tokens reused${first > 0 ? `, ${first} blocks not` : ""}${detail ? ` (${detail})` : ""}`;
+  if (what === "fetched") return `${number} blocks came from ${detail}`;
+  if (what === "chunk") return `computed ${number} tokens from ${first}${detail === "ends" ? ", the end of its prompt" : ""}`;
+  if (what === "preempted") return `preempted: ${detail}; KV of ${number} tokens given back`;
+  if (what === "finished") return `finished with ${number} tokens: ${detail}`;
+  return `${what} ${number} ${detail}`;
+}
+
+export class Live {
+  constructor(root, openTimeline) {
+    this.root = root;
+    this.openTimeline = openTimeline;
+    this.feed = new Feed(() => this.later());
+    this.chosen = null; // key of the engine
+    this.selected = null; // handle of the request
+    this.paused = false;
+    this.seen = false;
+    this.pending = false;
+    this.tablesAt = 0;
+    this.spokenAt = 0;
+    this.mapTimer = 0;
+    this.build();
+  }
+
+  build() {
+    this.status = h("p", { class: "hint" }, "");
+    this.spoken = h("p", { class: "sr", role: "status" });
+    this.pause = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.togglePause() }, "Pause");
+    this.engines = h("div", { class: "panel wide engines" });
+    this.tiles = new Map();
+    const tile = (id, label) => {
+      const value = h("b", {}, "–");
+      this.tiles.set(id, value);
+      return h("li", {}, h("span", {}, label), value);
+    };
+    this.tileBox = h("ul", { class: "tiles" },
+      tile("running", "running"), tile("waiting", "waiting"), tile("blocked", "blocked"), tile("preempted", "preemptions"),
+      tile("prompt", "prompt tokens/s"), tile("output", "output tokens/s"), tile("steps", "steps/s"), tile("hit", "hit rate"), tile("blocks", "blocks held"));
+    this.strip = new Strip();
+    this.map = new BlockMap((handle) => this.select(handle), (handle) => this.engine?.name(handle) ?? `request ${handle}`);
+    this.rate = new Lines("Tokens each second", [
+      ["--c-prompt", "prompt", (one) => (one.seconds ? one.sums.prompt_tokens / one.seconds : NaN)],
+      ["--c-decode", "output", (one) => (one.seconds ? one.sums.sampled / one.seconds : NaN)]], count);
+    this.queue = new Lines("Requests", [
+      ["--c-own", "running", (one) => one.queue.running],
+      ["--c-shared", "waiting", (one) => one.queue.waiting]], count);
+    this.hits = new Lines("Hit rate since the start", [["--c-right", "of prompt tokens", (one) => (one.prefix.queries ? one.prefix.hits / one.prefix.queries : NaN)]], percentOf);
+    this.heat = new Heat();
+    this.heatTable = h("div");
+    this.heatWords = h("p", { class: "hint" });
+    const box = () => h("div", { class: "scroll", tabindex: 0, role: "group" });
+    this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
+    for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
+    this.chosenWords = h("div", { class: "chosen", hidden: true });
+    this.grid = h("div", { class: "panels", hidden: true },
+      this.engines,
+      panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
+      panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
+      panel("Requests", "wide", this.boxes.requests),
+      panel("Throughput", "", this.rate.element),
+      panel("Queue", "", this.queue.element),
+      panel("Time of a step", "", this.boxes.split),
+      panel("Prefix cache", "", this.hits.element, this.boxes.misses),
+      panel("Latency", "", this.boxes.latency),
+      panel("Bytes that move", "", this.boxes.bytes),
+      panel("Experts", "", this.heatWords, this.heat.element, this.heatTable),
+      panel("Events", "half", this.boxes.events));
+    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.tileBox, this.grid, this.spoken);
+    this.boxes.requests.addEventListener("click", (event) => {
+      const row = event.target.closest("tr[data-handle]");
+      if (row && !event.target.closest(".link")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
+    });
+    addEventListener("quire-theme", () => this.seen && this.later());
+    addEventListener("resize", () => this.seen && this.later(true));
+  }
+
+  show() {
+    this.seen = true;
+    if (!this.paused) this.watch();
+  }
+
+  hide() {
+    this.seen = false;
+    this.unwatch();
+  }
+
+  retry() {}
+
+  watch() {
+    this.feed.start();
+    clearInterval(this.mapTimer);
+    this.mapTimer = setInterval(() => this.loadMap(), MAP_MS);
+    this.loadMap();
+  }
+
+  unwatch() {
+    this.feed.stop();
+    clearInterval(this.mapTimer);
+  }
+
+  togglePause() {
+    this.paused = !this.paused;
+    this.pause.setAttribute("aria-pressed", String(this.paused));
+    say(this.pause, this.paused ? "Go on" : "Pause");
+    if (this.paused) this.unwatch();
+    else this.watch();
+    this.later();
+  }
+
+  get engine() {
+    return this.feed.engines.get(this.chosen) ?? this.feed.engines.values().next().value ?? null;
+  }
+
+  select(handle) {
+    this.selected = handle;
+    this.map.selected = handle;
+    this.map.draw();
+    this.tablesAt = 0;
+    this.later();
+  }
+
+  async loadMap() {
+    const engine = this.engine;
+    if (!engine?.facts || this.mapAsked) return;
+    this.mapAsked = true;
+    try {
+      const found = await ask(engine.backend ? `debug/blocks?backend=${encodeURIComponent(engine.backend)}` : "debug/blocks");
+      const own = found.engines.find((one) => one.replica === engine.replica);
+      if (own && engine === this.engine) {
+        this.map.set(own);
+        this.mapOf = own;
+      }
+    } catch {
+      // the stream tells why the server does not answer
+    } finally {
+      this.mapAsked = false;
+    }
+  }
+
+  /** Draw soon: ten times a second at most, once a second for people who asked for less motion. */
+  later(size) {
+    if (size) this.map.draw();
+    if (this.pending || !this.seen) return;
+    this.pending = true;
+    setTimeout(() => requestAnimationFrame(() => {
+      this.pending = false;
+      if (this.seen) this.draw();
+    }), still.matches ? 1000 : 60);
+  }
+
+  draw() {
+    const engine = this.engine;
+    const lost = this.feed.lost ? ` · ${this.feed.lost} frames lost: this page read too slowly` : "";
+    const facts = engine?.facts;
+    const words = facts ? `${facts.models.join(", ")} on ${facts.device}, ${facts.dtype}` : "";
+    say(this.status, this.paused ? "paused: nothing is asked of the server" : this.feed.words || `${words}${lost}`);
+    this.grid.hidden = this.tileBox.hidden = !engine?.last;
+    if (!engine?.last) return;
+    this.tell(engine);
+    this.strip.draw(engine, this.selected);
+    this.rate.draw(engine.samples);
+    this.queue.draw(engine.samples);
+    this.hits.draw(engine.samples);
+    const now = performance.now();
+    if (now - this.tablesAt > TABLE_MS) {
+      this.tablesAt = now;
+      this.tables(engine);
+    }
+    if (now - this.spokenAt > 15_000) {
+      this.spokenAt = now;
+      const { queue } = engine.last;
+      say(this.spoken, `${queue.running} requests run, ${queue.waiting} wait, ${count(engine.rate("sampled"))} tokens each second.`);
+    }
+  }
+
+  tell(engine) {
+    const { queue, blocks, prefix } = engine.last;
+    const tell = (name, words) => say(this.tiles.get(name), words);
+    tell("running", `${queue.running} of ${queue.slots}`);
+    tell("waiting", String(queue.waiting));
+    tell("blocked", String(sum(Object.values(queue.blocked))));
+    tell("preempted", count(queue.num_preemptions));
+    tell("prompt", count(Math.round(engine.rate("prompt_tokens"))));
+    tell("output", count(Math.round(engine.rate("sampled"))));
+    tell("steps", count(Math.round(engine.rate("steps"))));
+    tell("hit", prefix.queries ? percent(prefix.hits / prefix.queries) : "–");
+    tell("blocks", percent((blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total)));
+  }
+
+  tables(engine) {
+    const { last, frame } = engine;
+    this.engineTable();
+    this.requestTable(engine);
+    const split = engine.recent(10);
+    const total = (name) => sum(split.map((one) => one.sums[name]));
+    const steps = total("steps");
+    const parts = [["plan", "plan_s"], ["launch", "launch_s"], ["wait for the result", "collect_s"], ["apply the result", "finish_s"], ["device, at most", "device_s"]];
+    put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, name]) => [words, seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
+    const misses = Object.entries(last.prefix.misses);
+    put(this.boxes.misses, misses.length
+      ? table("Why prompts were not reused, since watching began", ["not reused because", end("prompts"), end("blocks")], misses.map(([why, one]) => [why, count(one.requests), count(one.blocks)]))
+      : h("p", { class: "hint" }, "No prompt missed blocks since watching began."),
+      last.prefix.states ? h("p", { class: "hint" }, `Checkpoints: ${last.prefix.states.used} of ${last.prefix.states.total} used, ${count(last.prefix.states.hits)} prompt tokens resumed, ${count(last.prefix.states.cut)} cut.`) : null);
+    const { latency } = frame;
+    const line = (words, values) => [words, ...(values ?? [null, null, null]).map(seconds)];
+    put(this.boxes.latency, latency?.requests
+      ? table(`Percentiles of ${latency.requests} requests`, ["", end("p50"), end("p90"), end("p99")],
+        [line("queue", latency.queue_s), line("first token", latency.ttft_s), line("each token", latency.tpot_s), line("whole request", latency.e2e_s)])
+      : h("p", { class: "hint" }, "No request has come yet."), latency?.requests ? h("p", { class: "hint" }, `Over ${latency.requests} requests: live ones and the last that ended.`) : null);
+    this.byteTable(engine);
+    this.expertTable(frame.experts);
+    const events = engine.events.slice(-40).reverse();
+    put(this.boxes.events, events.length
+      ? table("Last events of requests", ["time", "request", "event"], events.map((one) => [new Date(one.at * 1000).toLocaleTimeString("en-GB"), h("bdi", {}, engine.name(one.handle)), eventWords(one)]))
+      : h("p", { class: "hint" }, "No event since watching began."));
+    put(this.boxes.steps, table("The last steps", [end("step"), end("chunks"), end("prompt tokens"), end("decodes"), end("drafts right"), end("device, at most")],
+      engine.steps.slice(-20).reverse().map((step) => [step.step, step.chunks.length, sum(step.chunks.map((chunk) => chunk[2])), step.decodes, `${step.drafts[1]} of ${step.drafts[0]}`, seconds(step.device_s)])));
+    const { blocks } = last;
+    const rows = [["all", blocks.total, blocks.own, blocks.shared, blocks.moving, blocks.cached, blocks.free],
+      ...blocks.groups.map((group, at) => [`group ${at + 1}${group.window ? `, window of ${group.window}` : ""}`, "", group.own, group.shared, "", "", ""])];
+    put(this.boxes.blocks, table("KV blocks", ["", end("total"), end("own"), end("shared"), end("moving"), end("cached"), end("free")], rows));
+    const chosen = this.mapOf?.owners.find((one) => one.handle === this.selected);
+    this.chosenWords.hidden = this.selected === null;
+    if (this.selected !== null) {
+      const id = engine.names.get(this.selected);
+      put(this.chosenWords, h("p", {}, h("bdi", {}, engine.name(this.selected)),
+        chosen ? `: slot ${chosen.slot}, ${chosen.tokens} tokens, tables of ${chosen.tables.map((one) => one.length).join(" and ")} blocks. ` : ": holds no blocks now. ",
+        id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id, engine.backend) }, "Timeline") : null));
+    }
+  }
+
+  engineTable() {
+    const all = [...this.feed.engines.values()];
+    const down = [...this.feed.down];
+    this.engines.hidden = all.length + down.length < 2;
+    if (this.engines.hidden) return;
+    const focused = this.engines.contains(document.activeElement) ? document.activeElement.value : null;
+    put(this.engines, h("h2", {}, "Engines"), table("Engines", ["engine", end("running"), end("waiting"), end("output tokens/s"), end("blocks held")], [
+      ...all.map((one) => [
+        h("label", { class: "check" }, h("input", { type: "radio", name: "engine", value: one.key, ...(one === this.engine ? { checked: true } : {}), onchange: () => this.chooseEngine(one.key) }),
+          h("bdi", {}, [one.backend, `replica ${one.replica}`].filter((words) => words !== null).join(", "))),
+        one.last.queue.running, one.last.queue.waiting, count(Math.round(one.rate("sampled"))),
+        percent((one.last.blocks.own + one.last.blocks.shared + one.last.blocks.moving) / Math.max(1, one.last.blocks.total))]),
+      ...down.map(([name, reason]) => [h("bdi", {}, `${name}: ${reason}`), "–", "–", "–", "–"])]));
+    if (focused) this.engines.querySelector(`input[value="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  chooseEngine(key) {
+    this.chosen = key;
+    this.select(null);
+    this.loadMap();
+  }
+
+  requestTable(engine) {
+    const { requests } = engine.last;
+    const focused = document.activeElement?.closest?.("tr[data-handle]")?.dataset.handle;
+    const states = new Map();
+    for (const state of requests.state) states.set(state, (states.get(state) ?? 0) + 1);
+    const shown = Math.min(MOST_ROWS, requests.handle.length);
+    if (!shown) {
+      put(this.boxes.requests, h("p", { class: "hint" }, "No request lives. Talk to the model, or send it requests."));
+      return;
+    }
+    const rows = Array.from({ length: shown }, (_, at) => {
+      const id = requests.id[at];
+      const prompt = requests.prompt[at];
+      const progress = h("progress", { max: Math.max(1, requests.tokens[at]), value: requests.computed[at], "aria-label": "tokens computed" });
+      return [
+        h("button", { type: "button", class: "link", onclick: () => this.select(requests.handle[at] === this.selected ? null : requests.handle[at]) }, h("bdi", {}, engine.name(requests.handle[at]))),
+        STATES[requests.state[at]] ?? requests.state[at],
+        requests.slot[at] < 0 ? "" : requests.slot[at],
+        count(prompt),
+        count(requests.tokens[at] - prompt),
+        progress,
+        requests.cached[at] < 0 ? "" : count(requests.cached[at]),
+        count(requests.blocks[at]),
+        requests.preemptions[at] || "",
+        id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id, engine.backend) }, "timeline") : "",
+      ];
+    });
+    const made = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), ""], rows);
+    [...made.tBodies[0].rows].forEach((row, at) => {
+      row.dataset.handle = requests.handle[at];
+      if (requests.handle[at] === this.selected) row.classList.add("selected");
+    });
+    const rest = requests.handle.length - shown + requests.more;
+    put(this.boxes.requests, h("p", { class: "hint" }, [...states].map(([state, number]) => `${number} ${STATES[state] ?? state}`).join(" · "), rest ? ` · ${rest} more are not listed` : ""), made);
+    if (focused !== undefined) made.querySelector(`tr[data-handle="${focused}"] button`)?.focus();
+  }
+
+  byteTable(engine) {
+    const found = engine.recent(5);
+    const time = sum(found.map((one) => one.seconds)) || 1;
+    const rows = Object.keys(engine.frame.exchanged ?? {}).map((group) => [`between ranks, ${group}`, `${bytes(sum(found.map((one) => one.exchanged?.[group] ?? 0)) / time)}/s`, ""]);
+    for (const [name, tier] of Object.entries(engine.last.tiers)) {
+      const before = found[0].tiers[name] ?? tier;
+      rows.push([`from ${name} memory`.replace("disk memory", "disk"), `${bytes((tier.loaded_bytes - before.loaded_bytes) / time)}/s`, bytes(tier.loaded_bytes)]);
+      rows.push([`to ${name} memory`.replace("disk memory", "disk"), `${bytes((tier.stored_bytes - before.stored_bytes) / time)}/s`, bytes(tier.stored_bytes)]);
+    }
+    put(this.boxes.bytes, rows.length ? table("Bytes that move", ["way", end("now"), end("in all")], rows) : h("p", { class: "hint" }, "One rank and no tier: nothing moves. --kv-offload-gb adds host memory."));
+  }
+
+  expertTable(experts) {
+    const section = this.heat.element.parentElement;
+    section.hidden = !experts && !this.experts;
+    if (!experts) return;
+    this.experts = true;
+    say(this.heatWords, `Rows are layers, columns are ranks; balancedness ${percent(experts.balancedness)}.`);
+    this.heat.draw(experts.loads);
+    const open = this.heatTable.querySelector("details")?.open;
+    const ranks = experts.loads[0]?.map((_, rank) => end(`rank ${rank}`)) ?? [];
+    put(this.heatTable, h("details", { open }, h("summary", {}, "Table of loads"), table("Tokens of experts", [end("layer"), ...ranks], experts.loads.map((row, layer) => [layer, ...row.map(count)]))));
+  }
+}

@@ -206,7 +206,7 @@ export class TokenPanel {
     });
     return [
       h("p", { class: "token-head" }, h("bdi", { class: "piece-text" }, visible(token.text ?? "")), ` ${percent(probability)} `,
-        h("span", { class: "faint" }, `log ${token.logprob.toFixed(3)} · id ${token.id}`)),
+        h("span", { class: "faint" }, `logprob ${token.logprob.toFixed(2)} · id ${token.id}`)),
       h("ul", {}, rows),
     ];
   }
