@@ -4,6 +4,7 @@ import { colour, keyOf, paper } from "./charts.js";
 import { h, put, say } from "./dom.js";
 
 const HIGHEST = 260; // pixels
+const LEAST_SHOWN = 1024; // blocks; free ones at the end are left out above that
 const RANK = { s: 4, o: 3, m: 2, c: 1, ".": 0 };
 const NAMES = { s: "shared by several requests", o: "of one request", m: "held by a copy that moves", c: "cached, held by nobody", ".": "free" };
 const SHADES = { s: "--c-shared", o: "--c-own", m: "--c-moving", c: "--c-cached", ".": "--c-free" };
@@ -14,7 +15,8 @@ class Cells {
     this.canvas = h("canvas", { class: "cells", tabindex: 0, role: "img", "aria-label": `${label}. Arrow keys choose a block, Enter chooses its request.` });
     this.words = h("p", { class: "hint" }, "");
     this.label = label;
-    this.element = h("div", { class: "cells-box" }, h("h3", {}, label), this.canvas, this.words);
+    this.rest = h("span", { class: "hint" });
+    this.element = h("div", { class: "cells-box" }, h("div", { class: "row" }, h("h3", {}, label), this.rest), this.canvas, this.words);
     this.choose = choose;
     this.cursor = null;
     const at = (event) => this.blockAt(event.offsetX, event.offsetY);
@@ -63,7 +65,12 @@ class Cells {
 
   /** letters: of all blocks. bright: a Set of blocks that stay bright while others are dim; null: all. */
   set(letters, bright) {
-    this.letters = letters;
+    let used = letters.length;
+    while (used > 0 && letters[used - 1] === ".") used -= 1;
+    const shown = Math.min(letters.length, Math.max(LEAST_SHOWN, used + Math.ceil(used / 8)));
+    say(this.rest, shown < letters.length ? `${(letters.length - shown).toLocaleString("en")} further blocks are free.` : "");
+    this.letters = letters.slice(0, shown);
+    letters = this.letters;
     this.bright = bright;
     const width = this.canvas.clientWidth;
     if (!width || !letters.length) return;
@@ -84,12 +91,11 @@ class Cells {
     const gap = size > 3 ? 1 : 0;
     for (let cell = 0; cell * each < this.letters.length; cell += 1) {
       const block = cell * each;
-      let letter = this.letterOf(block);
+      const letter = this.letterOf(block);
       if (this.bright) {
         let lit = false;
         for (let at = block; at < block + each; at += 1) lit ||= this.bright.has(at);
         context.globalAlpha = lit ? 1 : 0.3;
-        if (!lit && letter === ".") letter = ".";
       }
       context.fillStyle = colour(SHADES[letter]);
       context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - gap, size - gap);

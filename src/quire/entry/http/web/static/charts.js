@@ -35,7 +35,7 @@ export function paper(canvas) {
 
 /** Return the next round number: the top of a scale. */
 function top(value) {
-  if (value <= 0) return 1;
+  if (value <= 0) return 0;
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= value * 0.999);
 }
@@ -47,6 +47,7 @@ export const keyOf = (entries) => h("ul", { class: "keys" }, entries.map(([name,
 }));
 
 const PITCH = 5; // pixels of a step
+const CUT = 10; // times the median: bars of longer steps are cut
 const LANES = [
   { label: "prompt tokens", share: 0.36, unit: count },
   { label: "decodes and drafts", share: 0.3, unit: count },
@@ -59,8 +60,9 @@ export class Strip {
   constructor() {
     this.canvas = h("canvas", { class: "strip", tabindex: 0, role: "img", "aria-label": "The last steps. Arrow keys choose a step, whose numbers stand below." });
     this.words = h("p", { class: "hint", "aria-live": "polite" }, "Point at a step to read its numbers.");
-    this.keys = keyOf([["--c-prompt", "prompt chunks"], ["--c-decode", "decodes"], ["--c-right", "drafts, right"], ["--c-wrong", "drafts, thrown away"],
-      ...TIMES.map(([, name, words]) => [name, words])]);
+    this.keys = h("div", { class: "row key-groups" },
+      keyOf([["--c-prompt", "prompt chunks"], ["--c-decode", "decodes"], ["--c-right", "drafts, right"], ["--c-wrong", "drafts, thrown away"]]),
+      keyOf(TIMES.map(([, name, words]) => [name, words])));
     this.element = h("div", {}, this.canvas, this.words, this.keys);
     this.at = null; // number of the chosen step
     this.engine = null;
@@ -114,12 +116,14 @@ export class Strip {
     const prompt = steps.map((step) => step.chunks.reduce((sum, chunk) => sum + chunk[2], 0));
     const decode = steps.map((step) => step.decodes + step.drafts[0]);
     const time = steps.map((step) => Math.max(step.device_s, TIMES.reduce((sum, [name]) => sum + step[name], 0)));
-    const tops = [prompt, decode, time].map((values) => top(Math.max(0, ...values)));
+    const middle = [...time].sort((one, other) => one - other)[Math.floor(time.length / 2)] ?? 0;
+    const cut = Math.max(0, ...time) > CUT * middle; // one long step would hide the others
+    const tops = [top(Math.max(0, ...prompt)), top(Math.max(0, ...decode)), cut ? top((CUT * middle) / 2) : top(Math.max(0, ...time))];
     let begin = 0;
     LANES.forEach((lane, number) => {
       const full = height * lane.share;
       const [low, room] = [begin + full - 2, full - 18];
-      const scale = room / tops[number];
+      const scale = tops[number] ? room / tops[number] : 0;
       context.fillStyle = colour("--line");
       context.fillRect(0, Math.round(low), width, 1);
       steps.forEach((step, at) => {
@@ -133,18 +137,22 @@ export class Strip {
           context.fillRect(x - 1, begin + 16, 1, height);
         }
         this.bars(step, number, selected).reduce((y, [name, value, edge]) => {
-          const size = value * scale;
+          const size = Math.min(value * scale, room - (low - y));
           context.fillStyle = colour(name);
           context.fillRect(x, y - size, PITCH - 1, Math.max(size - (edge && size > 3 ? 1 : 0), value ? 0.6 : 0));
           return y - size;
         }, low);
         if (number === 2) {
           context.fillStyle = colour("--text");
-          context.fillRect(x, low - step.device_s * scale - 1, PITCH - 1, 1.4);
+          context.fillRect(x, low - Math.min(step.device_s * scale, room) - 1, PITCH - 1, 1.4);
+          if (time[at] * scale > room + 1) {
+            context.fillStyle = colour("--panel");
+            context.fillRect(x - 1, low - room + 5, PITCH + 1, 2);
+          }
         }
       });
       context.fillStyle = colour("--faint");
-      context.fillText(`${lane.label}, up to ${lane.unit(tops[number])}${number === 2 ? "; line: device, at most" : ""}`, 2, begin + 1);
+      context.fillText(tops[number] === 0 ? `${lane.label}: none` : `${lane.label}, up to ${lane.unit(tops[number])}${number === 2 ? `; line: device, at most${cut ? "; longer bars are cut" : ""}` : ""}`, 2, begin + 1);
       begin += full;
     });
   }
@@ -175,7 +183,7 @@ export class Lines {
     const end = samples.at(-1).at;
     const seen = samples.filter((one) => one.at > end - this.span);
     const rows = this.series.map(([, , value]) => seen.map(value));
-    const high = this.unit === percentOf ? 1 : top(Math.max(0, ...rows.flat().filter(Number.isFinite)));
+    const high = this.unit === percentOf ? 1 : top(Math.max(0, ...rows.flat().filter(Number.isFinite))) || 1;
     context.strokeStyle = colour("--line");
     context.strokeRect(0.5, 13.5, width - 1, height - 15);
     context.fillStyle = colour("--faint");

@@ -87,6 +87,16 @@ export class Feed {
     this.words = "not watching";
   }
 
+  /** Return the addresses of the backends behind a router; none for a server. The stream is opened for a moment if nothing is known. */
+  async backends() {
+    if (!this.factsOf && !this.open) {
+      this.start();
+      await new Promise((resolve) => setTimeout(resolve, 700));
+      this.stop();
+    }
+    return [...new Set([...Object.keys(this.factsOf ?? {}), ...this.down.keys()])].filter(Boolean);
+  }
+
   async run(stopper) {
     const signal = stopper.signal;
     for (let wait = 500; !signal.aborted; wait = Math.min(wait * 2, 8000)) {

@@ -6,7 +6,7 @@ import { asked, bodyBehind, bodyOf, detokenize } from "./request.js";
 import { TokenPanel, TokenText, chatTokens, completionTokens, textOf } from "./tokens.js";
 
 const THOUGHT = "</think>"; // the end of reasoning, as most models write it
-const LABELS = { user: "You", assistant: "Answer", tool: "Result of a tool", prompt: "Prompt" };
+const LABELS = { user: "You", assistant: "Answer", completion: "Completion", tool: "Result of a tool", prompt: "Prompt" };
 
 /** A way an answer went: `tokens` in the order in which they were drawn, and parts {kind, text, view}. */
 class Variant {
@@ -210,7 +210,7 @@ export class Lane {
     if (shared.mode === "chat") this.push(new Item("user", text));
     else this.push(new Item("prompt", text));
     const turns = shared.mode === "chat" ? this.turns() : [{ content: text }];
-    await this.answer(() => bodyOf(settings, shared, turns), settings);
+    await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
   }
 
   /** Return the request that a text would make, for the export. */
@@ -221,8 +221,8 @@ export class Lane {
     return bodyOf(settings, shared, turns);
   }
 
-  async answer(make, settings) {
-    const item = this.push(new Item("assistant"));
+  async answer(make, settings, role) {
+    const item = this.push(new Item(role));
     item.variants.push(new Variant());
     item.show(0);
     await this.stream(item, make, settings);
@@ -234,12 +234,13 @@ export class Lane {
     const item = this.items.find((one) => one.element.contains(span));
     const variant = item.variant;
     if (!variant.promptIds) return;
-    const { settings } = this.read();
+    const { settings, shared } = this.read();
     const next = variant.branch(token, other, other.text ?? (await detokenize(other.id)));
     item.variants.push(next);
     item.show(item.variants.length - 1);
     const ids = [...variant.promptIds, ...next.tokens.map((one) => one.id)];
     await this.stream(item, () => bodyBehind(settings, ids), settings, true);
+    if (shared.format || variant.calls.length) next.foot.prepend("goes on as plain tokens, without a grammar · ");
   }
 
   async stream(item, make, settings, goesOn = false) {
@@ -350,7 +351,7 @@ export class Lane {
       });
       const { settings, shared } = this.read();
       const turns = this.turns();
-      this.answer(() => bodyOf(settings, shared, turns), settings);
+      this.answer(() => bodyOf(settings, shared, turns), settings, "assistant");
     });
     item.variant.body.append(box);
   }

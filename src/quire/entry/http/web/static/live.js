@@ -5,31 +5,17 @@ import { BlockMap } from "./blocks.js";
 import { Heat, Lines, Strip, percentOf } from "./charts.js";
 import { bytes, count, h, percent, put, say, seconds, table } from "./dom.js";
 import { Feed } from "./feed.js";
+import { STATES, eventWords } from "./words.js";
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
 const MOST_ROWS = 100;
-const STATES = { running: "running", waiting: "waiting", preempted: "preempted", grammar: "grammar is compiled", parent: "waits for its first completion", remote_kv: "blocks are on their way" };
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
 const behind = (words, ...children) => h("details", {}, h("summary", {}, words), children);
-
-/** A line of words about an event of a request. */
-export function eventWords(event) {
-  const { what, count: number, detail, first } = event;
-  if (what === "arrived") return `arrived with ${number} tokens`;
-  if (what === "blocked") return `blocked: ${STATES[detail] ?? detail}`;
-  if (what === "queued") return "waits for a slot";
-  if (what === "admitted") return `admitted, ${number} tokens reused${first > 0 ? `, ${first} blocks not` : ""}${detail ? ` (${detail})` : ""}`;
-  if (what === "fetched") return `${number} blocks came from ${detail}`;
-  if (what === "chunk") return `computed ${number} tokens from ${first}${detail === "ends" ? ", the end of its prompt" : ""}`;
-  if (what === "preempted") return `preempted: ${detail}; KV of ${number} tokens given back`;
-  if (what === "finished") return `finished with ${number} tokens: ${detail}`;
-  return `${what} ${number} ${detail}`;
-}
 
 export class Live {
   constructor(root, openTimeline) {
@@ -177,7 +163,7 @@ export class Live {
     const engine = this.engine;
     const lost = this.feed.lost ? ` · ${this.feed.lost} frames lost: this page read too slowly` : "";
     const facts = engine?.facts;
-    const words = facts ? `${facts.models.join(", ")} on ${facts.device}, ${facts.dtype}` : "";
+    const words = facts ? [`${facts.models.join(", ")} on ${facts.device}`, facts.dtype === "none" ? "" : facts.dtype, facts.num_drafts ? `${facts.num_drafts} drafts` : ""].filter(Boolean).join(", ") : "";
     say(this.status, this.paused ? "paused: nothing is asked of the server" : this.feed.words || `${words}${lost}`);
     this.grid.hidden = this.tileBox.hidden = !engine?.last;
     if (!engine?.last) return;
@@ -303,7 +289,7 @@ export class Live {
         id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id, engine.backend) }, "timeline") : "",
       ];
     });
-    const made = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), ""], rows);
+    const made = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], rows);
     [...made.tBodies[0].rows].forEach((row, at) => {
       row.dataset.handle = requests.handle[at];
       if (requests.handle[at] === this.selected) row.classList.add("selected");

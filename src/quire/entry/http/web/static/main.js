@@ -66,10 +66,11 @@ function start() {
   const go = (view, detail) => {
     location.hash = detail ? `${view}/${encodeURIComponent(detail)}` : view;
   };
+  const live = new Live(byId("view-live"), (id, backend) => go("inside", backend ? `${backend} ${id}` : id));
   const views = {
     talk: new Talk(byId("view-talk"), (id) => go("inside", id)),
-    live: new Live(byId("view-live"), (id, backend) => go("inside", backend ? `${backend} ${id}` : id)),
-    inside: new Inside(byId("view-inside")),
+    live,
+    inside: new Inside(byId("view-inside"), live.feed),
   };
   let current = "talk";
   const choose = tabs(document.querySelector("[role=tablist]"), (tab) => {

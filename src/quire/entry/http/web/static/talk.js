@@ -68,6 +68,7 @@ export class Talk {
     this.loaded = false;
     this.live = h("p", { class: "sr", role: "status" });
     this.settings = { A: new Settings("A"), B: new Settings("B") };
+    this.settings.B.inputs.get("temperature").value = "0"; // so that the two differ from the start
     const lane = (name) => new Lane(name, {
       read: () => ({ settings: this.settings[name].read(), shared: this.shared() }),
       openTimeline,
@@ -95,10 +96,10 @@ export class Talk {
         h("div", { class: "row" }, h("button", { type: "button", class: "quiet small", onclick: () => { this.tools.value = TOOLS; } }, "Example"), field("Choice", this.toolChoice))));
     const side = h("details", { class: "settings", open: !matchMedia("(max-width: 900px)").matches },
       h("summary", {}, "Settings"),
-      h("div", { class: "settings-body" },
+      h("div", { class: "settings-body tint" },
         this.mode,
         h("label", { class: "check" }, this.compare, "Two settings side by side"),
-        h("label", { class: "check" }, this.tint, "Colour tokens by probability"),
+        h("label", { class: "check" }, this.tint, h("span", {}, "Colour tokens by probability", h("small", {}, "under", ["90 %", "50 %", "10 %"].map((words, at) => [" ", h("span", { class: "t", data: { p: 3 - at } }, `${words}`)])))),
         this.settings.A.element, this.settings.B.element, this.chatOnly,
         h("details", {}, h("summary", {}, "Structured output"), field("Form of the answer", this.format), this.formatText)));
     this.lanesBox = h("div", { class: "lanes", tabindex: 0, role: "region", "aria-label": "Conversations" }, this.lanes.A.element, this.lanes.B.element);

@@ -1,0 +1,18 @@
+// Words for states and events of requests.
+
+/** What a request waits for, by its state. */
+export const STATES = { running: "running", waiting: "waiting", preempted: "preempted", grammar: "grammar is compiled", parent: "waits for its first completion", remote_kv: "blocks are on their way" };
+
+/** A line of words about an event of a request. */
+export function eventWords(event) {
+  const { what, count: number, detail, first } = event;
+  if (what === "arrived") return `arrived with ${number} tokens`;
+  if (what === "blocked") return `blocked: ${STATES[detail] ?? detail}`;
+  if (what === "queued") return "waits for a slot";
+  if (what === "admitted") return `admitted, ${number} tokens reused${first > 0 ? `, ${first} blocks not` : ""}${detail ? ` (${detail})` : ""}`;
+  if (what === "fetched") return `${number} blocks came from ${detail}`;
+  if (what === "chunk") return `computed ${number} tokens from ${first}${detail === "ends" ? ", the end of its prompt" : ""}`;
+  if (what === "preempted") return `preempted: ${detail}; KV of ${number} tokens given back`;
+  if (what === "finished") return `finished with ${number} tokens: ${detail}`;
+  return `${what} ${number} ${detail}`;
+}
