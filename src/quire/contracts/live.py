@@ -194,7 +194,7 @@ class LiveEventKind(StrEnum):
     ADMITTED = "admitted"  # tokens reused from the device's prefix cache; reason why no more were, "" for none
     FETCHED = "fetched"  # blocks that came from another tier; the tier
     CHUNK = "chunk"  # tokens of the prompt computed in a step; "ends" if the step samples behind them
-    PREEMPTED = "preempted"  # tokens whose KV was given back; the reason
+    PREEMPTED = "preempted"  # tokens of prompt and output so far; the reason
     FINISHED = "finished"  # tokens of the output; `FinishReason`
 
 

@@ -114,7 +114,7 @@ class LiveRecorder:
         began, chunks = self._launched.pop(step.plan.step, (self._result_at, ()))
         device_s = result_at - max(began, self._result_at)
         self._result_at = result_at
-        at = self._clock()
+        at = round(self._clock(), 6)
         self._steps.append(KeptStep(stats, at, chunks, len(outputs.handles), launch_s, device_s))
         self._num_steps += 1
         for handle, first, count, ends in chunks:
@@ -173,7 +173,7 @@ class LiveRecorder:
 
     def _note(self, request: Request, what: LiveEventKind, *, first: int = 0, count: int = 0, detail: str = "") -> None:
         event = LiveEvent(
-            at=self._clock(), handle=request.new.handle, what=what, first=first, count=count, detail=detail
+            at=round(self._clock(), 6), handle=request.new.handle, what=what, first=first, count=count, detail=detail
         )
         self._events.append(event)
         self._num_events += 1
@@ -199,17 +199,18 @@ class LiveRecorder:
         for one in kept:
             stats = one.stats
             drafts, self._drafts = _drafts(self._drafts, stats.drafts), stats.drafts
-            collect_s = stats.execute_s - one.launch_s
+            times = (stats.schedule_s, one.launch_s, one.device_s, stats.execute_s - one.launch_s, stats.finish_s)
+            plan_s, launch_s, device_s, collect_s, finish_s = [round(each, 6) for each in times]
             sums.prompt_tokens += stats.num_prefill_tokens
             sums.tokens += stats.num_tokens
             sums.sampled += one.sampled
             sums.drafts += drafts[0]
             sums.accepted += drafts[1]
-            sums.plan_s += stats.schedule_s
-            sums.launch_s += one.launch_s
-            sums.device_s += one.device_s
+            sums.plan_s += plan_s
+            sums.launch_s += launch_s
+            sums.device_s += device_s
             sums.collect_s += collect_s
-            sums.finish_s += stats.finish_s
+            sums.finish_s += finish_s
             steps.append(
                 LiveStep(
                     step=stats.step,
@@ -219,11 +220,11 @@ class LiveRecorder:
                     drafts=drafts,
                     tokens=stats.num_tokens,
                     sampled=one.sampled,
-                    plan_s=stats.schedule_s,
-                    launch_s=one.launch_s,
-                    device_s=one.device_s,
+                    plan_s=plan_s,
+                    launch_s=launch_s,
+                    device_s=device_s,
                     collect_s=collect_s,
-                    finish_s=stats.finish_s,
+                    finish_s=finish_s,
                 )
             )
         return list(steps), sums

@@ -31,7 +31,7 @@ from quire.procs.messages import (
     Reply,
     Stop,
     ToCore,
-    Watch,
+    NextFrame,
     Watched,
 )
 from quire.procs.wire import TO_CORE, encode
@@ -147,7 +147,7 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
                 if isinstance(message, Stop):
                     flush(core)
                     return 0
-                if isinstance(message, Watch):
+                if isinstance(message, NextFrame):
                     feed.ask(message.place)
                 else:
                     _obey(core, message, send)

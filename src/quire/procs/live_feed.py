@@ -1,6 +1,6 @@
 """The feed of the live view, in the core's process: begins and ends recording, and makes frames.
 
-A front end asks for one frame at a time, with `Watch`, and asks again when it has the frame. So a process that is slow,
+A front end asks for one frame at a time, with `NextFrame`, and asks again when it has the frame. So a process that is slow,
 stopped or gone gets no more than one. When nobody has asked for `LEASE` seconds, recording ends.
 """
 
@@ -35,7 +35,7 @@ class LiveFeed:
         self._loads: list[list[int]] = []
 
     def ask(self, place: int) -> None:
-        """Give the next frame to front end number `place`, too. Recording begins, if it has not, with a frame at once."""
+        """Give the next frame to front end number `place`, too. If nothing is recorded yet, that begins: with a frame."""
         self._asked.add(place)
         if not self.active:
             self.active = True
@@ -50,10 +50,11 @@ class LiveFeed:
         if now < self._due:
             return
         if self._asked:
+            began = time.thread_time()
             self._number += 1
             self._send(Watched(tuple(sorted(self._asked)), self._frame(now)))
             self._asked.clear()
-            self._cost = self._clock() - now
+            self._cost = time.thread_time() - began  # of the processor: other processes may take it away meanwhile
             self._usual = min(self._cost, 2 * self._usual)
             self._sent, self._due = now, now + max(INTERVAL, self._usual / SHARE)
         elif now - self._sent > LEASE:

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-to the core      Add, Abort, Control, Watch, Gone, Stop
+to the core      Add, Abort, Control, NextFrame, Gone, Stop
 from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply, Watched; at a fault Failed; Dropped
 """
 
@@ -55,7 +55,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     args: dict[str, Any] = {}
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
+class NextFrame(msgspec.Struct, frozen=True, tag="next_frame"):
     """Send the next frame of the live view to the front end with this number. Steps are recorded from now on."""
 
     place: int
@@ -156,5 +156,5 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
-ToCore = Add | Abort | Control | Watch | Gone | Stop
+ToCore = Add | Abort | Control | NextFrame | Gone | Stop
 FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped

@@ -1,6 +1,7 @@
 """The router as an ASGI application, and the one for its operators.
 
     passed on        the paths of ROUTES
+    /debug/live      the live view of all backends; other paths of the live view: of one (`live.py`)
     /live            200 while the router runs            /metrics   Prometheus
     /health          200 while a backend takes requests   /ready     likewise, and until the router ends
 
@@ -21,7 +22,8 @@ import msgspec
 from quire.contracts.errors import RequestError, shown
 from quire.router.backends import Backend, check, watch
 from quire.router.events import KVIndex, follow
-from quire.router.exchange import Forwarder, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.exchange import Asked, Forwarder, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.live import LIVE, LiveStreams, ask_one, is_live
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser
 from quire.router.prompts import RoutedBody
@@ -62,7 +64,8 @@ class RouterApp:
     num_live   requests that are being answered
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, *, web: bool = True) -> None:
+        """web: pass the live view on, too."""
         addresses = (*config.backend, *config.prefill_backend)
         self.backends = [Backend(number, address, config) for number, address in enumerate(addresses)]
         own = self.backends[: len(config.backend)]
@@ -71,6 +74,7 @@ class RouterApp:
         self._config, self._own = config, own
         self._chooser = Chooser(config, self.backends, self._indexes)
         self._forwarder = Forwarder(config, own, self.backends[len(own) :], self._chooser, self.metrics)
+        self._live, self._web = LiveStreams(self.backends, config.first_byte_timeout), web
         self._tasks: list[asyncio.Task[None]] = []
         self.num_live = 0
         self._draining = False
@@ -94,6 +98,7 @@ class RouterApp:
     def drain(self) -> None:
         """Refuse new requests; those that are being answered go on."""
         self._draining = True
+        self._live.end()
 
     async def idle(self) -> None:
         """Wait until no request is being answered, after `drain`."""
@@ -171,7 +176,11 @@ class RouterApp:
                 "that has them: send the whole conversation with every request."
             )
             return _refusal(scope, 404, words, "not_implemented")
-        wanted = "GET" if path.startswith(MODEL) and "/.." not in path else ROUTES.get(path)
+        if is_live(path) and not self._web:
+            words = "this router was started with --no-web: ask a backend itself."
+            return _refusal(scope, 404, words, "web_off")
+        named = is_live(path) or path.startswith(MODEL)
+        wanted = "GET" if named and "/.." not in path else ROUTES.get(path)
         if wanted is None:
             words = f"this router passes on no path {shown(path)}: ask a backend itself."
             return _refusal(scope, 404, words, "unknown_path")
@@ -204,7 +213,7 @@ class RouterApp:
 
         watching = asyncio.create_task(leave_with_client())
         try:
-            await self._forwarder.forward(asked, send)
+            await self._answer(asked, send)
         except asyncio.CancelledError:
             if not watching.done():
                 raise
@@ -212,6 +221,14 @@ class RouterApp:
         finally:
             finished = True
             watching.cancel()
+
+    async def _answer(self, asked: Asked, send: Send) -> None:
+        if asked.path == LIVE:
+            await self._live.answer(asked, send)
+        elif is_live(asked.path):
+            await (await ask_one(self.backends, asked, self._config.first_byte_timeout)).send(send)
+        else:
+            await self._forwarder.forward(asked, send)
 
 
 def _refusal(scope: Scope, status: int, message: str, code: str) -> WholeAnswer:

@@ -35,6 +35,7 @@ from quire.text.tokenizer import Tokenizer
 from ...support.checked_executor import CheckedExecutor
 from ...support.mock_copies import MockCopies, MockDisk, MockPeers, MockRanks, MockRanksDisk
 from ...support.mock_tokens import mock_tokens
+from ...support.watched_core import WatchedCore
 
 LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
 
@@ -245,7 +246,12 @@ class EngineRig:
         self.events: list[tuple[str, int]] = []
         self.num_sampled = 0
         self.outputs = StepOutputs(handles=np.empty(0, np.int32), tokens=np.empty(0, np.int32))
+        self.watched: WatchedCore | None = None
         self._listen()
+
+    def watch(self) -> None:
+        """Watch the core, and check every frame."""
+        self.watched = WatchedCore(self)
 
     def _listen(self) -> None:
         submit, collect = self.mock.submit, self.mock.collect
@@ -313,6 +319,8 @@ class EngineRig:
         for _ in range(times):
             self.outputs = self.core.step()
             self.core.check()
+            if self.watched is not None:
+                self.watched.check()
             self.jobs.run_one()
             self._record(self.outputs)
         return self.outputs
@@ -326,6 +334,8 @@ class EngineRig:
                 assert limit > 0, "the engine makes no progress"
         self.core.flushing = False
         self.assert_idle()
+        if self.watched is not None:
+            self.watched.finish()
         assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
         return self
 

@@ -110,10 +110,18 @@ class EngineMachine(RuleBasedStateMachine):
         extra=st.integers(0, 20),
         accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
         below=TIERS,
+        watched=st.booleans(),
         drawn=st.fixed_dictionaries({name: st.sampled_from(given) for name, given in (FEATURES | ROOMS).items()}),
     )
     def start(
-        self, blocks: int, slots: int, extra: int, accepts: list[int], below: dict[str, Any], drawn: dict[str, Any]
+        self,
+        blocks: int,
+        slots: int,
+        extra: int,
+        accepts: list[int],
+        below: dict[str, Any],
+        watched: bool,
+        drawn: dict[str, Any],
     ) -> None:
         setup = drawn | self.setup
         event(f"windows {setup['windows']}")
@@ -132,6 +140,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.bound, self.slots = setup["max_waiting"], slots
         self.ledger = TierLedger(self.rig) if self.rig.store else None
+        if watched:
+            self.rig.watch()
 
     @rule(
         prompt=PROMPTS,

@@ -28,6 +28,7 @@ LISTENER = (
     "max_body_bytes",
     "max_header_bytes",
     "max_headers",
+    "web",
 )  # options of `quire serve` that a router has, too
 
 
@@ -66,7 +67,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     from quire.entry.http.sockets import listen, release, url_of
     from quire.router.app import RouterApp
 
-    router, admin = RouterApp(config), HttpConfig(port=config.admin_port or 0)
+    router, admin = RouterApp(config, web=http.web), HttpConfig(port=config.admin_port or 0)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
     sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts, keyed=False)) if private else router, http)]

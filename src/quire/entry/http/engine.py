@@ -93,7 +93,7 @@ class ServedEngine:
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = place.first
-        self.live = LiveHub(lambda: self._client.send(messages.Watch(place.number)), lambda: self.requests(None))
+        self.live = LiveHub(lambda: self._client.send(messages.NextFrame(place.number)), lambda: self.requests(None))
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._last_sign = 0.0  # monotonic time of the core's last outputs, or when an idle core got a request

@@ -19,7 +19,7 @@ from quire.entry.http.openai.routes import HANDLERS
 from quire.entry.http.ops import ALWAYS
 
 BODIES = {path: (request, answer) for _, paths, _, request, answer in HANDLERS for path in paths.split()}
-STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/debug/live")
 TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not use the engine
 REASONS = {
     400: "invalid request",

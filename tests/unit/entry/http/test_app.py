@@ -366,7 +366,8 @@ def test_openapi_describes_every_route(engine: FakeEngine) -> None:
     app = make(engine, LOCKED)
     document = call(app, "/openapi.json", x_api_key=SECRET).json()
     for method, path in every_route(app):
-        path = path.replace("/v1/models/x", "/v1/models/{model}").replace("/x", "/{response_id}")
+        path = path.replace("/v1/models/x", "/v1/models/{model}")
+        path = path.replace("/responses/x", "/responses/{response_id}").replace("/requests/x", "/requests/{request_id}")
         if method != "HEAD":
             operation = document["paths"][path][method.lower()]
             assert ("security" in operation) == (path not in OPEN_PATHS)
@@ -374,7 +375,8 @@ def test_openapi_describes_every_route(engine: FakeEngine) -> None:
                 method == "POST" and path not in ("/ping", "/v1/responses/{response_id}/cancel")
             )
             streams = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-            assert ("text/event-stream" in operation["responses"]["200"]["content"]) == (streams and method == "POST")
+            streamed = path == "/debug/live" or (streams and method == "POST")
+            assert ("text/event-stream" in operation["responses"]["200"]["content"]) == streamed
     body = document["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["max_tokens"]  # which counting tokens, with the same type, can do without
     text = str(document)

@@ -41,7 +41,7 @@ def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
     """Return the routes of the live view."""
     paths: dict[str, Any] = {
         "/debug/live": LiveStream(engine, config),
-        "/debug/blocks": Blocks(engine, config).answer,
+        "/debug/blocks": BlockMapRoute(engine, config).answer,
         "/debug/requests/{request_id:path}": _timelines(engine, config),
         "/debug/meetings": _meetings,
     }
@@ -93,7 +93,7 @@ async def _meetings(request: Request) -> Response:
     return _json(table())
 
 
-class Blocks:
+class BlockMapRoute:
     """The map of KV blocks. Callers at the same time share a map, and the next ones until it is too old."""
 
     def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
