@@ -40,7 +40,8 @@ from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate
 from quire.entry.http.request_scope import RequestScope
-from quire.entry.http.web.routes import ServesPage, live_routes
+from quire.entry.http.web.page import ServesPage
+from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics
 
 UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}

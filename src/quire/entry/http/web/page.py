@@ -3,8 +3,8 @@
     GET /                     index.html, for clients that accept HTML
     GET /web/{version}/{name} a file; `version` is a digest of all files, so that a browser may keep the file for ever
 
-The files hold no facts of the engine, so they need no API key. What the page asks then does. Knows nothing of Starlette:
-the router serves the same page.
+The files hold no facts of the engine, so they need no API key; the routes that the page asks do. The router serves the
+same page.
 """
 
 import gzip
@@ -14,6 +14,13 @@ from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 
+from starlette.responses import Response
+from starlette.types import Scope
+
+from quire.contracts.errors import shown
+from quire.entry.http.errors import error_answer
+
+OFF = "this server was started with --no-web: start it without, or ask /metrics and /debug/requests."
 STATIC = Path(__file__).with_name("static")
 FOLDER = "/web/"
 KINDS = {
@@ -37,15 +44,6 @@ FOR_EVER = "public, max-age=31536000, immutable"
 
 
 @dataclass(frozen=True)
-class PageAnswer:
-    """An answer to a request for a file of the page."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-@dataclass(frozen=True)
 class _File:
     """A file of the page. body: as it is sent."""
 
@@ -60,8 +58,8 @@ class _File:
 
     @cached_property
     def tag(self) -> str:
-        """The ETag of the body."""
-        return f'"{sha256(self.body).hexdigest()[:20]}"'
+        """The ETag of the body: a weak one, since it stands for the compressed body, too."""
+        return f'W/"{sha256(self.body).hexdigest()[:20]}"'
 
 
 class Page:
@@ -88,7 +86,7 @@ class Page:
         """Compressed size of all files in bytes."""
         return sum(len(file.packed) for file in (self._index, *self._files.values()))
 
-    def answer(self, path: str, headers: Mapping[str, str]) -> PageAnswer | None:
+    def answer(self, path: str, headers: Mapping[str, str]) -> Response | None:
         """Answer a request for `/` or for a file. None: there is no such file.
 
         headers: of the request, with names in lower case
@@ -96,14 +94,14 @@ class Page:
         file = self._index if path == "/" else self._files.get(path)
         if file is None:
             return None
-        common = {"etag": file.tag, "cache-control": FOR_EVER if file.lasting else "no-cache", **SAFE}
+        common: dict[str, str] = {"etag": file.tag, "cache-control": FOR_EVER if file.lasting else "no-cache", **SAFE}
         common["vary"] = "Accept-Encoding" if file.lasting else "Accept, Accept-Encoding"
-        if headers.get("if-none-match", "").removeprefix("W/") == file.tag:
-            return PageAnswer(304, common, b"")
+        if file.tag in headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=common)
         common["content-type"] = file.kind
         if "gzip" in headers.get("accept-encoding", ""):
-            return PageAnswer(200, common | {"content-encoding": "gzip"}, file.packed)
-        return PageAnswer(200, common, file.body)
+            return Response(file.packed, headers=common | {"content-encoding": "gzip"})
+        return Response(file.body, headers=common)
 
 
 @cache
@@ -112,6 +110,19 @@ def the_page() -> Page:
     return Page()
 
 
-def asks_for_page(method: str, path: str, accept: str) -> bool:
-    """Return True for requests of the page's files: those below /web/, and `/` where the client accepts HTML."""
-    return method in ("GET", "HEAD") and (path.startswith(FOLDER) or (path == "/" and "text/html" in accept))
+class ServesPage:
+    """Function for `auth.Guard`: answers requests for the page, with 404 if it is off; None for all other requests."""
+
+    def __init__(self, *, on: bool = True) -> None:
+        self._on = on
+
+    def __call__(self, scope: Scope) -> Response | None:
+        path: str = scope["path"]
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        asked = path.startswith(FOLDER) or (path == "/" and "text/html" in headers.get("accept", ""))
+        if not asked or scope["method"] not in ("GET", "HEAD"):
+            return None
+        if not self._on:
+            return error_answer(404, OFF, "web_off")
+        found = the_page().answer(path, headers)
+        return found or error_answer(404, f"the page has no file {shown(path)}: load / again.", "unknown_path")

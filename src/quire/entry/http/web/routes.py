@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.config.serve import ServerConfig
-from quire.contracts.errors import shown
 from quire.contracts.live import BlockMap
 from quire.entry.http.auth import tenant_of
 from quire.entry.http.engine import ServedEngine
@@ -26,10 +25,9 @@ from quire.entry.http.errors import error_answer
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.web.live_hub import event
-from quire.entry.http.web.page import asks_for_page, the_page
+from quire.entry.http.web.page import OFF
 from quire.entry.http.web.timelines import timeline
 
-OFF = "this server was started with --no-web: start it without, or ask /metrics and /debug/requests."
 OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
 MAP_SHARE = 0.005  # most of the core's time that goes into maps
 PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step
@@ -46,24 +44,6 @@ def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
         "/debug/meetings": _meetings,
     }
     return [Route(path, _off if not config.http.web else paths[path], methods=["GET"]) for path in paths]
-
-
-class ServesPage:
-    """Function for `auth.Guard`: answers requests for the files of the page, 404 where the page is not served."""
-
-    def __init__(self, *, on: bool) -> None:
-        self._on = on
-
-    def __call__(self, scope: Scope) -> Response | None:
-        path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if not asks_for_page(scope["method"], path, headers.get("accept", "")):
-            return None
-        if not self._on:
-            return error_answer(404, OFF, "web_off")
-        found = the_page().answer(path, headers)
-        if found is None:
-            return error_answer(404, f"the page has no file {shown(path)}: load / again.", "unknown_path")
-        return Response(found.body, found.status, found.headers)
 
 
 async def _off(request: Request) -> Response:

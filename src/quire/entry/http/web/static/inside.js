@@ -79,6 +79,23 @@ export class Inside {
     return ask(this.backend.value ? `${path}?backend=${encodeURIComponent(this.backend.value)}` : path);
   }
 
+  /** Return the answer of the chosen backend, or of another one that knows the request. */
+  async find(path) {
+    try {
+      return await this.get(path);
+    } catch (error) {
+      const others = [...this.backend.options].map((option) => option.value).filter((name) => name !== this.backend.value);
+      for (const name of error.status === 404 ? others : []) {
+        const found = await ask(`${path}?backend=${encodeURIComponent(name)}`).catch(() => null);
+        if (!found) continue;
+        this.backend.value = name;
+        await this.loadRequests();
+        return found;
+      }
+      throw error;
+    }
+  }
+
   async load() {
     say(this.error, "");
     try {
@@ -138,7 +155,7 @@ export class Inside {
     if (!this.shown) return;
     const id = this.shown;
     try {
-      const found = await this.get(`debug/requests/${encodeURIComponent(id)}`);
+      const found = await this.find(`debug/requests/${encodeURIComponent(id)}`);
       if (id !== this.shown) return;
       this.life = found;
       put(this.timelineBox, timelineOf(found, this.timelineBox.clientWidth));
