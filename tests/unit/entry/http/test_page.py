@@ -17,12 +17,13 @@ from quire.observe.metrics import Metrics
 from .conftest import Answer, FakeEngine, call
 
 HTML = "text/html,application/xhtml+xml,*/*;q=0.8"
+OPEN = ServerConfig()
 FILES = sorted(STATIC.iterdir())
 MOST_PACKED = 300 * 1024  # bytes
 
 
-def ask(engine: FakeEngine, path: str, method: str = "GET", *, config: ServerConfig | None = None, **headers: str) -> Answer:
-    return call(build_app(engine, config or ServerConfig(), Metrics()), path, method, **headers)
+def ask(engine: FakeEngine, path: str, method: str = "GET", config: ServerConfig = OPEN, **headers: str) -> Answer:
+    return call(build_app(engine, config, Metrics()), path, method, **headers)
 
 
 def test_every_file_is_answered_under_a_strict_policy(engine: FakeEngine) -> None:

@@ -92,15 +92,11 @@ class Cells {
     for (let cell = 0; cell * each < this.letters.length; cell += 1) {
       const block = cell * each;
       const letter = this.letterOf(block);
-      if (this.bright) {
-        let lit = false;
-        for (let at = block; at < block + each; at += 1) lit ||= this.bright.has(at);
-        context.globalAlpha = lit ? 1 : 0.3;
-      }
-      context.fillStyle = colour(SHADES[letter]);
+      let lit = !this.bright;
+      for (let at = block; !lit && at < block + each; at += 1) lit = this.bright.has(at);
+      context.fillStyle = colour(lit || letter === "." ? SHADES[letter] : "--c-other");
       context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - gap, size - gap);
     }
-    context.globalAlpha = 1;
     if (this.cursor !== null) {
       const cell = Math.floor(this.cursor / each);
       context.strokeStyle = colour("--text");

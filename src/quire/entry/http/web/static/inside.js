@@ -7,6 +7,7 @@ import { timelineOf } from "./timeline.js";
 
 const AGAIN_MS = 1500; // a live request's timeline is asked for again
 const MOST_LISTED = 300;
+const QUIETLY = { preventScroll: true }; // the focus comes back to a row that was made anew
 
 export class Inside {
   /** feed: knows the backends behind a router. */
@@ -141,7 +142,7 @@ export class Inside {
     put(this.requestsBox, found.length ? table("Requests, newest first", ["request", "state", { name: "prompt", end: true }, { name: "output", end: true }, { name: "time", end: true }],
       found.map((one) => [h("button", { type: "button", class: "link", data: { id: one.request_id }, "aria-pressed": String(one.request_id === this.shown), onclick: () => this.pick(one.request_id) }, h("bdi", {}, one.request_id)),
         one.state, one.num_prompt, one.num_output, seconds(one.e2e_s)])) : h("p", { class: "hint" }, this.requests?.length ? "No request has these letters." : "No request has come yet."));
-    if (focused) this.requestsBox.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
+    if (focused) this.requestsBox.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus(QUIETLY);
   }
 
   pick(id) {

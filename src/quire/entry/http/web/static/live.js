@@ -16,6 +16,7 @@ const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
 const behind = (words, ...children) => h("details", {}, h("summary", {}, words), children);
+const QUIETLY = { preventScroll: true }; // the focus comes back to a row that was made anew
 
 export class Live {
   constructor(root, openTimeline) {
@@ -46,7 +47,7 @@ export class Live {
     };
     this.tileBox = h("ul", { class: "tiles" },
       tile("running", "running"), tile("waiting", "waiting"), tile("blocked", "blocked"), tile("preempted", "preemptions"),
-      tile("prompt", "prompt tokens/s"), tile("output", "output tokens/s"), tile("steps", "steps/s"), tile("hit", "hit rate"), tile("blocks", "blocks held"));
+      tile("prompt", "prompt tokens/s"), tile("output", "output tokens/s"), tile("steps", "steps/s"), tile("hit", "hit rate"), tile("drafts", "drafts right"), tile("blocks", "blocks held"));
     this.strip = new Strip();
     this.map = new BlockMap((handle) => this.select(handle), (handle) => this.engine?.name(handle) ?? `request ${handle}`);
     this.rate = new Lines("Tokens each second", [
@@ -195,6 +196,9 @@ export class Live {
     tell("output", count(Math.round(engine.rate("sampled"))));
     tell("steps", count(Math.round(engine.rate("steps"))));
     tell("hit", prefix.queries ? percent(prefix.hits / prefix.queries) : "–");
+    const drafts = engine.rate("drafts");
+    this.tiles.get("drafts").parentElement.hidden = !engine.facts?.num_drafts;
+    tell("drafts", drafts ? percent(engine.rate("accepted") / drafts) : "–");
     tell("blocks", percent((blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total)));
   }
 
@@ -215,7 +219,7 @@ export class Live {
     const { latency } = frame;
     const line = (words, values) => [words, ...(values ?? [null, null, null]).map(seconds)];
     put(this.boxes.latency, latency?.requests
-      ? table(`Percentiles of ${latency.requests} requests`, ["", end("p50"), end("p90"), end("p99")],
+      ? table(`Percentiles of ${latency.requests} requests`, ["time", end("p50"), end("p90"), end("p99")],
         [line("queue", latency.queue_s), line("first token", latency.ttft_s), line("each token", latency.tpot_s), line("whole request", latency.e2e_s)])
       : h("p", { class: "hint" }, "No request has come yet."), latency?.requests ? h("p", { class: "hint" }, `Over ${latency.requests} requests: live ones and the last that ended.`) : null);
     this.byteTable(engine);
@@ -229,7 +233,7 @@ export class Live {
     const { blocks } = last;
     const rows = [["all", blocks.total, blocks.own, blocks.shared, blocks.moving, blocks.cached, blocks.free],
       ...blocks.groups.map((group, at) => [`group ${at + 1}${group.window ? `, window of ${group.window}` : ""}`, "", group.own, group.shared, "", "", ""])];
-    put(this.boxes.blocks, table("KV blocks", ["", end("total"), end("own"), end("shared"), end("moving"), end("cached"), end("free")], rows));
+    put(this.boxes.blocks, table("KV blocks", ["blocks of", end("total"), end("own"), end("shared"), end("moving"), end("cached"), end("free")], rows));
     const chosen = this.mapOf?.owners.find((one) => one.handle === this.selected);
     this.chosenWords.hidden = this.selected === null;
     if (this.selected !== null) {
@@ -253,7 +257,7 @@ export class Live {
         one.last.queue.running, one.last.queue.waiting, count(Math.round(one.rate("sampled"))),
         percent((one.last.blocks.own + one.last.blocks.shared + one.last.blocks.moving) / Math.max(1, one.last.blocks.total))]),
       ...down.map(([name, reason]) => [h("bdi", {}, `${name}: ${reason}`), "–", "–", "–", "–"])]));
-    if (focused) this.engines.querySelector(`input[value="${CSS.escape(focused)}"]`)?.focus();
+    if (focused) this.engines.querySelector(`input[value="${CSS.escape(focused)}"]`)?.focus(QUIETLY);
   }
 
   chooseEngine(key) {
@@ -296,7 +300,7 @@ export class Live {
     });
     const rest = requests.handle.length - shown + requests.more;
     put(this.boxes.requests, h("p", { class: "hint" }, [...states].map(([state, number]) => `${number} ${STATES[state] ?? state}`).join(" · "), rest ? ` · ${rest} more are not listed` : ""), made);
-    if (focused !== undefined) made.querySelector(`tr[data-handle="${focused}"] button`)?.focus();
+    if (focused !== undefined) made.querySelector(`tr[data-handle="${focused}"] button`)?.focus(QUIETLY);
   }
 
   byteTable(engine) {
