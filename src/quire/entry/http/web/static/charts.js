@@ -62,7 +62,7 @@ export class Strip {
     this.words = h("p", { class: "hint", "aria-live": "polite" }, "Point at a step to read its numbers.");
     this.keys = h("div", { class: "row key-groups" },
       keyOf([["--c-prompt", "prompt chunks"], ["--c-decode", "decodes"], ["--c-right", "drafts, right"], ["--c-wrong", "drafts, thrown away"]]),
-      keyOf(TIMES.map(([, name, words]) => [name, words])));
+      keyOf([...TIMES.map(([, name, words]) => [name, words]), ["--text", "device, at most"], ["--faint", "steps were left out"]]));
     this.element = h("div", {}, this.canvas, this.words, this.keys);
     this.at = null; // number of the chosen step
     this.engine = null;

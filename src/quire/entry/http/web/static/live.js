@@ -5,7 +5,7 @@ import { BlockMap } from "./blocks.js";
 import { Heat, Lines, Strip, percentOf } from "./charts.js";
 import { bytes, count, h, percent, put, say, seconds, table } from "./dom.js";
 import { Feed } from "./feed.js";
-import { STATES, eventWords } from "./words.js";
+import { STATES, WHY, eventWords } from "./words.js";
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
@@ -63,12 +63,16 @@ export class Live {
     const box = () => h("div", { class: "scroll", tabindex: 0, role: "group" });
     this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
+    this.requestWords = h("p", { class: "hint" });
+    const requestTable = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], []);
+    this.requestRows = requestTable.tBodies[0];
+    put(this.boxes.requests, requestTable);
     this.chosenWords = h("div", { class: "chosen", hidden: true });
     this.grid = h("div", { class: "panels", hidden: true },
       this.engines,
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.boxes.requests),
+      panel("Requests", "wide", this.requestWords, this.boxes.requests),
       panel("Throughput", "", this.rate.element),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
@@ -80,7 +84,7 @@ export class Live {
     put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.tileBox, this.grid, this.spoken);
     this.boxes.requests.addEventListener("click", (event) => {
       const row = event.target.closest("tr[data-handle]");
-      if (row && !event.target.closest(".link")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
+      if (row && !event.target.closest("button")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
     });
     addEventListener("quire-theme", () => this.seen && this.later());
     addEventListener("resize", () => this.seen && this.later(true));
@@ -213,7 +217,7 @@ export class Live {
     put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, name]) => [words, seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
     const misses = Object.entries(last.prefix.misses);
     put(this.boxes.misses, misses.length
-      ? table("Why prompts were not reused, since watching began", ["not reused because", end("prompts"), end("blocks")], misses.map(([why, one]) => [why, count(one.requests), count(one.blocks)]))
+      ? table("Why prompts were not reused, since watching began", ["not reused because", end("prompts"), end("blocks")], misses.map(([why, one]) => [WHY[why] ?? why, count(one.requests), count(one.blocks)]))
       : h("p", { class: "hint" }, "No prompt missed blocks since watching began."),
       last.prefix.states ? h("p", { class: "hint" }, `Checkpoints: ${last.prefix.states.used} of ${last.prefix.states.total} used, ${count(last.prefix.states.hits)} prompt tokens resumed, ${count(last.prefix.states.cut)} cut.`) : null);
     const { latency } = frame;
@@ -266,41 +270,49 @@ export class Live {
     this.loadMap();
   }
 
+  /** Update the rows of live requests in place: a row that is being clicked or has the focus stays. */
   requestTable(engine) {
     const { requests } = engine.last;
-    const focused = document.activeElement?.closest?.("tr[data-handle]")?.dataset.handle;
     const states = new Map();
     for (const state of requests.state) states.set(state, (states.get(state) ?? 0) + 1);
     const shown = Math.min(MOST_ROWS, requests.handle.length);
-    if (!shown) {
-      put(this.boxes.requests, h("p", { class: "hint" }, "No request lives. Talk to the model, or send it requests."));
-      return;
-    }
-    const rows = Array.from({ length: shown }, (_, at) => {
-      const id = requests.id[at];
-      const prompt = requests.prompt[at];
-      const progress = h("progress", { max: Math.max(1, requests.tokens[at]), value: requests.computed[at], "aria-label": "tokens computed" });
-      return [
-        h("button", { type: "button", class: "link", onclick: () => this.select(requests.handle[at] === this.selected ? null : requests.handle[at]) }, h("bdi", {}, engine.name(requests.handle[at]))),
-        STATES[requests.state[at]] ?? requests.state[at],
-        requests.slot[at] < 0 ? "" : requests.slot[at],
-        count(prompt),
-        count(requests.tokens[at] - prompt),
-        progress,
-        requests.cached[at] < 0 ? "" : count(requests.cached[at]),
-        count(requests.blocks[at]),
-        requests.preemptions[at] || "",
-        id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id, engine.backend) }, "timeline") : "",
-      ];
-    });
-    const made = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], rows);
-    [...made.tBodies[0].rows].forEach((row, at) => {
-      row.dataset.handle = requests.handle[at];
-      if (requests.handle[at] === this.selected) row.classList.add("selected");
-    });
     const rest = requests.handle.length - shown + requests.more;
-    put(this.boxes.requests, h("p", { class: "hint" }, [...states].map(([state, number]) => `${number} ${STATES[state] ?? state}`).join(" · "), rest ? ` · ${rest} more are not listed` : ""), made);
-    if (focused !== undefined) made.querySelector(`tr[data-handle="${focused}"] button`)?.focus(QUIETLY);
+    const words = [...states].map(([state, number]) => `${number} ${STATES[state] ?? state}`).join(" · ");
+    say(this.requestWords, shown ? `${words}${rest ? ` · ${rest} more are not listed` : ""}` : "No request lives. Talk to the model, or send it requests.");
+    this.requestRows.parentElement.hidden = !shown;
+    const kept = new Map([...this.requestRows.rows].map((row) => [row.dataset.key, row]));
+    for (let at = 0; at < shown; at += 1) {
+      const handle = requests.handle[at];
+      const key = `${engine.key} ${handle}`;
+      const row = kept.get(key) ?? this.requestRow(key, handle);
+      kept.delete(key);
+      if (this.requestRows.rows[at] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[at] ?? null);
+      const id = requests.id[at];
+      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
+      say(name.firstElementChild, engine.name(handle));
+      say(state, STATES[requests.state[at]] ?? requests.state[at]);
+      say(slot, requests.slot[at] < 0 ? "" : String(requests.slot[at]));
+      say(prompt, count(requests.prompt[at]));
+      say(output, count(requests.tokens[at] - requests.prompt[at]));
+      progress.max = Math.max(1, requests.tokens[at]);
+      progress.value = requests.computed[at];
+      say(cached, requests.cached[at] < 0 ? "" : count(requests.cached[at]));
+      say(blocks, count(requests.blocks[at]));
+      say(preempted, String(requests.preemptions[at] || ""));
+      life.hidden = id === null;
+      row.classList.toggle("selected", handle === this.selected);
+    }
+    for (const row of kept.values()) row.remove();
+  }
+
+  requestRow(key, handle) {
+    const link = (click, ...children) => h("button", { type: "button", class: "link", onclick: click }, children);
+    const cell = (...children) => h("td", {}, children);
+    const number = () => h("td", { class: "end" });
+    return h("tr", { data: { key, handle } },
+      cell(link(() => this.select(handle === this.selected ? null : handle), h("bdi"))), cell(), number(), number(), number(),
+      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(),
+      cell(link(() => this.openTimeline(this.engine.name(handle), this.engine.backend), "timeline")));
   }
 
   byteTable(engine) {
@@ -324,6 +336,6 @@ export class Live {
     this.heat.draw(experts.loads);
     const open = this.heatTable.querySelector("details")?.open;
     const ranks = experts.loads[0]?.map((_, rank) => end(`rank ${rank}`)) ?? [];
-    put(this.heatTable, h("details", { open }, h("summary", {}, "Table of loads"), table("Tokens of experts", [end("layer"), ...ranks], experts.loads.map((row, layer) => [layer, ...row.map(count)]))));
+    put(this.heatTable, h("details", { open }, h("summary", {}, "Table of loads"), h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table: loads" }, table("Tokens of experts", [end("layer"), ...ranks], experts.loads.map((row, layer) => [layer, ...row.map(count)])))));
   }
 }

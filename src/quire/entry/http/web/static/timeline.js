@@ -1,6 +1,6 @@
 // The timeline of a request: segments of its life as SVG, with the events behind it as a table.
 
-import { eventWords } from "./words.js";
+import { WHY, eventWords } from "./words.js";
 import { h, percent, seconds, svg, table } from "./dom.js";
 
 const KINDS = {
@@ -90,7 +90,7 @@ export function timelineOf(found, room) {
     ["State", request.state], ["Prompt", `${request.num_prompt} tokens, ${request.num_cached ?? 0} reused${request.num_cached > 0 ? ` (${percent(request.num_cached / request.num_prompt)})` : ""}`],
     ["Output", `${request.num_output} tokens`], ["Queue", seconds(request.queue_s)], ["Prompt computed in", seconds(request.prefill_s)], ["Decoding", seconds(request.decode_s)],
     ["Whole life", seconds(request.e2e_s)], ["Preemptions", request.num_preemptions],
-    ...(prefix && prefix.why ? [["Not more reused because", `${prefix.why}${prefix.detail ? `: ${prefix.detail}` : ""}${prefix.differs_at !== null ? `, token ${prefix.differs_at} differs` : ""}${prefix.nearest ? ` from request ${prefix.nearest}` : ""}`]] : []),
+    ...(prefix && prefix.why ? [["Not more reused because", `${WHY[prefix.why] ?? prefix.why}${prefix.detail ? `: ${prefix.detail}` : ""}${prefix.differs_at !== null ? `, token ${prefix.differs_at} differs` : ""}${prefix.nearest ? ` from request ${prefix.nearest}` : ""}`]] : []),
   ];
   const kinds = [...new Set(rows.flatMap((row) => row.parts.map((part) => part.kind)))];
   return [
