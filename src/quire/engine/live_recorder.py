@@ -6,7 +6,9 @@ made anyway is kept as it is, and becomes records when a frame is made (`procs/l
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -27,10 +29,10 @@ from quire.contracts.live import (
 )
 from quire.contracts.output import StateStats, StepOutputs, StepStats, TierStats
 from quire.contracts.request import FinishReason, Request, RequestState
-from quire.contracts.step import SAMPLE, Tier
+from quire.contracts.step import I32, SAMPLE, U8, Tier
 from quire.engine.plan_writer import InFlight
 from quire.engine.scheduler import Scheduler
-from quire.kv.census import census, num_held
+from quire.kv.census import census
 
 MOST_STEPS = 64  # of a frame; earlier ones are only summed up
 RING = 4096  # steps to remember until the next frame
@@ -39,6 +41,8 @@ MOST_WAITING = 128  # requests without a slot that a frame lists
 SHORT = "KV blocks are short"  # the only reason for which a request is preempted
 
 Chunks = tuple[tuple[int, int, int, int], ...]  # as `LiveStep.chunks`
+ChunkRows = tuple[I32, I32, I32, U8] | None  # the same in columns; None: the step has no chunks
+Noted = tuple[float, int, LiveEventKind, int, int, str]  # time, handle, what, first, count, detail
 
 
 class KeptStep(NamedTuple):
@@ -46,7 +50,7 @@ class KeptStep(NamedTuple):
 
     stats: StepStats
     at: float
-    chunks: Chunks
+    chunks: ChunkRows
     sampled: int
     launch_s: float
     device_s: float
@@ -64,11 +68,11 @@ class LiveRecorder:
     ) -> None:
         self._scheduler, self._requests, self._clock = scheduler, requests, clock
         self._steps = deque[KeptStep](maxlen=RING)
-        self._launched: dict[int, tuple[float, Chunks]] = {}  # step -> begin of its launch, and its chunks
+        self._launched: dict[int, tuple[float, ChunkRows]] = {}  # step -> begin of its launch, and its chunks
         self._result_at = perf_counter()  # of the last step
         self._drafts = scheduler.drafts.totals  # of the last frame
-        self._events = deque[LiveEvent](maxlen=MOST_EVENTS)
-        self._num_events = self._num_steps = 0
+        self._noted = deque[Noted](maxlen=MOST_EVENTS)
+        self._num_noted = self._num_steps = 0
         self._misses: dict[str, LiveMiss] = {}
 
     # --- hooks: what happens ------------------------------------------------------------------------------------
@@ -97,62 +101,44 @@ class LiveRecorder:
 
     def submitted(self, planned: InFlight, began: float) -> None:
         """Record a step that was handed to the executor. began: time before, of `perf_counter`."""
-        chunks: Chunks = ()
+        chunks: ChunkRows = None
         if planned.num_prefills:
             plan, table = planned.plan, self._scheduler.table
             slots, counts = plan.slots[plan.num_decodes :], plan.num_tokens[plan.num_decodes :]
-            first = table.planned[slots] - counts
-            ends = plan.outputs[plan.num_decodes :] & SAMPLE
-            rows = (table.handle[slots], first, counts, ends)
-            chunks = tuple(zip(*[row.tolist() for row in rows], strict=True))
+            chunks = (table.handle[slots], table.planned[slots] - counts, counts, plan.outputs[plan.num_decodes :])
         self._launched[planned.plan.step] = (began, chunks)
 
     def confirmed(self, step: InFlight, outputs: StepOutputs, launch_s: float) -> None:
         """Record a step whose result was applied. launch_s: the part of its time in the executor before the result."""
         stats = outputs.stats
         result_at = perf_counter() - stats.finish_s
-        began, chunks = self._launched.pop(step.plan.step, (self._result_at, ()))
+        began, chunks = self._launched.pop(step.plan.step, (self._result_at, None))
         device_s = result_at - max(began, self._result_at)
         self._result_at = result_at
-        at = round(self._clock(), 6)
-        self._steps.append(KeptStep(stats, at, chunks, len(outputs.handles), launch_s, device_s))
+        self._steps.append(KeptStep(stats, self._clock(), chunks, len(outputs.handles), launch_s, device_s))
         self._num_steps += 1
-        for handle, first, count, ends in chunks:
-            self._events.append(
-                LiveEvent(
-                    at=at,
-                    handle=handle,
-                    what=LiveEventKind.CHUNK,
-                    step=stats.step,
-                    first=first,
-                    count=count,
-                    detail="ends" if ends else "",
-                )
-            )
-        self._num_events += len(chunks)
 
     # --- frames -------------------------------------------------------------------------------------------------
 
     def frame(self, replica: int) -> LiveEngine:
         """Return the state of the engine, and the records since the last frame."""
-        kept, total = list(self._steps), self._num_steps
-        steps, sums = self._told(kept)
+        total = self._num_steps
+        steps, sums, chunks = self._told()
         sums.steps = total
-        events, lost = list(self._events), self._num_events - len(self._events)
+        events, lost = self._happened(chunks)
         self._steps.clear()
-        self._events.clear()
-        self._num_steps = self._num_events = 0
-        queue, requests = self._live()
+        self._num_steps = 0
+        store, states = self._scheduler.roster.store, self._scheduler.allocator.states
+        blocks, held = self._blocks()
+        queue, requests = self._live(held)
         stats = self._scheduler.admitter.stats()
-        store = self._scheduler.roster.store
-        states = self._scheduler.allocator.states
         return LiveEngine(
             replica=replica,
             steps=steps,
             skipped=total - len(steps),
             sums=sums,
             queue=queue,
-            blocks=self._blocks(),
+            blocks=blocks,
             prefix=LivePrefix(
                 queries=stats.queries,
                 hits=stats.hits,
@@ -172,11 +158,21 @@ class LiveRecorder:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _note(self, request: Request, what: LiveEventKind, *, first: int = 0, count: int = 0, detail: str = "") -> None:
-        event = LiveEvent(
-            at=round(self._clock(), 6), handle=request.new.handle, what=what, first=first, count=count, detail=detail
-        )
-        self._events.append(event)
-        self._num_events += 1
+        self._noted.append((self._clock(), request.new.handle, what, first, count, detail))
+        self._num_noted += 1
+
+    def _happened(self, chunks: list[LiveEvent]) -> tuple[list[LiveEvent], int]:
+        """Return the events since the last frame in their order, and the number of those that are left out."""
+        events = [
+            LiveEvent(at=round(at, 6), handle=handle, what=what, first=first, count=count, detail=detail)
+            for at, handle, what, first, count, detail in self._noted
+        ]
+        total = self._num_noted + len(chunks)
+        if chunks:
+            events = sorted(chunks + events, key=attrgetter("at"))[-MOST_EVENTS:]
+        self._noted.clear()
+        self._num_noted = 0
+        return events, total - len(events)
 
     def _admitted(self, request: Request) -> None:
         first_time = request.num_preemptions == 0
@@ -193,10 +189,11 @@ class LiveRecorder:
             for tier, count in Counter(one.tier for one in request.origins.values()).items():
                 self._note(request, LiveEventKind.FETCHED, count=count, detail=tier.value)
 
-    def _told(self, kept: Iterable[KeptStep]) -> tuple[list[LiveStep], LiveSums]:
-        """Return the last steps as records, and the sums of all."""
-        steps, sums = deque[LiveStep](maxlen=MOST_STEPS), LiveSums()
-        for one in kept:
+    def _told(self) -> tuple[list[LiveStep], LiveSums, list[LiveEvent]]:
+        """Return the last steps as records, the sums of all, and the events of their chunks."""
+        steps, sums, events = deque[LiveStep](maxlen=MOST_STEPS), LiveSums(), list[LiveEvent]()
+        for one in self._steps:
+            chunks = _chunks(one.chunks)
             stats = one.stats
             drafts, self._drafts = _drafts(self._drafts, stats.drafts), stats.drafts
             times = (stats.schedule_s, one.launch_s, one.device_s, stats.execute_s - one.launch_s, stats.finish_s)
@@ -214,8 +211,8 @@ class LiveRecorder:
             steps.append(
                 LiveStep(
                     step=stats.step,
-                    at=one.at,
-                    chunks=one.chunks,
+                    at=round(one.at, 6),
+                    chunks=chunks,
                     decodes=stats.num_scheduled - stats.num_prefills,
                     drafts=drafts,
                     tokens=stats.num_tokens,
@@ -227,18 +224,18 @@ class LiveRecorder:
                     finish_s=finish_s,
                 )
             )
-        return list(steps), sums
+            events += _chunk_events(chunks, round(one.at - stats.finish_s, 6), stats.step)
+        return list(steps), sums, events
 
-    def _live(self) -> tuple[LiveQueue, LiveRequests]:
-        """Return the counts of live requests, and their columns."""
-        table, allocator, columns = self._scheduler.table, self._scheduler.allocator, LiveRequests()
+    def _live(self, held: list[int]) -> tuple[LiveQueue, LiveRequests]:
+        """Return the counts of live requests, and their columns. held: blocks of the running ones."""
+        table, columns = self._scheduler.table, LiveRequests()
         order = table.order()
         slots = order.tolist()
         running = [request for slot in slots if (request := table.requests[slot]) is not None]
         columns.computed = table.planned[order].tolist()
         columns.tokens = table.confirmed[order].tolist()
-        columns.blocks = [num_held(allocator, slot) for slot in slots]
-        columns.slot = slots
+        columns.blocks, columns.slot = held, slots
         columns.state = ["running"] * len(running)
         blocked, preempted, waiting, others = Counter[str](), 0, 0, list[Request]()
         for request in self._requests.values():
@@ -257,12 +254,12 @@ class LiveRecorder:
             columns.tokens.append(len(request.tokens))
             columns.computed.append(0)
             columns.blocks.append(0)
-        for request in (*running, *shown):
-            columns.handle.append(request.new.handle)
-            columns.id.append(request.new.request_id)
-            columns.prompt.append(request.num_prompt)
-            columns.cached.append(request.num_cached)
-            columns.preemptions.append(request.num_preemptions)
+        every = running + shown
+        columns.handle = [request.new.handle for request in every]
+        columns.id = [request.new.request_id for request in every]
+        columns.prompt = [request.num_prompt for request in every]
+        columns.cached = [request.num_cached for request in every]
+        columns.preemptions = [request.num_preemptions for request in every]
         columns.more = len(others) - len(shown)
         queue = LiveQueue(
             running=len(running),
@@ -274,16 +271,17 @@ class LiveRecorder:
         )
         return queue, columns
 
-    def _blocks(self) -> LiveBlocks:
-        """Return the blocks of the device by kind."""
-        allocator, pool = self._scheduler.allocator, self._scheduler.allocator.pool
-        counted = census(allocator, self._scheduler.table.order().tolist())
-        own, shared = sum(one.own for one in counted), sum(one.shared for one in counted)
+    def _blocks(self) -> tuple[LiveBlocks, list[int]]:
+        """Return the blocks of the device by kind, and the number that each running request holds, in their order."""
+        allocator, pool, store = self._scheduler.allocator, self._scheduler.allocator.pool, self._scheduler.roster.store
+        others = chain(allocator.loans.blocks(), () if store is None else store.held())
+        counted = census(allocator, self._scheduler.table.order().tolist(), others)
+        own, shared = (sum(column) for column in zip(*counted.groups, strict=True))
         groups = [
-            LiveGroup(window=group.window, block_size=group.block_size, own=one.own, shared=one.shared)
-            for group, one in zip(allocator.groups, counted, strict=True)
+            LiveGroup(window=group.window, block_size=group.block_size, own=one[0], shared=one[1])
+            for group, one in zip(allocator.groups, counted.groups, strict=True)
         ]
-        return LiveBlocks(
+        blocks = LiveBlocks(
             total=pool.num_blocks,
             own=own,
             shared=shared,
@@ -292,6 +290,7 @@ class LiveRecorder:
             free=pool.num_free - pool.num_cached,
             groups=tuple(groups),
         )
+        return blocks, counted.held
 
 
 def _state(request: Request) -> str:
@@ -299,6 +298,28 @@ def _state(request: Request) -> str:
     if request.blocked_on is not None:
         return request.blocked_on.value
     return "preempted" if request.num_preemptions else "waiting"
+
+
+def _chunks(rows: ChunkRows) -> Chunks:
+    """Return the chunks of a step as `LiveStep.chunks`."""
+    if rows is None:
+        return ()
+    handles, first, counts, outputs = rows
+    columns = (handles, first, counts, outputs & SAMPLE)
+    return tuple(zip(*[column.tolist() for column in columns], strict=True))
+
+
+def _chunk_events(chunks: Chunks, at: float, step: int) -> Iterator[LiveEvent]:
+    for handle, first, count, ends in chunks:
+        yield LiveEvent(
+            at=at,
+            handle=handle,
+            what=LiveEventKind.CHUNK,
+            step=step,
+            first=first,
+            count=count,
+            detail="ends" if ends else "",
+        )
 
 
 def _drafts(before: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, int]:

@@ -25,13 +25,13 @@ from quire.procs.messages import (
     FromCore,
     Gone,
     Loading,
+    NextFrame,
     Outputs,
     Ready,
     Rejected,
     Reply,
     Stop,
     ToCore,
-    NextFrame,
     Watched,
 )
 from quire.procs.wire import TO_CORE, encode

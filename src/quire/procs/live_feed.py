@@ -1,7 +1,7 @@
 """The feed of the live view, in the core's process: begins and ends recording, and makes frames.
 
-A front end asks for one frame at a time, with `NextFrame`, and asks again when it has the frame. So a process that is slow,
-stopped or gone gets no more than one. When nobody has asked for `LEASE` seconds, recording ends.
+A front end asks for one frame at a time, with `NextFrame`, and asks again when it has the frame. So a process that is
+slow, stopped or gone gets no more than one. When nobody has asked for `LEASE` seconds, recording ends.
 """
 
 import time
@@ -13,7 +13,7 @@ from quire.engine.replicas import Core, Replicas
 from quire.procs.messages import FromCore, Watched
 
 INTERVAL = 0.1  # seconds between two frames
-SHARE = 0.005  # most of the core's time that goes into frames; they become rarer when they take longer
+SHARE = 0.003  # most of the core's time that goes into frames; they become rarer when they take longer
 LEASE = 3.0
 EXPERTS_EVERY = 10  # frames; their loads are sent again for those who have begun to watch
 
@@ -35,7 +35,7 @@ class LiveFeed:
         self._loads: list[list[int]] = []
 
     def ask(self, place: int) -> None:
-        """Give the next frame to front end number `place`, too. If nothing is recorded yet, that begins: with a frame."""
+        """Give the next frame to front end number `place`, too. Recording begins with the first one that asks."""
         self._asked.add(place)
         if not self.active:
             self.active = True

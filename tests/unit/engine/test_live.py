@@ -51,6 +51,7 @@ def test_nothing_is_recorded_while_nobody_watches(Rig: Any, monkeypatch: pytest.
     rig.core.watch(True)
     rig.add(range(9), 4)
     rig.step(3)
+    rig.core.recorder.frame(0)
     assert made[0] == "recorder" and {"LiveEvent", "KeptStep"} <= {*made}
     rig.core.watch(False)
     made.clear()

@@ -24,6 +24,7 @@ def test_the_commands_are_these() -> None:
     assert list(COMMANDS) == [
         "serve",
         "route",
+        "top",
         "chat",
         "complete",
         "run-batch",

@@ -90,7 +90,7 @@ def test_frames_become_rarer_when_they_take_long(monkeypatch: pytest.MonkeyPatch
     feed.feed.ask(0)
     assert len(feed.after(0.0)) == 1
     feed.feed.ask(0)
-    assert feed.after(0.7) == [] and len(feed.after(0.2)) == 1  # 4 ms are 0.5% of 0.8 s
+    assert feed.after(1.2) == [] and len(feed.after(0.2)) == 1  # 4 ms are 0.3% of 1.33 s
 
 
 def test_recording_ends_when_nobody_asks() -> None:

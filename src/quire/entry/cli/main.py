@@ -23,6 +23,7 @@ from quire.entry.cli import (
     route,
     run_batch,
     serve,
+    top,
     trace,
     verify,
     weights,
@@ -34,6 +35,7 @@ from quire.entry.terminal_messages import wrapped
 COMMANDS: dict[str, Any] = {
     "serve": serve,
     "route": route,
+    "top": top,
     "chat": chat,
     "complete": complete,
     "run-batch": run_batch,
@@ -53,6 +55,7 @@ ARGUMENTS = {
     "completion": "SHELL ",
     "doctor": "",
     "route": "--backend URL ",
+    "top": "",
     "trace": "[MODEL] [PROMPT] ",
 }  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that report the environment's problems themselves, or do not need it

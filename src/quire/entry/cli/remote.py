@@ -24,8 +24,9 @@ from quire.entry.cli.answer import AnswerPiece
 CONNECT_SECONDS = 10.0
 MAX_ERROR_BYTES = 1 << 20
 DONE = "[DONE]"
+V1 = "/v1/"
 BROKEN = (OSError, http.client.HTTPException)  # raised when a connection fails
-COMPLETIONS, CHAT, MODELS = "/completions", "/chat/completions", "/models"
+COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 
 
 def add_remote_flags(parser: FlagParser) -> None:
@@ -50,55 +51,12 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
     return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
 
 
-class RemoteModel:
-    """A model on a server. `fields`, an argument of its methods, has the sampling parameters: JSON name -> value."""
+class RemoteServer:
+    """A server that speaks HTTP, at a URL with or without /v1. key: API key to send; None: none."""
 
-    def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
+    def __init__(self, url: str, key: str | None) -> None:
         self._scheme, self._host, self._port, self._base = _split(url)
         self._key = key
-        self.name = name or self._first_model()
-
-    def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Send a prompt to the server and yield the new pieces of the text that continues it."""
-        return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
-
-    def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Send a conversation to the server and yield the new pieces of its answer."""
-        return self._stream(CHAT, {"messages": messages, **fields})
-
-    def _first_model(self) -> str:
-        with self._asked("GET", MODELS) as response:
-            try:
-                found = _json(response.read(), self.where)
-            except BROKEN as error:
-                raise _broken_off(error, self.where) from None
-        models = found.get("data") or []
-        if not models or not isinstance(models[0], dict) or "id" not in models[0]:
-            raise ModelNotFound(f"{self.where} lists no model: name a model with --model-name.")
-        return str(models[0]["id"])
-
-    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[AnswerPiece, None, None]:
-        body = {"model": self.name, **fields, "stream": True, "stream_options": {"include_usage": True}}
-        with self._asked("POST", path, body) as response:
-            ended, reason = False, None
-            for data in _events(response, self.where):
-                if data == DONE:
-                    ended = True
-                    break
-                event = _json(data.encode(), self.where)
-                if "error" in event:
-                    raise RequestFailed(f"{self.where} answered: {_words(event)}", code="remote")
-                for choice in event.get("choices") or []:
-                    reason = choice.get("finish_reason") or reason
-                    text = _text(choice)
-                    yield AnswerPiece(text=text, num_tokens=1 if text else 0, reason=reason)
-                if usage := event.get("usage"):
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                    yield AnswerPiece(
-                        num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"), num_cached=cached
-                    )
-            if not ended and reason is None:
-                raise EngineDead(f"the answer of {self.where} broke off: the server or network failed. Ask again.")
 
     @property
     def where(self) -> str:
@@ -106,7 +64,7 @@ class RemoteModel:
         return f"{self._scheme}://{self._host}:{self._port}"
 
     @contextmanager
-    def _asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+    def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
         """Send one request and give its response. Every failure becomes a `QuireError` of one line.
         There is a time limit for the connection only, since a model may take long."""
         headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
@@ -134,9 +92,67 @@ class RemoteModel:
                     raise _broken_off(error, self.where) from None
             yield response
 
+    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the data of every event of a stream, until its end. Raises `QuireError`."""
+        with self.asked("GET", path) as response:
+            for name, data in _events(response, self.where):
+                yield name, _json(data.encode(), self.where)
+
+
+class RemoteModel:
+    """A model on a server. `fields`, an argument of its methods, has the sampling parameters: JSON name -> value."""
+
+    def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
+        self._server = RemoteServer(url, key)
+        self.name = name or self._first_model()
+
+    def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+        """Send a prompt to the server and yield the new pieces of the text that continues it."""
+        return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
+
+    def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+        """Send a conversation to the server and yield the new pieces of its answer."""
+        return self._stream(CHAT, {"messages": messages, **fields})
+
+    def _first_model(self) -> str:
+        with self._server.asked("GET", MODELS) as response:
+            try:
+                found = _json(response.read(), self._server.where)
+            except BROKEN as error:
+                raise _broken_off(error, self._server.where) from None
+        models = found.get("data") or []
+        if not models or not isinstance(models[0], dict) or "id" not in models[0]:
+            raise ModelNotFound(f"{self._server.where} lists no model: name a model with --model-name.")
+        return str(models[0]["id"])
+
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[AnswerPiece, None, None]:
+        body = {"model": self.name, **fields, "stream": True, "stream_options": {"include_usage": True}}
+        with self._server.asked("POST", path, body) as response:
+            ended, reason = False, None
+            for _, data in _events(response, self._server.where):
+                if data == DONE:
+                    ended = True
+                    break
+                event = _json(data.encode(), self._server.where)
+                if "error" in event:
+                    raise RequestFailed(f"{self._server.where} answered: {_words(event)}", code="remote")
+                for choice in event.get("choices") or []:
+                    reason = choice.get("finish_reason") or reason
+                    text = _text(choice)
+                    yield AnswerPiece(text=text, num_tokens=1 if text else 0, reason=reason)
+                if usage := event.get("usage"):
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                    yield AnswerPiece(
+                        num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"), num_cached=cached
+                    )
+            if not ended and reason is None:
+                raise EngineDead(
+                    f"the answer of {self._server.where} broke off: the server or network failed. Ask again."
+                )
+
 
 def _split(url: str) -> tuple[str, str, int, str]:
-    """Split a URL into (scheme, host, port, path that ends with /v1)."""
+    """Split a URL into (scheme, host, port, path without /v1)."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
@@ -146,7 +162,7 @@ def _split(url: str) -> tuple[str, str, int, str]:
         raise ConfigError(f"--url {url}: must be like http://localhost:8000.")
     path = parts.path.rstrip("/")
     default = 443 if parts.scheme == "https" else 80
-    return parts.scheme, host, port or default, path if path.endswith("/v1") else f"{path}/v1"
+    return parts.scheme, host, port or default, path.removesuffix("/v1")
 
 
 def _unreachable(error: Exception, where: str) -> QuireError:
@@ -178,9 +194,12 @@ def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> Quire
     said = f"{where} answered {response.status}: {words}"
     if response.status in (401, 403):
         return ConfigError(f"{said} Give the key with --api-key, or in QUIRE_API_KEY.")
+    if response.status == 404 and not path.startswith(V1):
+        question = " Is it a server or a router of Quire?" * ("--no-web" not in words)
+        return RequestFailed(said + question, code="remote")
     if response.status == 404:
         return ModelNotFound(
-            f"{said} See {where}/v1{MODELS} for its models, and check --url."
+            f"{said} See {where}{MODELS} for its models, and check --url."
             if path != MODELS
             else f"{said} There is no OpenAI API at this --url."
         )
@@ -204,17 +223,19 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _events(response: http.client.HTTPResponse, where: str) -> Iterator[str]:
-    """Yield the data of every server-sent event. Comments and other fields are left out."""
-    lines: list[str] = []
+def _events(response: http.client.HTTPResponse, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the data of every server-sent event. Comments and other fields are left out."""
+    name, lines = "", list[str]()
     try:
         for raw in response:
             line = raw.decode("utf-8", "replace").rstrip("\r\n")
             if line.startswith("data:"):
                 lines.append(line[5:].removeprefix(" "))
+            elif line.startswith("event:"):
+                name = line[6:].removeprefix(" ")
             elif not line and lines:
-                yield "\n".join(lines)
-                lines = []
+                yield name, "\n".join(lines)
+                name, lines = "", []
     except BROKEN as error:
         raise _broken_off(error, where) from None
 

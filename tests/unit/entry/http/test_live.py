@@ -35,7 +35,9 @@ OFF = ServerConfig.from_flat(web=False)
 PATHS = ("/debug/live", "/debug/blocks", "/debug/requests/x", "/debug/meetings")
 
 
-def frame(number: int, *events: LiveEvent, tokens: int = 0, lost: int = 0, tenants: dict[int, str] = {}) -> LiveFrame:
+def frame(
+    number: int, *events: LiveEvent, tokens: int = 0, lost: int = 0, tenants: dict[int, str] | None = None
+) -> LiveFrame:
     requests = LiveRequests(handle=[1, 2], id=["one", "two"], state=["running", "waiting"])
     engine = LiveEngine(
         replica=0,
@@ -50,7 +52,7 @@ def frame(number: int, *events: LiveEvent, tokens: int = 0, lost: int = 0, tenan
         events=list(events),
         lost_events=lost,
     )
-    return LiveFrame(frame=number, at=1.0, seconds=0.1, cost_s=0.0, engines=[engine], tenants=tenants)
+    return LiveFrame(frame=number, at=1.0, seconds=0.1, cost_s=0.0, engines=[engine], tenants=tenants or {})
 
 
 def happened(what: Kind, handle: int = 1, at: float = 0.0) -> LiveEvent:

@@ -126,7 +126,7 @@ class LiveHub:
         return self._latency[1]
 
 
-def shown(frame: LiveFrame, tenant: str, more: Mapping[str, Any]) -> bytes:
+def shown(frame: LiveFrame, tenant: str, more: dict[str, Any]) -> bytes:
     """Return a frame as JSON for a tenant, with further fields. It has the ids of the tenant's requests only."""
     owners, engines = frame.tenants, frame.engines
     if tenant or owners:

@@ -74,9 +74,7 @@ def told(record: Mapping[str, Any]) -> list[LiveEvent]:
         )
     if record["state"] not in ("waiting", "running"):
         at, count = record["arrived"] + record["e2e_s"], record["num_output"]
-        events.append(
-            LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=record["state"])
-        )
+        events.append(LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=record["state"]))
     return events
 
 
