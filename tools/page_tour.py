@@ -27,7 +27,7 @@ from chromium import Tab, find_chromium, opened_tab
 
 START_TIMEOUT = 120.0
 STREAMS = 50
-LOOK = 12.0  # seconds for which the live view is watched before its picture
+LOOK = 20.0  # seconds for which the live view is watched before its picture
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
 MODEL = ("--max-num-seqs", "40", "--num-blocks", "1400", "--kv-offload-gb", "0.02", "-sc", DRAFTS)
 MOCK = ("--device", "mock", "--mock-step-ms", "20", "--max-num-seqs", "40")
@@ -212,7 +212,6 @@ class Tour:
         assert "city" in json.loads(tab.look(f"{ANSWER}.querySelector('.call pre').textContent"))
         tab.look(f"{choice}.value = 'auto'")
         tab.write(one(".results textarea"), '{"temperature": 21}')
-        self.picture("tool-call")
         tab.click(one(".results button"))
         tab.until(f"{every('.turn.tool')}.length === 1 && {IDLE} && {ANSWER}.matches('.assistant')")
         tab.click(named(".settings summary", "Tools"))
@@ -287,10 +286,6 @@ class Tour:
             time.sleep(1)
             self.picture(picture)
             self.look_with_axe("live")
-            tab.look(f"{view}.scrollTop = 1e6")
-            time.sleep(1)
-            self.picture(f"{picture}-more")
-            tab.look(f"{view}.scrollTop = 0")
             tab.click(one(".live-head button"))
             tab.until(f"{one('.live-head')}.textContent.includes('paused')")
             tab.click(one(".live-head button"))

@@ -16,7 +16,6 @@ const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
 const behind = (words, ...children) => h("details", {}, h("summary", {}, words), children);
-const QUIETLY = { preventScroll: true }; // the focus comes back to a row that was made anew
 
 export class Live {
   constructor(root, openTimeline) {
@@ -67,7 +66,10 @@ export class Live {
     const requestTable = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], []);
     this.requestRows = requestTable.tBodies[0];
     put(this.boxes.requests, requestTable);
-    this.chosenWords = h("div", { class: "chosen", hidden: true });
+    this.chosenName = h("bdi");
+    this.chosenFacts = h("span");
+    this.chosenLife = h("button", { type: "button", class: "link", onclick: () => this.openTimeline(this.engine.name(this.selected), this.engine.backend) }, "Timeline");
+    this.chosenWords = h("p", { class: "chosen", hidden: true }, this.chosenName, this.chosenFacts, this.chosenLife);
     this.grid = h("div", { class: "panels", hidden: true },
       this.engines,
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
@@ -241,27 +243,37 @@ export class Live {
     const chosen = this.mapOf?.owners.find((one) => one.handle === this.selected);
     this.chosenWords.hidden = this.selected === null;
     if (this.selected !== null) {
-      const id = engine.names.get(this.selected);
-      put(this.chosenWords, h("p", {}, h("bdi", {}, engine.name(this.selected)),
-        chosen ? `: slot ${chosen.slot}, ${chosen.tokens} tokens, tables of ${chosen.tables.map((one) => one.length).join(" and ")} blocks. ` : ": holds no blocks now. ",
-        id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id, engine.backend) }, "Timeline") : null));
+      say(this.chosenName, engine.name(this.selected));
+      say(this.chosenFacts, chosen
+        ? `: slot ${chosen.slot}, ${chosen.tokens} tokens, tables of ${chosen.tables.map((one) => one.length).join(" and ")} blocks. `
+        : ": holds no blocks now. ");
+      this.chosenLife.hidden = !engine.names.has(this.selected);
     }
   }
 
+  /** Tell the engines of a router or of replicas. Rows are made anew only when other engines come. */
   engineTable() {
-    const all = [...this.feed.engines.values()];
+    const all = [...this.feed.engines.values()].filter((one) => one.last);
     const down = [...this.feed.down];
     this.engines.hidden = all.length + down.length < 2;
     if (this.engines.hidden) return;
-    const focused = this.engines.contains(document.activeElement) ? document.activeElement.value : null;
-    put(this.engines, h("h2", {}, "Engines"), table("Engines", ["engine", end("running"), end("waiting"), end("output tokens/s"), end("blocks held")], [
-      ...all.map((one) => [
-        h("label", { class: "check" }, h("input", { type: "radio", name: "engine", value: one.key, ...(one === this.engine ? { checked: true } : {}), onchange: () => this.chooseEngine(one.key) }),
-          h("bdi", {}, [one.backend, `replica ${one.replica}`].filter((words) => words !== null).join(", "))),
-        one.last.queue.running, one.last.queue.waiting, count(Math.round(one.rate("sampled"))),
-        percent((one.last.blocks.own + one.last.blocks.shared + one.last.blocks.moving) / Math.max(1, one.last.blocks.total))]),
-      ...down.map(([name, reason]) => [h("bdi", {}, `${name}: ${reason}`), "–", "–", "–", "–"])]));
-    if (focused) this.engines.querySelector(`input[value="${CSS.escape(focused)}"]`)?.focus(QUIETLY);
+    const keys = JSON.stringify([all.map((one) => one.key), down]);
+    if (this.engineKeys !== keys) {
+      this.engineKeys = keys;
+      const name = (one) => [one.backend, `replica ${one.replica}`].filter((words) => words !== null).join(", ");
+      const choice = (one) => h("input", { type: "radio", name: "engine", value: one.key, onchange: () => this.chooseEngine(one.key) });
+      put(this.engines, h("h2", {}, "Engines"), table("Engines", ["engine", end("running"), end("waiting"), end("output tokens/s"), end("blocks held")], [
+        ...all.map((one) => [h("label", { class: "check" }, choice(one), h("bdi", {}, name(one))), "", "", "", ""]),
+        ...down.map(([backend, reason]) => [h("bdi", {}, `${backend}: ${reason}`), "–", "–", "–", "–"])]));
+    }
+    const rows = this.engines.querySelector("tbody").rows;
+    all.forEach((one, at) => {
+      const { queue, blocks } = one.last;
+      const held = (blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total);
+      const words = [String(queue.running), String(queue.waiting), count(Math.round(one.rate("sampled"))), percent(held)];
+      words.forEach((text, column) => say(rows[at].cells[column + 1], text));
+      rows[at].querySelector("input").checked = one === this.engine;
+    });
   }
 
   chooseEngine(key) {
@@ -324,7 +336,10 @@ export class Live {
       rows.push([`from ${name} memory`.replace("disk memory", "disk"), `${bytes((tier.loaded_bytes - before.loaded_bytes) / time)}/s`, bytes(tier.loaded_bytes)]);
       rows.push([`to ${name} memory`.replace("disk memory", "disk"), `${bytes((tier.stored_bytes - before.stored_bytes) / time)}/s`, bytes(tier.stored_bytes)]);
     }
-    put(this.boxes.bytes, rows.length ? table("Bytes that move", ["way", end("now"), end("in all")], rows) : h("p", { class: "hint" }, "One rank and no tier: nothing moves. --kv-offload-gb adds host memory."));
+    const held = Object.entries(engine.last.tiers).map(([name, tier]) => `${name}: ${count(tier.used)}${tier.blocks ? ` of ${count(tier.blocks)}` : ""} blocks`).join(" · ");
+    put(this.boxes.bytes, held ? h("p", { class: "hint" }, held) : null, rows.length
+      ? table("Bytes that move", ["way", end("now"), end("in all")], rows)
+      : h("p", { class: "hint" }, "One rank and no tier: nothing moves. --kv-offload-gb adds host memory."));
   }
 
   expertTable(experts) {

@@ -7,7 +7,7 @@ import { asCurl, asPython } from "./request.js";
 
 const FIELDS = [
   // name, label, type, default, step, words
-  ["max_tokens", "Most tokens", "number", "256", "1", ""],
+  ["max_tokens", "Max tokens", "number", "256", "1", ""],
   ["temperature", "Temperature", "number", "", "0.05", "0 takes the most probable token"],
   ["top_p", "Top p", "number", "", "0.05", ""],
   ["top_k", "Top k", "number", "", "1", ""],

@@ -18,7 +18,7 @@ export function eventWords(event) {
   if (what === "admitted") return `admitted, ${number} tokens reused${first > 0 ? `, ${first} blocks not` : ""}${detail ? ` (${WHY[detail] ?? detail})` : ""}`;
   if (what === "fetched") return `${number} blocks came from ${detail}`;
   if (what === "chunk") return `computed ${number} tokens from ${first}${detail === "ends" ? ", the end of its prompt" : ""}`;
-  if (what === "preempted") return `preempted: ${detail}; KV of ${number} tokens given back`;
+  if (what === "preempted") return `preempted after ${number} tokens: ${detail}`;
   if (what === "finished") return `finished with ${number} tokens: ${detail}`;
   return `${what} ${number} ${detail}`;
 }
