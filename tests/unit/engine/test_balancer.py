@@ -60,6 +60,7 @@ def test_counts_are_collected_over_the_window_and_every_layer_switches_once_all_
     assert ranks.asked == ["load", "move"], "the first look comes after a quarter of the interval, without a reset"
     old = balancer.experts
     assert balancer.balancedness == pytest.approx(balancedness(HOT, old)) and balancer.balancedness < 0.7
+    assert [sum(layer) for layer in balancer.loads] == HOT.sum(axis=1).tolist() and len(balancer.loads[0]) == RANKS
     assert balancer.next_switch() == -1, "no rank has told that a layer has come"
     balancer.note(1)
     assert [balancer.next_switch() for _ in range(3)] == [0, -1, -1]

@@ -1,6 +1,7 @@
 """Frames of the live view: made for those who ask, at most ten a second; when nobody asks, recording ends."""
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -132,6 +133,24 @@ def test_replicas_are_told_apart_and_a_dead_one_is_left_out() -> None:
     feed.feed.ask(0)
     (second,) = feed.after(1.0)
     assert [one.replica for one in second.frame.engines] == [1]
+
+
+def test_loads_of_experts_come_when_they_are_new_and_in_every_tenth_frame() -> None:
+    feed = Feed(ReplicaRig(2, lockstep=True).core)
+    feed.core.balancer = balancer = SimpleNamespace(loads=[], balancedness=0.0)
+    told = []
+    for number in range(1, 21):
+        if number in (2, 5):
+            balancer.loads, balancer.balancedness = [[number, 1]], 0.5
+        feed.feed.ask(0)
+        (one,) = feed.after(INTERVAL)
+        told.append(None if one.frame.experts is None else one.frame.experts.loads)
+    assert {number: loads for number, loads in enumerate(told, 1) if loads} == {
+        2: [[2, 1]],
+        5: [[5, 1]],
+        10: [[5, 1]],
+        20: [[5, 1]],
+    }
 
 
 def test_the_map_of_blocks_has_their_owners() -> None:

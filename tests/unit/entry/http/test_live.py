@@ -284,6 +284,41 @@ def test_the_stream_tells_a_request_and_ends_with_its_reader(monkeypatch: pytest
     run(work())
 
 
+def test_a_connection_that_takes_nothing_costs_frames_and_no_memory() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            app = build_app(engine, ServerConfig.from_flat(device="mock"), Metrics())
+            sent, gone, taking = bytearray(), asyncio.Event(), asyncio.Event()
+
+            async def receive() -> Any:
+                if not sent:
+                    return {"type": "http.request", "body": b""}
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.extend(message.get("body", b"") or b" ")
+                if b'"frame":1,' in sent:
+                    await taking.wait()  # as the server does while the buffer of the connection is full
+                if b"event: lost" in sent:
+                    gone.set()
+
+            scope = {"type": "http", "method": "GET", "path": "/debug/live", "raw_path": b"", "headers": []}
+            reading = asyncio.create_task(app(scope, receive, send))
+            while b'"frame":1,' not in sent:
+                await asyncio.sleep(0.01)
+            size = len(sent)
+            for number in range(1000):
+                engine.live.take(frame(number))
+            (reader,) = engine.live._readers
+            assert len(reader._frames) == MOST_WAITING and len(sent) == size
+            taking.set()
+            await asyncio.wait_for(reading, 30)
+            assert b'"frames":992' in sent.replace(b'"frames":993', b'"frames":992')  # the core's next may have come
+
+    run(work())
+
+
 def test_a_server_that_ends_ends_its_streams() -> None:
     async def work() -> None:
         async with serving() as (engine, _):
