@@ -291,6 +291,19 @@ class Tour:
             tab.click(one(".live-head button"))
         tab.until(f"parseInt({one('.tiles b')}.textContent) === 0", 60)
 
+    def compare_counts(self) -> None:
+        """Blocks and tokens that an idle page shows are those that the routes tell."""
+        tab = self.tab
+        tab.look(f"{named('.panel summary', 'Table of blocks')}.parentElement.open = true")
+        time.sleep(3)  # frames and tables come once more
+        cells = f"{named('.panel', 'KV blocks')}.querySelector('tbody tr').cells"
+        total, own, shared, _, cached, free = tab.look(f"[...{cells}].slice(1).map((one) => +one.textContent)")
+        letters = tab.look("fetch('debug/blocks').then((one) => one.json()).then((one) => one.engines[0].device)")
+        assert (total, own + shared) == (len(letters), 0)
+        assert (cached, free) == (letters.count("c"), letters.count("."))
+        tiles = dict(tab.look(f"{every('.tiles li')}.map((one) => [...one.children].map((part) => part.textContent))"))
+        assert tiles["running"].startswith("0 of ") and tiles["waiting"] == tiles["steps/s"] == "0", tiles
+
     def inside(self) -> None:
         """The plan, a search in it, the table of meetings, and the timeline of a request."""
         tab = self.tab
@@ -317,14 +330,15 @@ class Tour:
         """Every view at a width of 390 pixels, in dark colours: nothing is wider than the window."""
         tab = self.tab
         tab.size(390, 844, dark=True)
-        for name in ("talk", "live", "inside"):
-            self.view(name)
-            time.sleep(1.5)
-            assert tab.look("document.documentElement.scrollWidth") <= 390, name
-            assert tab.look(f"document.getElementById('view-{name}').scrollWidth") <= 390, name
-            self.look_with_axe(f"{name} on a phone")
-            if name == "live":
-                self.picture("phone")
+        with streams(self.url, STREAMS // 5):
+            for name in ("talk", "live", "inside"):
+                self.view(name)
+                time.sleep(LOOK / 4)
+                assert tab.look("document.documentElement.scrollWidth") <= 390, name
+                assert tab.look(f"{one(f'#view-{name}')}.scrollWidth") <= 390, name
+                self.look_with_axe(f"{name} on a phone")
+                if name == "live":
+                    self.picture("phone")
         tab.size(*SIZE)
 
     def hidden(self) -> None:
@@ -390,6 +404,7 @@ def tour_of_model(tab: Tab, url: str, images: Path | None, axe: str) -> None:
     tour.compare()
     tour.hostile()
     tour.live("live")
+    tour.compare_counts()
     tour.inside()
     tour.phone()
     tour.hidden()
