@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,6 @@ class Tab:
 
     browser: Browser
     session: str
-    answers: dict[str, bytes] = field(default_factory=dict)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol for this page."""
