@@ -18,6 +18,7 @@ class Variant {
     this.foot = h("p", { class: "foot" });
     this.body = h("div", { class: "parts" });
     this.waiting = []; // tokens whose text has not come
+    this.thought = false; // the reasoning of a branch has ended
   }
 
   /** Return the last part if it is of this kind, or a new one. */
@@ -122,11 +123,14 @@ class Variant {
 
 /** Add raw text behind a branch: it is of the kind in which the branch began, until the reasoning ends. */
 function goOn(variant, text) {
-  const kind = variant.parts.at(-1).kind;
-  const end = kind === "reasoning" ? text.indexOf(THOUGHT) : -1;
-  if (end < 0) return variant.add(kind, text);
-  variant.add(kind, text.slice(0, end + THOUGHT.length));
-  return variant.add("content", text.slice(end + THOUGHT.length));
+  const last = variant.parts.at(-1).kind;
+  if (last !== "reasoning") return variant.add(last, text);
+  const end = variant.thought ? 0 : text.indexOf(THOUGHT);
+  if (end < 0) return variant.add("reasoning", text);
+  if (end > 0) variant.add("reasoning", text.slice(0, end));
+  const answer = text.slice(variant.thought ? 0 : end + THOUGHT.length).trimStart();
+  variant.thought = true;
+  if (answer) variant.add("content", answer);
 }
 
 /** A turn of the conversation in the page. */
