@@ -45,7 +45,7 @@ class HttpConfig:
     max_headers: int = option(
         100, "maximum number of headers of a request; more are answered 431", flags=("--h11-max-header-count",), least=1
     )
-    web: bool = option(True, "serve the live view: what the engine does, and the lives of requests (docs/live.md)")
+    web: bool = option(True, "serve the page at / and the live view: what the engine does, and the lives of requests")
     trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
 
 

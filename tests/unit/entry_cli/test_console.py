@@ -62,7 +62,12 @@ def test_the_banner_tells_what_is_served_and_how() -> None:
     assert found["KV cache"] == "2.00 GiB = 1,000 blocks x 32 = 32,000 tokens"
     assert found["at once"] == "at most 256 requests; the KV cache holds 7.8 of the full 4,096 tokens"
     assert found["loading"] == "config 0.01 s, weights 1.50 s"
-    assert found["address"] == f"{URL}/v1; this machine only, no key needed"
+    assert found["address"] == f"{URL}/v1; page: {URL}/; this machine only, no key needed"
+
+
+@pytest.mark.parametrize("options", [{"web": False}, {"uds": "/tmp/x"}])
+def test_the_page_is_told_only_where_a_browser_finds_it(options: dict[str, Any]) -> None:
+    assert rows(banner_lines(ready(), config(**options), URL))["address"].startswith(f"{URL}/v1; this machine only")
 
 
 def test_a_gpu_tells_what_it_is_and_how_its_memory_is_shared() -> None:

@@ -65,12 +65,15 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     from quire.entry.http.listener import HttpListener
     from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
+    from quire.entry.http.web.page import ServesPage
     from quire.router.app import RouterApp
 
     router, admin = RouterApp(config, web=http.web), HttpConfig(port=config.admin_port or 0)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
-    sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts, keyed=False)) if private else router, http)]
+    own = OwnNames(http.host, http.allowed_hosts, keyed=False)
+    whole = Guard(router, ServesPage()) if http.web else router
+    sides = [(Guard(whole, own) if private else whole, http)]
     if config.admin_port is not None:
         sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host, keyed=False)), admin))
     with ExitStack() as stack, StopRequests() as stop:

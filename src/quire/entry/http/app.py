@@ -3,6 +3,7 @@
 RequestScope    request id, counts, access log, 500 for unexpected exceptions
 own_errors      Anthropic's error format on Anthropic's routes
 OwnNames        403 for a foreign Host header; only without API keys and on a loopback address; not for probes
+ServesPage      the page of the live view, without a key: it holds no facts of the engine
 CORS            only with allowed_origins
 ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
 Gate            503 while the engine starts, drains or is dead
@@ -39,6 +40,7 @@ from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate
 from quire.entry.http.request_scope import RequestScope
+from quire.entry.http.web.page import ServesPage
 from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics
 
@@ -73,6 +75,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
         ),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
+        Middleware(Guard, refusal=ServesPage(on=http.web)),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
         *([Middleware(Guard, refusal=ApiKeys(http.api_key))] if http.api_key else []),
         Middleware(Guard, refusal=Gate(engine, ALWAYS)),

@@ -114,6 +114,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
     blocks += f"; {ready.plans['cache']}" if ready.plans.get("cache") else ""
+    page = f"; page: {url}/" if config.http.web and config.http.uds is None else ""
     device, each = ready.plans.get("device", ready.device), ready.plans.get("each rank", "")
     rows = {
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
@@ -128,7 +129,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
         "at once": _at_once(ready),
         **{name: ready.plans.get(name, "") for name in FEATURES},
         "loading": "; ".join(filter(None, (phases, since))),
-        "address": f"{url}/v1; {access_text(config)}",
+        "address": f"{url}/v1{page}; {access_text(config)}",
         "try": curl_line(config, url, names[0]),
     }
     return [f"Quire {__version__}", *(f"  {name:<9} {text}" for name, text in rows.items() if text)]

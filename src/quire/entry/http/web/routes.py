@@ -1,5 +1,6 @@
 """The routes of the live view. With `--no-web` all of them answer 404, with the code `web_off`.
 
+/, /web/               the page (`page.py`); `/` is another route's for clients that do not accept HTML
 /debug/live            server-sent events: facts of the engine, then frames
 /debug/blocks          the map of KV blocks, with the requests that hold them
 /debug/requests/{id}   the timeline of a request
@@ -24,9 +25,9 @@ from quire.entry.http.errors import error_answer
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.web.live_hub import event
+from quire.entry.http.web.page import OFF
 from quire.entry.http.web.timelines import timeline
 
-OFF = "this server was started with --no-web: start it without, or ask /metrics and /debug/requests."
 OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
 MAP_SHARE = 0.005  # most of the core's time that goes into maps
 PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step

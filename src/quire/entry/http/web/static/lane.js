@@ -1,0 +1,362 @@
+// A column of Talk: a conversation under one set of settings, its streams, and the branches of its answers.
+
+import { events, send } from "./api.js";
+import { count, h, put, say, seconds } from "./dom.js";
+import { asked, bodyBehind, bodyOf, detokenize } from "./request.js";
+import { TokenPanel, TokenText, chatTokens, completionTokens, textOf } from "./tokens.js";
+
+const THOUGHT = "</think>"; // the end of reasoning, as most models write it
+const LABELS = { user: "You", assistant: "Answer", completion: "Completion", tool: "Result of a tool", prompt: "Prompt" };
+
+/** A way an answer went: `tokens` in the order in which they were drawn, and parts {kind, text, view}. */
+class Variant {
+  constructor() {
+    this.tokens = [];
+    this.parts = [];
+    this.calls = [];
+    this.promptIds = null;
+    this.foot = h("p", { class: "foot" });
+    this.body = h("div", { class: "parts" });
+    this.waiting = []; // tokens whose text has not come
+    this.thought = false; // the reasoning of a branch has ended
+  }
+
+  /** Return the last part if it is of this kind, or a new one. */
+  part(kind) {
+    const last = this.parts.at(-1);
+    if (last?.kind === kind) return last;
+    const view = new TokenText({ reasoning: "Reasoning, token by token", content: "Answer, token by token", raw: "The call as the model wrote it" }[kind]);
+    const part = { kind, text: "", view };
+    this.parts.push(part);
+    if (kind === "reasoning") this.body.append(h("details", { class: "reasoning", open: true }, h("summary", {}, "Reasoning"), view.element));
+    else if (kind === "raw") this.body.append(h("details", { class: "raw" }, h("summary", {}, "The call, token by token"), view.element));
+    else this.body.append(view.element);
+    return part;
+  }
+
+  /** Take tokens. They wait for their text: `add` shows it. */
+  draw(tokens) {
+    for (const token of tokens) {
+      token.at = this.tokens.length;
+      this.tokens.push(token);
+    }
+    this.waiting.push(...tokens);
+  }
+
+  /** Add a text of a kind, which the tokens that wait have made. */
+  add(kind, text) {
+    const part = this.part(kind);
+    part.text += text;
+    part.view.add(text, this.waiting);
+    this.waiting = [];
+  }
+
+  /** Take a piece of a tool call. Arguments come in pieces. */
+  call(delta) {
+    let call = this.calls[delta.index];
+    if (!call) {
+      call = this.calls[delta.index] = { id: "", name: "", arguments: "", code: h("pre", { dir: "auto" }), title: h("strong") };
+      this.body.append(h("div", { class: "call" }, h("p", {}, "calls ", call.title), call.code));
+    }
+    call.id ||= delta.id ?? "";
+    call.name += delta.function?.name ?? "";
+    call.arguments += delta.function?.arguments ?? "";
+    call.title.textContent = call.name;
+    let shown = call.arguments;
+    try {
+      shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
+    } catch {
+      shown = call.arguments; // not complete
+    }
+    call.code.textContent = shown;
+  }
+
+  /** Show the tokens that no text came for: those of calls. */
+  settle() {
+    if (!this.waiting.length || !this.calls.length) return;
+    const tokens = this.waiting;
+    this.waiting = [];
+    const part = this.part("raw");
+    for (const token of tokens) {
+      part.text += token.text ?? "";
+      part.view.add(token.text ?? "", [token]);
+    }
+  }
+
+  text(kind) {
+    return this.parts.filter((part) => part.kind === kind).map((part) => part.text).join("");
+  }
+
+  /** Return the turn for the next request. */
+  turn() {
+    const turn = { role: "assistant", content: this.text("content") };
+    if (this.calls.length) {
+      turn.tool_calls = this.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+    }
+    const reasoning = this.text("reasoning");
+    return reasoning ? { ...turn, reasoning } : turn;
+  }
+
+  /** Return a new variant that begins as this one up to `token`, and goes on with `other` in its place. */
+  branch(token, other, text) {
+    const next = new Variant();
+    next.promptIds = this.promptIds;
+    next.tokens = this.tokens.slice(0, token.at);
+    for (const part of this.parts) {
+      const spans = [...part.view.element.querySelectorAll(".t")];
+      for (const span of spans) {
+        const own = span.tokens.filter((one) => one.at < token.at);
+        if (!own.length) break;
+        next.waiting = own;
+        next.add(part.kind, own.length === span.tokens.length ? span.textContent : textOf(own));
+      }
+      if (spans.some((span) => span.tokens.includes(token))) {
+        next.draw([{ ...other, text, picked: true, top: token.top }]);
+        next.add(part.kind, text);
+        break;
+      }
+    }
+    for (const part of next.parts) part.view.element.closest("details")?.setAttribute("open", "");
+    return next;
+  }
+}
+
+/** Add raw text behind a branch: it is of the kind in which the branch began, until the reasoning ends. */
+function goOn(variant, text) {
+  const last = variant.parts.at(-1).kind;
+  if (last !== "reasoning") return variant.add(last, text);
+  const end = variant.thought ? 0 : text.indexOf(THOUGHT);
+  if (end < 0) return variant.add("reasoning", text);
+  if (end > 0) variant.add("reasoning", text.slice(0, end));
+  const answer = text.slice(variant.thought ? 0 : end + THOUGHT.length).trimStart();
+  variant.thought = true;
+  if (answer) variant.add("content", answer);
+}
+
+/** A turn of the conversation in the page. */
+class Item {
+  constructor(role, content) {
+    this.role = role;
+    this.content = content;
+    this.variants = [];
+    this.at = 0;
+    this.pick = h("span", { class: "variants" });
+    this.holder = h("div");
+    this.element = h("article", { class: `turn ${role}` }, h("header", {}, h("h3", {}, LABELS[role]), this.pick), this.holder);
+    if (content !== undefined) {
+      const view = new TokenText("");
+      view.element.removeAttribute("tabindex");
+      view.element.removeAttribute("role");
+      view.element.removeAttribute("aria-label");
+      view.add(content, []);
+      this.holder.append(view.element);
+    }
+  }
+
+  get variant() {
+    return this.variants[this.at];
+  }
+
+  show(at) {
+    this.at = at;
+    put(this.holder, this.variant.body, this.variant.foot);
+    if (this.variants.length < 2) return;
+    const step = (words, by) => h("button", { type: "button", class: "quiet small", "aria-label": words, disabled: !this.variants[at + by], onclick: () => this.show(at + by) }, by < 0 ? "‹" : "›");
+    put(this.pick, step("Answer before", -1), `${at + 1} of ${this.variants.length}`, step("Next answer", 1));
+  }
+}
+
+export class Lane {
+  /** read: returns {settings, shared}. openTimeline: shows a request. busy: called when a stream begins or ends. */
+  constructor(name, { read, openTimeline, busy, announce }) {
+    Object.assign(this, { name, read, openTimeline, busy, announce });
+    this.items = [];
+    this.stopper = null;
+    this.list = h("div", { class: "turns" });
+    this.element = h("section", { class: "lane", "aria-label": `Conversation ${name}` }, h("h2", { class: "lane-name" }, name), this.list);
+    this.panel = new TokenPanel(this.element);
+    this.element.addEventListener("branch", (event) => this.branch(event.detail));
+  }
+
+  get running() {
+    return this.stopper !== null;
+  }
+
+  clear() {
+    this.stop();
+    this.items = [];
+    this.list.replaceChildren();
+  }
+
+  stop() {
+    this.stopper?.abort();
+  }
+
+  turns() {
+    const turns = [];
+    for (const item of this.items) {
+      if (item.role === "user") turns.push({ role: "user", content: item.content });
+      else if (item.role === "tool") turns.push({ role: "tool", tool_call_id: item.callId, content: item.content });
+      else if (item.role === "assistant" && item.variant) turns.push(item.variant.turn());
+    }
+    return turns;
+  }
+
+  push(item) {
+    this.items.push(item);
+    this.list.append(item.element);
+    return item;
+  }
+
+  /** Ask for an answer to a text. */
+  async send(text) {
+    const { settings, shared } = this.read();
+    if (shared.mode === "chat") this.push(new Item("user", text));
+    else this.push(new Item("prompt", text));
+    const turns = shared.mode === "chat" ? this.turns() : [{ content: text }];
+    await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
+  }
+
+  /** Return the request that a text would make, for the export. */
+  preview(text) {
+    const { settings, shared } = this.read();
+    const turns = shared.mode === "chat" ? this.turns() : [];
+    if (text || !turns.length) turns.push({ role: "user", content: text });
+    return bodyOf(settings, shared, turns);
+  }
+
+  async answer(make, settings, role) {
+    const item = this.push(new Item(role));
+    item.variants.push(new Variant());
+    item.show(0);
+    await this.stream(item, make, settings);
+  }
+
+  /** Let an answer go on from another token. */
+  async branch({ span, token, other }) {
+    if (this.running) return;
+    const item = this.items.find((one) => one.element.contains(span));
+    const variant = item.variant;
+    if (!variant.promptIds) return;
+    const { settings, shared } = this.read();
+    const next = variant.branch(token, other, other.text ?? (await detokenize(other.id)));
+    item.variants.push(next);
+    item.show(item.variants.length - 1);
+    const ids = [...variant.promptIds, ...next.tokens.map((one) => one.id)];
+    await this.stream(item, () => bodyBehind(settings, ids), settings, true);
+    if (shared.format || variant.calls.length) next.foot.prepend("goes on as plain tokens, without a grammar · ");
+  }
+
+  async stream(item, make, settings, goesOn = false) {
+    const variant = item.variant;
+    const stopper = (this.stopper = new AbortController());
+    this.busy();
+    this.element.setAttribute("aria-busy", "true");
+    variant.foot.textContent = "waiting for the first token";
+    const begun = performance.now();
+    const told = { first: 0, usage: null, reason: "", id: "" };
+    const queue = [];
+    let frame = 0;
+    const draw = () => {
+      frame = 0;
+      const follow = this.atEnd();
+      for (const change of queue.splice(0)) change();
+      if (follow) this.list.parentElement.scrollTop = this.list.parentElement.scrollHeight;
+    };
+    const later = (change) => {
+      queue.push(change);
+      frame ||= setTimeout(draw, 30);
+    };
+    try {
+      const { path, body } = make();
+      const response = await send(path, { json: asked(path, body, Number(settings.alternatives)), signal: stopper.signal });
+      for await (const { data } of events(response)) {
+        if (data === "[DONE]") continue; // the response is read to its end, else it counts as given up
+        const event = JSON.parse(data);
+        if (event.error) throw new Error(event.error.message);
+        this.take(variant, event, told, later, goesOn, begun);
+      }
+      draw();
+      variant.settle();
+      this.foot(variant, told, begun);
+      this.announce(`${this.name}: the answer is complete.`);
+    } catch (error) {
+      draw();
+      variant.settle();
+      if (stopper.signal.aborted) told.reason = "stopped by you";
+      else variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
+      this.foot(variant, told, begun);
+    } finally {
+      clearTimeout(frame);
+      if (this.stopper === stopper) this.stopper = null;
+      this.element.removeAttribute("aria-busy");
+      this.busy();
+      this.offerResults(item);
+    }
+  }
+
+  atEnd() {
+    const box = this.list.parentElement;
+    return box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  }
+
+  /** Take an event of a stream. */
+  take(variant, event, told, later, goesOn, begun) {
+    told.id ||= event.id ?? "";
+    if (event.usage) told.usage = event.usage;
+    const choice = event.choices?.[0];
+    const ids = event.prompt_token_ids ?? choice?.prompt_token_ids;
+    if (ids && !goesOn) variant.promptIds = ids;
+    if (!choice) return;
+    if (choice.finish_reason) told.reason = choice.finish_reason;
+    const delta = choice.delta;
+    const text = delta ? delta.content ?? "" : choice.text;
+    const thought = delta ? delta.reasoning ?? delta.reasoning_content ?? "" : "";
+    const tokens = delta ? chatTokens(choice.logprobs) : completionTokens(choice.logprobs, choice.text);
+    if (!told.first && (text || thought || tokens.length || delta?.tool_calls)) told.first = performance.now() - begun;
+    if (!text && !thought && !tokens.length && !delta?.tool_calls) return;
+    later(() => {
+      say(variant.foot, "writing");
+      variant.draw(tokens);
+      if (thought) variant.add("reasoning", thought);
+      if (text && goesOn) goOn(variant, text);
+      else if (text) variant.add("content", text);
+      for (const call of delta?.tool_calls ?? []) variant.call(call);
+    });
+  }
+
+  foot(variant, told, begun) {
+    const all = (performance.now() - begun) / 1000;
+    const words = [told.reason || "no end was told"];
+    if (told.usage) {
+      words.push(`${count(told.usage.completion_tokens)} tokens`);
+      const rest = all - told.first / 1000;
+      if (told.usage.completion_tokens > 1 && rest > 0) words.push(`${count((told.usage.completion_tokens - 1) / rest)} tokens/s`);
+      words.push(`${told.usage.prompt_tokens_details?.cached_tokens ?? 0} of ${told.usage.prompt_tokens} prompt tokens cached`);
+    }
+    if (told.first) words.push(`first token after ${seconds(told.first / 1000)}`);
+    const id = told.id.replace(/^(chatcmpl|cmpl)-/, "");
+    put(variant.foot, words.join(" · "), " ",
+      id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null);
+  }
+
+  /** Under calls of tools: a field for each result, and a button that sends them. */
+  offerResults(item) {
+    const calls = item.variant?.calls ?? [];
+    if (!calls.length || this.items.at(-1) !== item) return;
+    const fields = calls.map((call) => h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}, for example {"ok": true}` }));
+    const box = h("form", { class: "results" }, fields, h("button", { class: "primary" }, "Send results"));
+    box.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.running) return;
+      box.remove();
+      calls.forEach((call, at) => {
+        this.push(new Item("tool", fields[at].value)).callId = call.id;
+      });
+      const { settings, shared } = this.read();
+      const turns = this.turns();
+      this.answer(() => bodyOf(settings, shared, turns), settings, "assistant");
+    });
+    item.variant.body.append(box);
+  }
+}
