@@ -53,7 +53,7 @@ ready_venv() {
     echo "This takes minutes on a slow network; on a terminal it shows how far it is." >&2
     options+=(--quiet)
   fi
-  # pip compiles all modules, which takes 30 s; tests import a tenth of them, and Python compiles these once.
+  # pip compiles all modules, which takes 30 s. Python compiles once those that tests import.
   if [ "$extras" = "[test]" ]; then options+=(--no-compile); fi
   "$python" -m pip install ${options[@]+"${options[@]}"} --disable-pip-version-check --editable "$root$extras" >&2
   echo "$wanted" > "$venv/.quire$extras"
