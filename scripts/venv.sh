@@ -33,7 +33,7 @@ make_venv() {
 }
 
 ready_venv() {
-  local extras=$1 wanted stamp quiet=--quiet
+  local extras=$1 wanted stamp options=()
   wanted="$root $(cksum < "$root/pyproject.toml")"
   for stamp in "$venv/.quire$extras" "$venv/.quire[test]"; do
     if [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
@@ -49,7 +49,12 @@ ready_venv() {
   if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
     echo "No GPU here? PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu picks the much smaller CPU build." >&2
   fi
-  if [ -t 2 ]; then quiet=; else echo "This takes minutes on a slow network; on a terminal it shows how far it is." >&2; fi
-  "$python" -m pip install $quiet --disable-pip-version-check --editable "$root$extras" >&2
+  if [ ! -t 2 ]; then
+    echo "This takes minutes on a slow network; on a terminal it shows how far it is." >&2
+    options+=(--quiet)
+  fi
+  # pip compiles all modules, which takes 30 s. Python compiles once those that tests import.
+  if [ "$extras" = "[test]" ]; then options+=(--no-compile); fi
+  "$python" -m pip install ${options[@]+"${options[@]}"} --disable-pip-version-check --editable "$root$extras" >&2
   echo "$wanted" > "$venv/.quire$extras"
 }

@@ -16,6 +16,7 @@ from ..support.many_ranks import SMALL, Left, nothing_left
 from ..support.template_process import SWITCH, quick_starts
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 
+NUM_TOKENS = 32  # most tokens of an answer that is compared
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
@@ -55,7 +56,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny], Path]:
     """The folder of a tiny model, in which no greedy choice is close."""
-    return cache(lambda spec: make_oracle(spec, mixed_prompts(), tmp_path_factory.mktemp).folder)
+    return cache(lambda spec: make_oracle(spec, mixed_prompts(), tmp_path_factory.mktemp, steps=NUM_TOKENS).folder)
 
 
 @pytest.fixture(scope="session")

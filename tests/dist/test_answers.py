@@ -22,8 +22,8 @@ from ..support.many_ranks import LARGER, SIZES
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import CONTEXT, VOCAB, Tiny, mixed_prompts, random_model
+from .conftest import NUM_TOKENS
 
-NUM_TOKENS = 64
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a log-probability: the sums of ranks are added in another order
 CHECKED: Row = {"check_collectives": True}
 FAMILIES = ("qwen3_moe", "qwen3", "deepseek_v3")
@@ -119,7 +119,7 @@ def test_answers_of_one_rank(
     folder, sizes = checkpoint(row["family"]), SIZES[row["sizes"]]
     options: Row = {"enable_prefix_caching": row["prefix"], "block_size": 16, "max_num_batched_tokens": 48}
     if row["pool"] == "small":
-        options["num_gpu_blocks_override"] = 36 // sizes.get("data_parallel_size", 1)
+        options["num_gpu_blocks_override"] = 24 if sizes.get("data_parallel_size", 1) == 1 else 16  # of a replica
     ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **sizes)
     compare(ask(ranks, requests()), truth(requests(), folder))
     assert (num_preempted(ranks.engine.core) > 0) == (row["pool"] == "small")

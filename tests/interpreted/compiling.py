@@ -1,11 +1,13 @@
 """Compiles what is launched for a GPU that is not there, in a process whose kernels are not interpreted.
 
 Triton gets a driver that stands for the GPU's: it specializes and compiles what is launched as it does on a GPU, each
-specialization once, and the launch itself does nothing. Tensors need no storage (device "meta").
+specialization once, and the launch itself does nothing. Tensors need no storage (device "meta"). Kernels that are known
+to compile (`known_kernels.py`) are launched, but not compiled.
 """
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,10 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+from .known_kernels import key_of, known
+
+COMPILE = triton.compiler.compile
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,22 @@ class Made:
         return next(Path(path) for name, path in self.files.items() if name.endswith("." + kind))
 
 
+class Known:
+    """A kernel that is known to compile, as Triton launches it."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        """Nothing."""
+
+    def run(self, *_: Any) -> None:
+        """Launches nothing."""
+
+
 class AbsentGpu:
-    """A Triton driver without a GPU. Prints a line for each compiled kernel and calls `check` with it.
+    """A Triton driver without a GPU. Prints a line for each kernel, and calls `check` with each that it compiles.
+
+    After the line of a compiled kernel comes another with its hash.
 
     `capability` (90: Hopper) and `room`, bytes of shared memory of a program, can be changed at any time: whatever is
     launched then is seen anew. Programs must fit into the room; those in Gluon, which are for Hopper alone, into
@@ -79,15 +99,27 @@ class AbsentGpu:
 
     def __init__(self, check: Callable[[Made], None] = lambda made: None, room: int = HOPPER) -> None:
         self.check, self.room, self.capability = check, room, 90
+        self.known = known(Path(sys._getframe(1).f_code.co_filename).stem)  # of the module that makes this
         triton.runtime.driver.set_active(self)
         triton.knobs.compilation.listener = self.listen
+        triton.compiler.compile = self.compile
+
+    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        """Called by Triton for each specialization of a kernel."""
+        key = key_of(src, target, options)
+        if key in self.known:
+            print("compiled", name_of(src.fn))
+            return Known()
+        made = COMPILE(src, target=target, options=options)
+        print("kernel", key)
+        return made
 
     def listen(self, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
         """Called by Triton with everything that is compiled, or found in its cache."""
         names, in_gluon = src.fn.arg_names, src.fn.is_gluon()
         constants = {names[path[0]]: value for path, value in src.constants.items()}
         made = Made(
-            "hopper." * in_gluon + src.fn.__name__,
+            name_of(src.fn),
             constants,
             src.signature,
             metadata,
@@ -140,3 +172,8 @@ class AbsentGpu:
     def get_current_target(self):
         """The GPU to compile for."""
         return GPUTarget("cuda", self.capability, 32)
+
+
+def name_of(kernel: Any) -> str:
+    """Return the name of a kernel, "hopper." before it if it is in Gluon."""
+    return "hopper." * kernel.is_gluon() + str(kernel.__name__)

@@ -103,14 +103,14 @@ class Taken:
     ) -> None:
         self.args, self.layout, self.elsewhere, self.in_place = args, layout, elsewhere, in_place
         self.dtype, self.device = dtype, torch.device(device)
-        self._taken: dict[str, list[Tensor]] = {}
+        self._taken: dict[str, dict[int, Tensor]] = {}  # by name and place
 
     def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors of a unit."""
+        """Keep the tensors of a unit. Units come in the order in which threads have read them."""
         for name, tensor in tensors.items():
-            kept = self._taken.setdefault(f"{module}.{name}", [])
-            assert len(kept) == place, "units come once and in order"
-            kept.append(tensor)
+            kept = self._taken.setdefault(f"{module}.{name}", {})
+            assert place not in kept, "units come once"
+            kept[place] = tensor
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """See `Model`: NaN until it is written."""
@@ -121,13 +121,13 @@ class Taken:
             for param in self.layout
             if param.module == module
         }
-        self._taken |= {name: [tensor] for name, tensor in made.items()}
+        self._taken |= {name: {0: tensor} for name, tensor in made.items()}
         return {name.rpartition(".")[2]: tensor for name, tensor in made.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By the names of the parameters, with their shapes."""
-        return {name: torch.cat(kept) for name, kept in self._taken.items()}
+        return {name: torch.cat([kept[place] for place in sorted(kept)]) for name, kept in self._taken.items()}
 
 
 def stored_tensors(params: Sequence[Param], seed: int = 0) -> dict[str, Tensor]:

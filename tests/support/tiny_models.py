@@ -618,18 +618,20 @@ def quieten(model: Any, largest: float, layers: float = 1.0) -> None:
     scale(getattr(model.model, last).weight, 2.0 ** round(math.log2(largest / peak)))
 
 
-def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu") -> Oracle:
-    """The checkpoint of a `Tiny`, saved; seeds are resampled until every greedy choice of 64 steps is clear."""
+def make_oracle(
+    spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu", steps: int = 64
+) -> Oracle:
+    """The checkpoint of a `Tiny`, saved; seeds are resampled until every greedy choice of so many steps is clear."""
     for seed in itertools.count():
         model = random_model(spec, seed).to(device)
-        runs = generate(model, prompts, 64)
+        runs = generate(model, prompts, steps)
         if min(min(leads) for _, leads in runs) > MARGIN:
             break
     folder = new_folder(f"{spec.family}-{spec.rope}")
     model.generation_config.eos_token_id = list(spec.eos) or None
     write_model(model, folder, spec.family)
     model.generation_config.eos_token_id = None
-    return Oracle(folder, model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
+    return Oracle(folder, model, {(tuple(p), steps): t for p, (t, _) in zip(prompts, runs, strict=True)})
 
 
 class Recorder(Executor):

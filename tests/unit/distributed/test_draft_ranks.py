@@ -4,6 +4,7 @@ Every exchange is compared over the ranks, so a rank that makes other passes tha
 """
 
 import functools
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from ...support.tiny_models import Tiny, random_model, write_model
 from .test_engine import BALANCED, until_moved
 
 COUNT, DRAFTS = 20, 3
+LEAST = 12  # drafts that are right, of the answers to `requests`
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 24,
@@ -77,7 +79,7 @@ def request(handle: int, prompt: list[int], count: int = COUNT, **kind: Any) -> 
 def requests() -> list[NewRequest]:
     """Prompts in one chunk and in several, likeliest tokens and drawn ones, of other lengths: replicas get idle."""
     return [
-        request(i, [(7 * i + j * j + 3) % 90 for j in range(3 + 11 * i)], 8 + 9 * i, **kind)
+        request(i, [(7 * i + j * j + 3) % 90 for j in range(3 + 11 * i)], 8 + 5 * i, **kind)
         for i, kind in enumerate(KINDS)
     ]
 
@@ -121,15 +123,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return functools.cache(lambda family: predicting(tmp_path_factory.mktemp(family), family, bundled_model(), 0.04))
 
 
-@pytest.fixture(scope="module")
-def plain(models: Models) -> Callable[[str], Answers]:
-    return functools.cache(lambda family: run(models(family), requests()))
+@functools.cache
+def plain(folder: Path) -> Answers:
+    """Answers of one rank without drafts."""
+    return run(folder, requests())
 
 
-@pytest.fixture(scope="module")
-def alone(models: Models) -> Callable[[str, int], Answers]:
-    """Answers of one replica that drafts."""
-    return functools.cache(lambda family, tp: run(models(family), requests(), speculative_config=MTP, tp=tp))
+@functools.cache
+def alone(folder: Path, drafts: str, tp: int) -> Answers:
+    """Answers of one replica that drafts; drafts: its `speculative_config` as JSON."""
+    return run(folder, requests(), speculative_config=json.loads(drafts), tp=tp)
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -142,11 +145,12 @@ MORE = [(family, size) for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"
 
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek_v3", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"), *full_rows(MORE)])
-def test_replicas_make_the_drafts_of_one_rank(family: str, size: str, models: Models, plain: Any, alone: Any) -> None:
-    expected, drafted = plain(family), alone(family, SIZES[size].get("tp", 1))
-    found = run(models(family), requests(), **SIZES[size], speculative_config=MTP)
-    assert found.tokens == expected.tokens == drafted.tokens
-    assert found.accepted > 20 and found.drafts == drafted.drafts
+def test_replicas_make_the_drafts_of_one_rank(family: str, size: str, models: Models) -> None:
+    folder = models(family)
+    drafted = alone(folder, json.dumps(MTP), SIZES[size].get("tp", 1))
+    found = run(folder, requests(), **SIZES[size], speculative_config=MTP)
+    assert found.tokens == plain(folder).tokens == drafted.tokens
+    assert found.accepted > LEAST and found.drafts == drafted.drafts
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,7 @@ def test_replicas_make_the_drafts_of_one_rank(family: str, size: str, models: Mo
     [("deepseek_v3", {"dp": 2}), *full_rows([("glm4_moe", {"tp": 2}), ("glm4_moe", {"dp": 2, "tp": 2})])],
 )
 def test_experts_of_the_draft_layer_move(
-    family: str, sizes: dict[str, Any], models: Models, plain: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, sizes: dict[str, Any], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its counts are there, it is the last layer that switches, and its drafts are as before."""
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
@@ -162,14 +166,13 @@ def test_experts_of_the_draft_layer_move(
     monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
     plan = Balancer._plan
     monkeypatch.setattr(Balancer, "_plan", lambda own, load: loads.append(load) or plan(own, load))
-    found = run(models(family), requests(), until_moved, **BALANCED, **sizes, speculative_config=MTP)
-    drafted = alone(family, sizes.get("tp", 1))
-    assert found.tokens == plain(family).tokens and found.drafts == drafted.drafts and found.accepted > 20
+    folder = models(family)
+    found = run(folder, requests(), until_moved, **BALANCED, **sizes, speculative_config=MTP)
+    drafted = alone(folder, json.dumps(MTP), sizes.get("tp", 1))
+    assert found.tokens == plain(folder).tokens and found.drafts == drafted.drafts and found.accepted > LEAST
     num_layers = len(loads[0])
     assert num_layers - 1 in switched and all(load[-1].sum() > 0 for load in loads)
-    assert num_layers == 1 + sum(
-        layer.experts is not None for layer in read_checkpoint_config(models(family)).layers[:4]
-    )
+    assert num_layers == 1 + sum(layer.experts is not None for layer in read_checkpoint_config(folder).layers[:4])
 
 
 @pytest.fixture(scope="module")
@@ -196,18 +199,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Callable[
     return make
 
 
-@pytest.fixture(scope="module")
-def compared(pairs: Any) -> Callable[[str, int], tuple[Answers, Answers]]:
-    """Answers of a replica without and with drafts."""
-
-    @functools.cache
-    def make(kind: str, tp: int) -> tuple[Answers, Answers]:
-        folder, given = pairs(kind)
-        return run(folder, requests()), run(folder, requests(), tp=tp, speculative_config=given)
-
-    return make
-
-
 FEW: list[tuple[str, dict[str, Any], int]] = [
     ("noisy", DP2 | {"tp": 2}, 0),
     ("small", DP2 | {"tp": 2}, 1),
@@ -222,16 +213,14 @@ MANY: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("kind", "sizes", "whole"), [*FEW, *full_rows(MANY)])
-def test_drafters_of_another_checkpoint(
-    kind: str, sizes: dict[str, Any], whole: int, pairs: Any, compared: Any
-) -> None:
+def test_drafters_of_another_checkpoint(kind: str, sizes: dict[str, Any], whole: int, pairs: Any) -> None:
     """The ranks divide the drafter as the model, or each rank has the whole of it."""
     folder, given = pairs(kind)
-    plain, drafted = compared(kind, sizes.get("tp", 1))
+    drafted = alone(folder, json.dumps(given), sizes.get("tp", 1))
     given = given | ({"draft_tensor_parallel_size": 1} if whole else {})
     found = run(folder, requests(), **sizes, speculative_config=given)
-    assert found.tokens == plain.tokens == drafted.tokens
-    assert found.accepted > 20 and found.drafts == drafted.drafts
+    assert found.tokens == plain(folder).tokens == drafted.tokens
+    assert found.accepted > LEAST and found.drafts == drafted.drafts
 
 
 STAGES: list[tuple[str, dict[str, Any]]] = [
@@ -251,12 +240,11 @@ MORE_STAGES: list[tuple[str, dict[str, Any]]] = [
 def test_drafts_of_a_pipeline(kind: str, sizes: dict[str, Any], pairs: Any) -> None:
     """The last stage drafts as one rank does."""
     folder, given = pairs(kind)
-    expected = run(folder, requests())
-    one = run(folder, requests(), speculative_config=given)
     found = run(folder, requests(), **sizes, speculative_config=given)
-    assert found.tokens == expected.tokens == one.tokens
-    assert found.accepted >= (5 if kind == "ngram" else 20), found.drafts
-    assert kind == "ngram" or "tp" in sizes or found.drafts == one.drafts  # n-grams are not tried where none is found
+    assert found.tokens == plain(folder).tokens
+    assert found.accepted >= (3 if kind == "ngram" else LEAST), found.drafts
+    if kind != "ngram" and "tp" not in sizes:  # n-grams are not tried where none is found
+        assert found.drafts == alone(folder, json.dumps(given), 1).drafts
 
 
 TIERS: list[tuple[str, dict[str, Any]]] = [
@@ -293,7 +281,7 @@ def test_random_schedules(seed: int, sizes: dict[str, Any], models: Models) -> N
     draw, folder = random.Random(seed), models("deepseek_v3")
     asked = [
         request(i, [draw.randrange(90) for _ in range(draw.choice([2, 9, 33]))], draw.choice([2, 9, 24]))
-        for i in range(12)
+        for i in range(12 if FULL else 8)
     ]
     expected = run(folder, asked).tokens
     by_batch = draw.choice([None, [[1, 1, 3], [2, 2, 1], [3, 9, 0]]])

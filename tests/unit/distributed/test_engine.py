@@ -56,7 +56,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "dp2-ep2-in-turn": {"dp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
     "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
-COUNT = 24
+COUNT = 14  # tokens of an answer: experts are moved after every 6 steps
 BALANCED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "experts": True,

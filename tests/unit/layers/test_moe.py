@@ -163,7 +163,8 @@ def test_the_block_of_every_family(family: str) -> None:
     hidden = torch.randn(21, args.hidden_size)
     found = theirs(branch.read(hidden)[None])
     expected = hidden + (found[0] if isinstance(found, tuple) else found).view(hidden.shape)
-    torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=1e-5)
+    near = 2e-6 * float(expected.abs().max())  # sums that cancel: transformers itself is 3e-5 off float64 at one of 60
+    torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=max(1e-5, near))
     torch.testing.assert_close(layer(hidden[:1].clone(), branch, CTX), expected[:1], rtol=1e-5, atol=1e-5)
     assert layer(hidden[:0].clone(), branch, CTX).shape == (0, args.hidden_size)
 

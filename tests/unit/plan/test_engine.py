@@ -37,9 +37,9 @@ from quire.plan.engine import EnginePlan
 
 planned, refused = [], {}
 full = os.environ.get("QUIRE_FULL") == "1"
-on_gpus = ("h200", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))
+machines = ("cpu", {}), ("h200", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))
 for number, folder in enumerate(sys.argv[1:]):
-    for device, sizes in (("cpu", {}), *(on_gpus if full else on_gpus[number % 2 :][:1])):
+    for device, sizes in machines if full else machines[number % 3 :][:1]:
         try:
             plan = plan_engine(EngineConfig.from_flat(model=folder, **sizes), device).plan
         except UserError as error:
@@ -57,7 +57,7 @@ print(json.dumps([sorted(set(planned)), refused]))
 def test_plans_of_real_models_without_torch(part: int, shared: Path) -> None:
     """Every configuration whose architecture is known is planned, quantized or not, and read back equal.
 
-    For a CPU, and for a GPU or four in turn; with --full for both.
+    For a CPU, a GPU or four GPUs in turn; with --full for all.
     """
     folders = sorted(str(path.parent) for path in (shared / "hf").glob("*/config.json"))[part::4]
     run = subprocess.run([sys.executable, "-c", NO_TORCH, *folders], capture_output=True, text=True, timeout=300)

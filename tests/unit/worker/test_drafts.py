@@ -29,7 +29,7 @@ from ...support.naive_runner import NaiveRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SOME: Any = ({"temperature": 0.0, "num_drafts": 0}, {"temperature": 0.9, "num_drafts": 1, "num_logprobs": 1}, *KINDS)
-NUMBER = 16  # of requests
+NUMBER = 12  # of requests: one of each kind
 
 
 @functools.cache

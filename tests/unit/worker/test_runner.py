@@ -45,8 +45,8 @@ def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> No
     args = model_args(kind)
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
-    core = compare_requests(compared, 20, budget=24)
-    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 5)
+    core = compare_requests(compared, 14, budget=24)
+    assert compared.num_steps > 45 and (core.scheduler.num_preempted > 0) == (blocks == 5)
     assert not runner._running
 
 
@@ -68,8 +68,8 @@ def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: in
     runner = runner_of(make_model(args, window=window), limits, num_blocks=blocks + 1)
     naive = NaiveRunner(make_model(args, reference=True, window=window), num_groups=2)
     compared = ComparedRunners(runner, naive, blocks)
-    core = compare_requests(compared, 20, budget=24)
-    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks < 40)
+    core = compare_requests(compared, 14, budget=24)
+    assert compared.num_steps > 45 and (core.scheduler.num_preempted > 0) == (blocks < 40)
     assert (runner.programs.recorder.counts["replayed"] > 30) == (not missing())
 
 
