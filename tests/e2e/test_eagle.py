@@ -98,8 +98,9 @@ def test_logits_of_drafts_are_those_of_the_formula(
     alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
     llm = drafting(target, kind, own, keys, alone, max_num_batched_tokens=12, enable_prefix_caching=False)
     runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
-    draft = drafter.draft
+    draft, keep = drafter.draft, drafter.keep  # a step without drafts makes no pass
     drafter_of(llm).draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
+    drafter_of(llm).keep = lambda *given: (runs.append([]), keep(*given))  # type: ignore
     drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
     prompts = [[(7 * i * i + 3) % 300 for i in range(29)], [5, 9, 14]]
     asked = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False) for count in (30, 12)]
