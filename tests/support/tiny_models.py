@@ -425,8 +425,7 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[lis
     Falcon-H1 are too short in old versions: their prompts run one by one. With a window of 1 the cache of transformers
     keeps all tokens instead of none, so it is off.
     """
-    biased = any(getattr(model.config, key, False) for key in ("conv_bias", "mamba_proj_bias", "use_bias"))
-    if (biased or model.config.model_type in ("llama4_text", "falcon_h1")) and len(prompts) > 1:
+    if one_by_one(model) and len(prompts) > 1:
         return [generate(model, [prompt], count)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -595,6 +594,12 @@ def random_model(spec: Tiny, seed: int) -> Any:
     return model
 
 
+def one_by_one(model: Any) -> bool:
+    """True where padding changes what transformers computes."""
+    biased = any(getattr(model.config, key, False) for key in ("conv_bias", "mamba_proj_bias", "use_bias"))
+    return biased or model.config.model_type in ("llama4_text", "falcon_h1")
+
+
 @torch.no_grad()
 def quieten(model: Any, largest: float, layers: float = 1.0) -> None:
     """Scale what the layers of a model add by `layers`, and its logits to about `largest`, by way of its last norm.
@@ -623,9 +628,13 @@ def make_oracle(
 ) -> Oracle:
     """The checkpoint of a `Tiny`, saved; seeds are resampled until every greedy choice of so many steps is clear."""
     for seed in itertools.count():
-        model = random_model(spec, seed).to(device)
-        runs = generate(model, prompts, steps)
-        if min(min(leads) for _, leads in runs) > MARGIN:
+        model, runs = random_model(spec, seed).to(device), list[tuple[list[int], list[float]]]()
+        for part in [[prompt] for prompt in prompts] if one_by_one(model) else [prompts]:
+            found = generate(model, part, steps)
+            if min(min(leads) for _, leads in found) <= MARGIN:
+                break
+            runs += found
+        else:
             break
     folder = new_folder(f"{spec.family}-{spec.rope}")
     model.generation_config.eos_token_id = list(spec.eos) or None
