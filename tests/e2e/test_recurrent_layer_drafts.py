@@ -77,8 +77,9 @@ def test_logits_of_drafts_are_those_of_the_formula(
     options = BATCH | {"max_num_batched_tokens": 12, "enable_prefix_caching": False}
     llm = engine(folder, speculative_config=MTP | alone, **options)
     runs, drafter = list[list[tuple[int, torch.Tensor]]](), drafter_of(llm.engine.worker)
-    draft = drafter.draft
+    draft, keep = drafter.draft, drafter.keep  # a step without drafts makes no pass
     drafter.draft = lambda *given: (runs.append([]), draft(*given))
+    drafter.keep = lambda *given: (runs.append([]), keep(*given))
     drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
     prompts = [[(7 * i * i + 3) % VOCAB for i in range(29)], [5, 9, 14]]
     output = llm.generate(prompts, [params(40), params(12)], use_tqdm=False)[0]
