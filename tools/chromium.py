@@ -32,7 +32,7 @@ FLAGS = (
     "--force-device-scale-factor=1",
     "--remote-debugging-pipe",
 )
-PATIENCE = 30.0  # seconds for an answer of the browser, and for `until`
+PATIENCE = 120.0  # seconds for an answer of the browser, and for `until`
 FREE_FD = 20  # file descriptors of the pipes start here, away from the numbers that Chromium reads
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowRight": (39, ""), "ArrowDown": (40, "")}
 
