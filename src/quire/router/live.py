@@ -129,12 +129,14 @@ class LiveStreams:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _merged(self, asked: Asked) -> AsyncGenerator[bytes, None]:
-        """Yield the events of all backends as they come, in pieces of whole events."""
+        """Yield the backends, then their events as they come, in pieces of whole events."""
         come = asyncio.Event()
         every = [BackendEvents(backend, come) for backend in self._backends]
         following = [asyncio.create_task(one.follow(asked, self._timeout)) for one in every]
         self._readers.add(come)
         try:
+            names = [backend.name for backend in self._backends]
+            yield b"event: router\ndata: " + msgspec.json.encode({"backends": names}) + b"\n\n"
             while not self._ended:
                 try:
                     async with asyncio.timeout(KEEP_ALIVE):

@@ -156,6 +156,16 @@ def test_backends_and_replicas_have_a_row_each() -> None:
     assert not any("replica" in line for line in lines), "a replica that died is not shown"
 
 
+def test_a_router_keeps_its_layout_while_one_backend_is_up() -> None:
+    router = ("router", {"backends": ["http://a:1", "http://b:2"]})
+    frame = ("frame", {"backend": "http://a:1"} | FRAME)
+    lines = picture(router, frame)
+    assert lines[0].endswith("2 backends") and "b:2 waiting for the first frame ..." in lines
+    assert any(line.startswith("engine") for line in lines) and any(line.startswith("a:1 ") for line in lines)
+    lines = picture(router, frame, ("down", {"backend": "http://b:2", "reason": "no connection"}))
+    assert any(line.startswith("a:1 ") for line in lines) and "b:2 no connection" in lines
+
+
 def test_an_idle_engine() -> None:
     none = dict.fromkeys(SUMS, 0)
     idle = copy.deepcopy(FRAME)
@@ -181,6 +191,8 @@ class Served:
     def __init__(self) -> None:
         self.answers: list[tuple[int, str]] = []
         self.keys: list[str | None] = []
+        self.stays = False  # True: connections stay open behind the body
+        self.over = threading.Event()
         self.url = ""
 
 
@@ -197,6 +209,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
+            if state.stays:
+                state.over.wait(60)
 
         def log_message(self, *words: object) -> None:
             pass
@@ -205,6 +219,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield state
+    state.over.set()
     server.shutdown()
     server.server_close()
 
@@ -221,6 +236,38 @@ def test_one_picture(served: Served, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["top", "--once", "--url", served.url, "--api-key", "k"]) == 0
     out = capsys.readouterr().out
     assert "some-model" in out and "3 running of 8" in out and "\x1b" not in out and served.keys == ["Bearer k"]
+
+
+ROUTER = event("router", {"backends": ["http://a:1", "http://b:2"]})
+A_LIVES = event("frame", {"backend": "http://a:1"} | FRAME)
+
+
+def test_one_picture_of_a_router_has_every_backend(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    down = event("down", {"backend": "http://b:2", "reason": "no connection"})
+    for stream in (ROUTER + A_LIVES + down, ROUTER + down + A_LIVES):
+        served.answers = [(200, stream)]
+        assert main(["top", "--once", "--url", served.url]) == 0
+        out = capsys.readouterr().out
+        assert "2 backends, 1 down" in out and "b:2 no connection" in out and "a:1 " in out
+
+
+def test_one_picture_of_a_router_that_no_backend_answers(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    downs = [event("down", {"backend": url, "reason": "no connection"}) for url in ("http://a:1", "http://b:2")]
+    served.answers = [(200, ROUTER + "".join(downs))]
+    assert main(["top", "--once", "--url", served.url]) != 0
+    told = capsys.readouterr()
+    assert "a:1 no connection" in told.out and "b:2 no connection" in told.out and "no backend of" in told.err
+
+
+def test_one_picture_does_not_wait_for_a_silent_backend_for_ever(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_watch, "ONCE_SECONDS", 0.2)
+    served.answers = [(200, ROUTER + A_LIVES)]
+    served.stays = True
+    assert main(["top", "--once", "--url", served.url]) == 0
+    out = capsys.readouterr().out
+    assert "a:1 " in out and "b:2 waiting for the first frame" in out
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ class TopView:
 
     def take(self, event: str, data: dict[str, Any]) -> None:
         """Take an event of the stream."""
+        if event == "router":
+            self.sources = {name: SourceView(name) for name in data["backends"]}
+            return
         name = data.get("backend", "")
         self.sources.setdefault(name, SourceView(name)).take(event, data)
 
@@ -150,8 +153,11 @@ class TopView:
         for source in self.sources.values():
             if source.down:
                 yield Text(f"{_short(source.name)} {source.down}".strip(), "bold red")
-        if len(engines) > 1:
-            yield from self._table(engines)
+            elif not source.frame:
+                yield Text(f"{_short(source.name)} waiting for the first frame ...".strip())
+        if len(engines) > 1 or len(self.sources) > 1:
+            if engines:
+                yield from self._table(engines)
             return
         for source in self.sources.values():
             for engine in source.engines.values():
@@ -164,6 +170,7 @@ class TopView:
         first = next((source.facts for source in self.sources.values() if source.facts), {})
         words = ["quire top", self.where]
         if len(self.sources) == 1 and first:
+            words += [_short(name) for name in self.sources if name]
             words += [", ".join(first["models"]), f"{first['device']}, {first['dtype']}"]
         elif len(self.sources) > 1:
             down = sum(bool(source.down) for source in self.sources.values())
