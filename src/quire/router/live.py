@@ -14,7 +14,7 @@ import msgspec
 
 from quire.router.backends import Backend
 from quire.router.exchange import Asked, Send, WholeAnswer, refusal
-from quire.router.upstream import HOP_BY_HOP, UpstreamError, read_all
+from quire.router.upstream import LEFT_OUT, UpstreamError, read_all
 
 LIVE, MODELS = "/debug/live", "/v1/models"
 OF_ONE = ("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/requests")  # and what lies under the last
@@ -167,7 +167,7 @@ async def ask_one(backends: Sequence[Backend], asked: Asked, timeout: float) -> 
         async with asyncio.timeout(timeout):
             connection = await chosen.pool.ask(b"GET", asked.target.partition(b"?")[0], asked.headers, b"")
             try:
-                headers = [header for header in connection.headers if header[0] not in HOP_BY_HOP]
+                headers = [header for header in connection.headers if header[0] not in LEFT_OUT]
                 return WholeAnswer(status=connection.status, headers=headers, body=await read_all(connection))
             finally:
                 chosen.pool.give_back(connection)

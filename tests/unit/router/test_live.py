@@ -151,6 +151,18 @@ def test_other_routes_are_those_of_one_backend() -> None:
     run(work())
 
 
+def test_answers_have_one_date() -> None:
+    async def work() -> None:
+        async with mock_backends(1) as backends, ClientSession() as session, routed(backends) as (_, url):
+            for path in ("/debug/plan", "/v1/models"):
+                async with session.get(url + path) as answer:
+                    assert len(answer.headers.getall("date")) == 1, path
+            async with session.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}) as answer:
+                assert answer.status == 200 and len(answer.headers.getall("date")) == 1
+
+    run(work())
+
+
 def test_streams_end_with_the_router() -> None:
     async def work() -> None:
         async with mock_backends(1) as backends, ClientSession() as session:
