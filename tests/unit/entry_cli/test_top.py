@@ -80,6 +80,9 @@ FRAME: dict[str, Any] = {
     "exchanged": {"tp": 4096},
     "latency": {
         "requests": 5,
+        "counts": {"ttft_s": 4, "tpot_s": 0, "queue_s": 0, "e2e_s": 3},
+        "window_s": 300.0,
+        "oldest_wait_s": 12.25,
         "ttft_s": [0.05, 0.2, 0.31],
         "tpot_s": None,
         "queue_s": None,
@@ -119,7 +122,8 @@ def test_all_numbers_of_one_engine() -> None:
         "full: 24 · window 64: 6",
         "75.0% of prompt tokens reused · misses: tokens 3",  # 30 of the 40 tokens between the frames
         "10.00 ms · plan 1.00 · launch 1.00 · wait 8.00 · finish 0.00 · device 12.00 at most",
-        "first token 50 / 200 / 310 ms · whole 1.0 / 11.0 / 12.0 s · p50 / p90 / p99",
+        "first token 50 / 200 / 310 ms of 4 · whole 1.0 / 11.0 / 12.0 s of 3",
+        "p50 / p90 / p99 of requests, last 300 s · the oldest waits 12.2 s",
         "2 of 8 blocks · in 0 B/s · out 10.0 KiB/s",
         "tp 8.0 KiB/s",
         "balancedness 0.80 · by rank 67% 33%",
@@ -170,7 +174,7 @@ def test_an_idle_engine() -> None:
     none = dict.fromkeys(SUMS, 0)
     idle = copy.deepcopy(FRAME)
     idle["engines"][0] |= {"steps": [], "sums": none, "prefix": ENGINE["prefix"] | {"queries": 0, "misses": {}}}
-    idle["latency"] = dict.fromkeys(FRAME["latency"])
+    idle["latency"] = dict.fromkeys(FRAME["latency"]) | {"requests": 0, "window_s": 300.0}
     text = "\n".join(picture(("frame", idle)))
     assert "no step yet" in text and "idle" in text and "no prompt yet" in text
 

@@ -317,9 +317,16 @@ def _split(engine: EngineView) -> Iterator[str]:
 
 def _latency(latency: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     words = {"ttft_s": "first token", "tpot_s": "per token", "queue_s": "queue", "e2e_s": "whole"}
-    told = [f"{word} {_times(latency[name])}" for name, word in words.items() if latency[name] is not None]
+    told = [
+        f"{word} {_times(latency[name])} of {latency['counts'][name]}"
+        for name, word in words.items()
+        if latency[name] is not None
+    ]
     if told:
-        yield "latency", [*told, "p50 / p90 / p99"]
+        told.append(f"p50 / p90 / p99 of requests, last {latency['window_s']:.0f} s")
+        if (oldest := latency["oldest_wait_s"]) is not None:
+            told.append(f"the oldest waits {_seconds(oldest)}")
+        yield "latency", told
 
 
 def _requests(columns: Mapping[str, Any], most: int) -> Iterator[Text]:

@@ -159,18 +159,36 @@ def test_bytes_between_ranks_follow_from_the_tokens() -> None:
     asyncio.run(work())
 
 
-def test_latencies_of_requests() -> None:
-    def record(state: str, queue: float | None, prefill: float | None, decode: float | None) -> dict[str, Any]:
-        times = {"queue_s": queue, "prefill_s": prefill, "decode_s": decode, "e2e_s": 9.0}
-        return {"state": state, "num_output": 5} | times
+def timed(
+    state: str, queue: float | None, prefill: float | None, decode: float | None, **more: float
+) -> dict[str, Any]:
+    times = {"arrived": 1000.0, "queue_s": queue, "prefill_s": prefill, "decode_s": decode, "e2e_s": 9.0}
+    return {"state": state, "num_output": 5} | times | more
 
-    found = latencies(
-        [record("waiting", None, None, None), record("running", 1.0, 1.0, 4.0), record("stop", 3.0, 1.0, 8.0)]
-    )
-    assert found["requests"] == 3 and found["e2e_s"] == [9.0] * 3
+
+def test_latencies_of_requests() -> None:
+    found = latencies([timed("running", 1.0, 1.0, 4.0), timed("stop", 3.0, 1.0, 8.0)], 1010.0)
+    assert found["requests"] == 2 and found["e2e_s"] == [9.0] * 3
     assert (found["ttft_s"][0], found["queue_s"][0], found["tpot_s"][0]) == (3.0, 2.0, 1.5)
     assert found["ttft_s"][2] == pytest.approx(3.98)
-    assert latencies([])["e2e_s"] is None
+    assert found["counts"] == {"ttft_s": 2, "tpot_s": 2, "queue_s": 2, "e2e_s": 1} and found["oldest_wait_s"] is None
+    assert latencies([], 0.0)["e2e_s"] is None
+
+
+def test_requests_that_wait_or_ended_so_count_in_the_time_of_the_queue() -> None:
+    never = [timed("waiting", None, None, None, e2e_s=each) for each in (20.0, 40.0)]
+    found = latencies([*never, timed("abort", None, None, None, e2e_s=60.0), timed("stop", 0.0, 1.0, 1.0)], 1061.0)
+    assert found["queue_s"][0] == 30.0 and found["counts"]["queue_s"] == 4 and found["oldest_wait_s"] == 40.0
+
+
+def test_requests_that_ended_long_ago_have_no_part_in_latencies() -> None:
+    records = [
+        timed("stop", 1.0, 1.0, 1.0),
+        timed("stop", 2.0, 1.0, 1.0, arrived=2000.0),
+        timed("running", 3.0, 1.0, 1.0),
+    ]
+    found = latencies(records, 2010.0)
+    assert found["requests"] == 2 and found["queue_s"][0] == 2.5 and found["counts"]["e2e_s"] == 1
 
 
 # --- timelines --------------------------------------------------------------------------------------------------------
