@@ -195,7 +195,7 @@ class LiveEventKind(StrEnum):
     FETCHED = "fetched"  # blocks that came from another tier; the tier
     CHUNK = "chunk"  # tokens of the prompt computed in a step; "ends" if the step samples behind them
     PREEMPTED = "preempted"  # tokens of prompt and output so far; the reason
-    FINISHED = "finished"  # tokens of the output; `FinishReason`
+    FINISHED = "finished"  # tokens of the output; `FinishReason`, and its cause: "abort: disconnect"
 
 
 class LiveEvent(msgspec.Struct, frozen=True, kw_only=True):

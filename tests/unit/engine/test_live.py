@@ -38,6 +38,15 @@ def test_frames_agree_with_the_engine_over_a_random_run(Rig: Any, shape: dict[st
     assert Kind.PREEMPTED in told and rig.scheduler.num_preempted
 
 
+def test_the_end_of_an_aborted_request_has_its_cause(Rig: Any) -> None:
+    rig = Rig()
+    rig.core.watch(True)
+    for cause in ("queue_timeout", ""):
+        rig.core.abort(rig.add(range(9), 4), cause)
+    ends = [event.detail for event in rig.core.recorder.frame(0).events if event.what is Kind.FINISHED]
+    assert ends == ["abort: queue_timeout", "abort"]
+
+
 def test_nothing_is_recorded_while_nobody_watches(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(core, "LiveRecorder", lambda *a: made.append("recorder") or live_recorder.LiveRecorder(*a))

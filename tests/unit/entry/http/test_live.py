@@ -198,6 +198,7 @@ RECORD = {
     "state": "stop",
     "handles": [1],
     "arrived": 100.0,
+    "cause": "",
     "num_prompt": 9,
     "num_output": 4,
     "num_cached": 4,
@@ -232,6 +233,11 @@ def test_a_life_half_seen_is_told_from_the_record(missed: str) -> None:
         (Kind.CHUNK, 103.0, 5),
         (Kind.FINISHED, 107.0, 4),
     ]
+
+
+def test_a_timeline_tells_why_its_request_was_aborted() -> None:
+    told = timeline(RECORD | {"state": "abort", "cause": "queue_timeout"}, Timelines())
+    assert told["events"][-1].detail == "abort: queue_timeout"
 
 
 def test_timelines_are_bounded_and_keep_their_beginning() -> None:

@@ -74,7 +74,8 @@ def told(record: Mapping[str, Any]) -> list[LiveEvent]:
         )
     if record["state"] not in ("waiting", "running"):
         at, count = record["arrived"] + record["e2e_s"], record["num_output"]
-        events.append(LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=record["state"]))
+        why = record["state"] + (f": {record['cause']}" if record["cause"] else "")
+        events.append(LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=why))
     return events
 
 
