@@ -235,6 +235,16 @@ def test_a_life_half_seen_is_told_from_the_record(missed: str) -> None:
     ]
 
 
+def test_a_timeline_marks_the_stretch_that_nobody_watched() -> None:
+    lives = Timelines()
+    assert timeline(RECORD, lives)["unknown"] == (101.0, 107.0)
+    assert timeline(RECORD | {"state": "running"}, lives)["unknown"] == (101.0, None)
+    never = {"state": "waiting", "queue_s": None, "prefill_s": None}
+    assert timeline(RECORD | never, lives)["unknown"] is None
+    lives.take(frame(1, happened(Kind.ARRIVED)))
+    assert timeline(RECORD, lives)["unknown"] is None
+
+
 def test_a_timeline_tells_why_its_request_was_aborted() -> None:
     told = timeline(RECORD | {"state": "abort", "cause": "queue_timeout"}, Timelines())
     assert told["events"][-1].detail == "abort: queue_timeout"
