@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -87,6 +88,27 @@ def test_a_key_sees_its_own_ids_and_a_stranger_nothing() -> None:
         told = answers[KEY].json()
         assert told["watched"] and [one["what"] for one in told["events"]][:2] == ["arrived", "admitted"]
         for watcher in watchers.values():
+            watcher.close()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_streams_go_on_while_the_server_drains(processes: str) -> None:
+    with running_server(*MOCK, "--api-server-count", processes, "--mock-step-ms", "20") as server:
+        watchers = [Watcher(server) for _ in range(4)]
+        body = {"prompt": "a", "max_tokens": 50, "ignore_eos": True}
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(server.ask("/v1/completions", body).status))
+        asking.start()
+        wait_until(
+            lambda: all(any(e["what"] == "admitted" for e in one.told()) for one in watchers), "a running request"
+        )
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: all(one.events[-1][0] == "end" for one in watchers), "the ends of the streams")
+        asking.join(PATIENCE)
+        assert answers == [200]
+        for watcher in watchers:
+            left = [frame["draining"]["requests"] for frame in watcher.frames() if frame["draining"] is not None]
+            assert left[0] == 1 and left[-1] == 0 and "shutting down" in watcher.events[-1][1]["reason"]
             watcher.close()
 
 

@@ -76,6 +76,7 @@ FRAME: dict[str, Any] = {
     "seconds": 0.5,
     "cost_s": 0.0,
     "engines": [ENGINE],
+    "draining": None,
     "experts": {"loads": [[30, 10], [10, 10]], "balancedness": 0.8},
     "exchanged": {"tp": 4096},
     "latency": {
@@ -168,6 +169,11 @@ def test_a_router_keeps_its_layout_while_one_backend_is_up() -> None:
     assert any(line.startswith("engine") for line in lines) and any(line.startswith("a:1 ") for line in lines)
     lines = picture(router, frame, ("down", {"backend": "http://b:2", "reason": "no connection"}))
     assert any(line.startswith("a:1 ") for line in lines) and "b:2 no connection" in lines
+
+
+def test_a_server_that_drains() -> None:
+    frame = FRAME | {"draining": {"requests": 3, "seconds": 12.4}}
+    assert picture(("frame", frame))[0].endswith("draining: 3 requests, 12 s left")
 
 
 def test_an_idle_engine() -> None:

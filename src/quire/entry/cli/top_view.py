@@ -175,6 +175,10 @@ class TopView:
         elif len(self.sources) > 1:
             down = sum(bool(source.down) for source in self.sources.values())
             words.append(f"{len(self.sources)} backends" + f", {down} down" * bool(down))
+        for source in self.sources.values():
+            if draining := source.frame.get("draining"):
+                told = f"draining: {draining['requests']} requests, {draining['seconds']:.0f} s left"
+                words.append(f"{_short(source.name)} {told}".strip())
         if lost := sum(source.lost for source in self.sources.values()):
             words.append(f"{lost} frames lost")
         return Text(self._plain(" · ".join(words)), "bold")

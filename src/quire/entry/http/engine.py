@@ -224,7 +224,7 @@ class ServedEngine:
         """Take no new requests, here and in the other front ends. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
-            self.live.end("the server is shutting down.")
+            self.live.drain(self._serve.shutdown_timeout)
             self._client.drain()
 
     async def wait_idle(self) -> None:

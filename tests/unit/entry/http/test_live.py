@@ -147,6 +147,27 @@ def test_too_many_watchers_are_refused_and_none_is_taken_after_the_end() -> None
     asyncio.run(work())
 
 
+def test_a_server_that_drains_tells_what_is_left_until_its_last_request() -> None:
+    async def work() -> None:
+        now = [100.0]
+        hub = LiveHub(lambda: None, lambda: [], lambda: now[0])
+        reader = hub.open("")
+        hub.take(frame(1))
+        hub.drain(30.0)
+        now[0] += 10
+        hub.take(frame(2))
+        data, last = await reader.next()
+        left = [told["draining"] for _, told in events_of(data)]
+        assert left == [None, {"requests": 2, "seconds": 20.0}] and not last
+        idle = frame(3)
+        idle.engines[0].queue = LiveQueue(running=0, waiting=0, preempted=0, blocked={}, num_preemptions=0, slots=1)
+        hub.take(idle)
+        data, last = await reader.next()
+        assert [name for name, _ in events_of(data)] == ["frame", "end"] and last
+
+    asyncio.run(work())
+
+
 def test_bytes_between_ranks_follow_from_the_tokens() -> None:
     async def work() -> None:
         hub = LiveHub(lambda: None, lambda: [])
@@ -360,7 +381,9 @@ def test_a_server_that_ends_ends_its_streams() -> None:
             reading = asyncio.create_task(stream(app, lambda sent: False))
             while not engine.live._readers:
                 await asyncio.sleep(0.01)
+            running = open_one(engine, tokens=5)
             engine.drain()
+            await read(running)
             name, told = events_of(await reading)[-1]
             assert name == "end" and "shutting down" in told["reason"]
 

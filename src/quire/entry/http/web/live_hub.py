@@ -20,6 +20,7 @@ from quire.entry.http.web.timelines import Timelines
 MOST_WATCHERS = 64
 MOST_WAITING = 8  # frames for a watcher
 PERCENTILES = (50, 90, 99)
+ENDS = "the server is shutting down."
 LATENCY_SECONDS = 1.0  # between two looks at the records of requests
 LATENCY_WINDOW = 300.0  # seconds for which a request that ended counts
 
@@ -77,6 +78,7 @@ class LiveHub:
         self._ask, self._records, self._clock = ask, records, clock
         self._readers = set[LiveReader]()
         self._closed = ""
+        self._limit: float | None = None  # of `clock`: when running requests are ended; None: the server does not drain
         self._latency: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self.exchanges: dict[str, int] = {}
         self.timelines = Timelines()
@@ -96,6 +98,11 @@ class LiveHub:
         """Forget a watcher; idempotent. After the last one, no frame is asked for."""
         self._readers.discard(reader)
 
+    def drain(self, seconds: float) -> None:
+        """Tell watchers that the server drains, and end their streams when no request is left.
+        seconds: time that running requests have"""
+        self._limit = self._clock() + seconds
+
     def end(self, reason: str) -> None:
         """End all streams, and take no watcher any more; idempotent."""
         self._closed = self._closed or reason
@@ -109,11 +116,21 @@ class LiveHub:
             return
         self._ask()
         made: dict[str, bytes] = {}
-        more = {"exchanged": self._exchanged(frame), "latency": self._latencies()}
+        more = {"exchanged": self._exchanged(frame), "latency": self._latencies(), "draining": self._draining(frame)}
         for reader in self._readers:
             if (data := made.get(reader.tenant)) is None:
                 made[reader.tenant] = data = event("frame", shown(frame, reader.tenant, more))
             reader.put(data)
+        if more["draining"] is not None and not more["draining"]["requests"]:
+            self.end(ENDS)
+
+    def _draining(self, frame: LiveFrame) -> dict[str, Any] | None:
+        """Return the requests and the seconds that are left to a server that drains; None: it does not."""
+        if self._limit is None:
+            return None
+        queues = [engine.queue for engine in frame.engines]
+        left = sum(queue.running + queue.waiting + sum(queue.blocked.values()) for queue in queues)
+        return {"requests": left, "seconds": max(0.0, self._limit - self._clock())}
 
     def _exchanged(self, frame: LiveFrame) -> dict[str, int]:
         tokens = sum(engine.sums.tokens for engine in frame.engines)
