@@ -267,6 +267,7 @@ class LiveRecorder:
             running=len(running),
             waiting=waiting,
             preempted=preempted,
+            waits_for=self._scheduler.admitter.waits_for if waiting else "",
             blocked=dict(blocked),
             num_preemptions=self._scheduler.num_preempted,
             slots=table.num_slots,

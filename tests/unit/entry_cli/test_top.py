@@ -38,6 +38,7 @@ ENGINE: dict[str, Any] = {
         "running": 3,
         "waiting": 2,
         "preempted": 1,
+        "waits_for": "slots",
         "blocked": {"grammar": 1},
         "num_preemptions": 4,
         "slots": 8,
@@ -115,7 +116,8 @@ def test_all_numbers_of_one_engine() -> None:
     text = "\n".join(lines)
     for words in (
         "quire top · http://here · some-model · cpu, float32 · 3 frames lost",
-        "3 running of 8 · 2 waiting · 1 of them preempted · 1 blocked (grammar) · 4 preemptions",
+        "3 running of 8 · 2 waiting for slots · 1 of them preempted · 1 blocked (grammar)",
+        "4 preemptions",
         "step 9 · 2 prompt chunks (600 tokens) · 30 decodes · 41 of 60 drafts right",
         "1,200 tokens/s in · 600 out · drafts: 75% right · 20.0 steps/s",
         "35.0%",
@@ -138,7 +140,7 @@ def test_all_numbers_of_one_engine() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60])
 def test_a_narrow_terminal_and_one_without_letters(width: int) -> None:
-    lines = picture(("engine", FACTS), ("frame", FRAME), width=width, ascii_only=True)
+    lines = picture(("engine", FACTS), ("frame", FRAME), width=width, height=80, ascii_only=True)
     assert max(map(len, lines)) <= width and "".join(lines).isascii()
     assert any(line.startswith("latency") for line in lines)
     assert len(picture(("frame", FRAME), width=width, height=5)) == 5

@@ -185,9 +185,12 @@ class TopView:
 
     def _detail(self, source: SourceView, engine: EngineView, width: int) -> Iterator[Text]:
         now = engine.now
-        queue = now["queue"]
+        queue, lacks = now["queue"], now["queue"]["waits_for"]
         blocked = ", ".join(f"{count} blocked ({why})" for why, count in queue["blocked"].items())
-        states = [f"{queue['running']} running of {queue['slots']}", f"{queue['waiting']} waiting"]
+        states = [
+            f"{queue['running']} running of {queue['slots']}",
+            f"{queue['waiting']} waiting{f' for {lacks}' if lacks else ''}",
+        ]
         states += [f"{queue['preempted']} of them preempted"] * bool(queue["preempted"]) + [blocked] * bool(blocked)
         yield self._row("requests", *states, f"{queue['num_preemptions']} preemptions")
         yield self._row("batch", *_batch(engine.step))
