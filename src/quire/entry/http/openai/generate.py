@@ -20,7 +20,6 @@ from quire.answers.grammar import notes
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
-from quire.entry.completion import Completion
 from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.logprobs import TokenNames
@@ -228,15 +227,9 @@ def _log(job: Job, stream: RequestStream, seconds: float) -> None:
         job.request_id,
         sum(len(prompt.token_ids or ()) for prompt in job.prompts),
         sum(len(completion.token_ids) for completion in completions),
-        "+".join(sorted({_end(completion, stream.cause) for completion in completions})),
+        "+".join(sorted({completion.ending(stream.cause) for completion in completions})),
         seconds,
     )
-
-
-def _end(completion: Completion, cause: str) -> str:
-    """Return the finish reason of a completion with its cause: "aborted (queue_timeout)"."""
-    why = completion.error or ("" if completion.finish_reason else cause)
-    return (completion.finish_reason or "aborted") + f" ({why})" * bool(why)
 
 
 async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
