@@ -12,6 +12,7 @@ import pytest
 
 from .serving import MOCK, PATIENCE, Server, running_server, wait_until
 
+DEAD = "http://127.0.0.1:9"  # nobody listens there
 KEY, OTHER = "sk-one", "sk-two"
 
 
@@ -112,12 +113,13 @@ def test_streams_go_on_while_the_server_drains(processes: str) -> None:
             watcher.close()
 
 
-@pytest.mark.parametrize("through", ["server", "router"])
+@pytest.mark.parametrize("through", ["server", "router", "router with a dead backend"])
 def test_quire_top_once(through: str) -> None:
     with running_server(*MOCK, "--mock-step-ms", "2") as server:
         url, routing = server.url, None
-        if through == "router":
-            flags = ["--backend", server.url, "--port", "0"]
+        if through != "server":
+            dead = ["--backend", DEAD] if "dead" in through else []
+            flags = ["--backend", server.url, *dead, "--port", "0"]
             routing = subprocess.Popen(
                 [sys.executable, "-m", "quire", "route", *flags], stderr=subprocess.PIPE, text=True
             )
@@ -133,7 +135,13 @@ def test_quire_top_once(through: str) -> None:
                 timeout=PATIENCE,
             )
             assert done.returncode == 0, done.stderr
-            assert "0 running of" in done.stdout and "first token" in done.stdout and "\x1b" not in done.stdout
+            assert "\x1b" not in done.stdout
+            if "dead" in through:
+                assert (
+                    "2 backends, 1 down" in done.stdout and "127.0.0.1:9 " in done.stdout and "run wait" in done.stdout
+                )
+            else:
+                assert "0 running of" in done.stdout and "first token" in done.stdout
         finally:
             if routing is not None:
                 routing.terminate()
