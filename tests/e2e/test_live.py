@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from .serving import MOCK, PATIENCE, Server, running_server, wait_until
 
+DEAD = "http://127.0.0.1:9"  # nobody listens there
 KEY, OTHER = "sk-one", "sk-two"
 
 
@@ -90,12 +92,34 @@ def test_a_key_sees_its_own_ids_and_a_stranger_nothing() -> None:
             watcher.close()
 
 
-@pytest.mark.parametrize("through", ["server", "router"])
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_streams_go_on_while_the_server_drains(processes: str) -> None:
+    with running_server(*MOCK, "--api-server-count", processes, "--mock-step-ms", "20") as server:
+        watchers = [Watcher(server) for _ in range(4)]
+        body = {"prompt": "a", "max_tokens": 50, "ignore_eos": True}
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(server.ask("/v1/completions", body).status))
+        asking.start()
+        wait_until(
+            lambda: all(any(e["what"] == "admitted" for e in one.told()) for one in watchers), "a running request"
+        )
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: all(one.events[-1][0] == "end" for one in watchers), "the ends of the streams")
+        asking.join(PATIENCE)
+        assert answers == [200]
+        for watcher in watchers:
+            left = [frame["draining"]["requests"] for frame in watcher.frames() if frame["draining"] is not None]
+            assert left[0] == 1 and left[-1] == 0 and "shutting down" in watcher.events[-1][1]["reason"]
+            watcher.close()
+
+
+@pytest.mark.parametrize("through", ["server", "router", "router with a dead backend"])
 def test_quire_top_once(through: str) -> None:
     with running_server(*MOCK, "--mock-step-ms", "2") as server:
         url, routing = server.url, None
-        if through == "router":
-            flags = ["--backend", server.url, "--port", "0"]
+        if through != "server":
+            dead = ["--backend", DEAD] if "dead" in through else []
+            flags = ["--backend", server.url, *dead, "--port", "0"]
             routing = subprocess.Popen(
                 [sys.executable, "-m", "quire", "route", *flags], stderr=subprocess.PIPE, text=True
             )
@@ -111,7 +135,13 @@ def test_quire_top_once(through: str) -> None:
                 timeout=PATIENCE,
             )
             assert done.returncode == 0, done.stderr
-            assert "0 running of" in done.stdout and "first token" in done.stdout and "\x1b" not in done.stdout
+            assert "\x1b" not in done.stdout
+            if "dead" in through:
+                assert (
+                    "2 backends, 1 down" in done.stdout and "127.0.0.1:9 " in done.stdout and "run wait" in done.stdout
+                )
+            else:
+                assert "0 running of" in done.stdout and "first token" in done.stdout
         finally:
             if routing is not None:
                 routing.terminate()

@@ -62,6 +62,8 @@ class LiveQueue(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting      requests that wait for a slot, for blocks or for the token budget
     preempted    of these, requests that have run before
+    waits_for    what the first waiting request lacks: "slots", "blocks", "budget" or "result" (of its
+                 step); "" if none waits. Requests behind it wait for it
     blocked      reason -> requests that wait for it
     num_preemptions   preemptions since the start
     """
@@ -69,6 +71,7 @@ class LiveQueue(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     preempted: int
+    waits_for: str = ""
     blocked: dict[str, int]
     num_preemptions: int
     slots: int
@@ -195,7 +198,7 @@ class LiveEventKind(StrEnum):
     FETCHED = "fetched"  # blocks that came from another tier; the tier
     CHUNK = "chunk"  # tokens of the prompt computed in a step; "ends" if the step samples behind them
     PREEMPTED = "preempted"  # tokens of prompt and output so far; the reason
-    FINISHED = "finished"  # tokens of the output; `FinishReason`
+    FINISHED = "finished"  # tokens of the output; `FinishReason`, and its cause: "abort: disconnect"
 
 
 class LiveEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ class Admitter:
     """Moves waiting requests into slots, until the token budget, the slots or the blocks are used up.
 
     headroom         KV blocks that must stay free when a request is admitted while others run
+    waits_for        what the first waiting request lacked in the last step that could admit: "slots", "blocks",
+                     "budget", "result" (of the step in which it was preempted); "" if none was left
     prefix_queries   prompt tokens looked up in the prefix cache since the start
     prefix_hits      of these, tokens found
     """
@@ -25,6 +27,7 @@ class Admitter:
         self._table, self._queue, self._allocator = roster.table, roster.queue, roster.allocator
         self._by_priority, self._headroom = by_priority, headroom
         self.prefix_queries = self.prefix_hits = 0
+        self.waits_for = ""
 
     def stats(self) -> PrefixStats:
         """Return the counters of the prefix cache."""
@@ -43,12 +46,15 @@ class Admitter:
         """
         admitted: list[Admission] = []
         new_tokens: list[int] = []
+        lacks = ""
         while room > 0 and self._table.num_free and (request := self._queue.peek()) is not None:
             if request.in_flight:
+                lacks = "result"
                 break  # it was preempted, and its last result is still to come
             try:
                 match = self._match(request)
                 if not self._fits(request, match, room):
+                    lacks = "blocks"
                     break
                 if self._fetches(request, match):
                     continue
@@ -65,6 +71,8 @@ class Admitter:
             room -= count
             if admission.num_computed + count == len(request.tokens):
                 self._roster.prompt_planned(request)
+        lacks = lacks or ("budget" if self._table.num_free else "slots")
+        self.waits_for = lacks if len(self._queue) else ""
         if not admitted:
             return slots, num_tokens, admitted
         return (

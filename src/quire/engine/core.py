@@ -144,11 +144,11 @@ class EngineCore:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
                 heapq.heapify(self._deadlines)
 
-    def abort(self, handle: int) -> None:
-        """End a request in any state. Unknown handles (already finished) are ignored."""
+    def abort(self, handle: int, cause: str = "") -> None:
+        """End a request in any state. Unknown handles (already finished) are ignored. cause: a word for the records"""
         request = self._requests.pop(handle, None)
         if request is not None:
-            self._finished.append(self._finisher.end(request, FinishReason.ABORT))
+            self._finished.append(self._finisher.end(request, FinishReason.ABORT, error=cause or None))
 
     def step(self) -> StepOutputs:
         """Plan and submit a step if the pipeline has room. Confirm the oldest step if the pipeline is full or drained.

@@ -48,14 +48,14 @@ class ResultRows:
 class Finisher:
     """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped.
 
-    on_end   functions to call with every request that ended, and the reason
+    on_end   functions to call with every request that ended, the reason, and the code of its error or ""
     """
 
     def __init__(self, scheduler: Scheduler, grammars: Grammars, vocab_size: int) -> None:
         self._scheduler, self._roster, self._grammars = scheduler, scheduler.roster, grammars
         self._vocab_size = vocab_size
         self._num_stopping = np.zeros(vocab_size, np.int32)  # token id -> live requests that it stops
-        self.on_end: list[Callable[[Request, FinishReason], None]] = []
+        self.on_end: list[Callable[[Request, FinishReason, str], None]] = []
 
     def watch(self, request: Request) -> None:
         """Check sampled tokens for the stop ids of this request, too, until `end`."""
@@ -80,9 +80,9 @@ class Finisher:
             self._grammars.drop(request.new.handle)
         if request.state is not FINISHED:  # else the roster has ended it already
             self._roster.remove(request, distrust=distrust, whole=reason in (FinishReason.STOP, FinishReason.LENGTH))
-        for tell in self.on_end:
-            tell(request, reason)
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
+        for tell in self.on_end:
+            tell(request, reason, code or "")
         return Finish(
             handle=request.new.handle,
             reason=reason,

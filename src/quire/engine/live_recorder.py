@@ -94,10 +94,12 @@ class LiveRecorder:
         else:
             self._note(request, LiveEventKind.QUEUED)
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
-        """Record the end of a request."""
+    def ended(self, request: Request, reason: FinishReason, code: str) -> None:
+        """Record the end of a request. code: cause of an abort, or code of an error; "" for none"""
         count = len(request.tokens) - request.num_prompt
-        self._note(request, LiveEventKind.FINISHED, count=count, detail=reason.value)
+        self._note(
+            request, LiveEventKind.FINISHED, count=count, detail=f"{reason.value}: {code}" if code else reason.value
+        )
 
     def submitted(self, planned: InFlight, began: float) -> None:
         """Record a step that was handed to the executor. began: time before, of `perf_counter`."""
@@ -265,6 +267,7 @@ class LiveRecorder:
             running=len(running),
             waiting=waiting,
             preempted=preempted,
+            waits_for=self._scheduler.admitter.waits_for if waiting else "",
             blocked=dict(blocked),
             num_preemptions=self._scheduler.num_preempted,
             slots=table.num_slots,

@@ -135,10 +135,10 @@ class Replicas:
         assert refusal is not None
         raise refusal
 
-    def abort(self, handle: int) -> None:
-        """End a request in any state; unknown handles are ignored."""
+    def abort(self, handle: int, cause: str = "") -> None:
+        """End a request in any state; unknown handles are ignored. cause: a word for the records"""
         if (core := self._homes.pop(handle, None)) is not None:
-            core.abort(handle)
+            core.abort(handle, cause)
 
     def step(self) -> StepOutputs:
         """Advance the replicas. A step that raises is final. See `EngineCore.step`."""

@@ -103,6 +103,12 @@ class Completion:
             drafts=self.drafts,
         )
 
+    def ending(self, cause: str) -> str:
+        """Return the finish reason with its cause, such as "aborted (queue_timeout)".
+        cause: cause for which the request was aborted, if it was; it counts when this completion had not finished"""
+        why = self.error or ("" if self.finish_reason else cause)
+        return (self.finish_reason or "aborted") + f" ({why})" * bool(why)
+
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Decode the unread tokens. Return the stop string that was found, or None."""
         unread, self.num_read = self.token_ids[self.num_read :], len(self.token_ids)

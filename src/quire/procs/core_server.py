@@ -174,7 +174,7 @@ def _obey(core: Core, message: ToCore, send: Send) -> None:
         _add(core, message, send)
     elif isinstance(message, Abort):
         for handle in message.handles:
-            core.abort(handle)
+            core.abort(handle, message.cause)
     elif isinstance(message, Gone):
         for handle in core.handles:
             if message.place.first <= handle < message.place.end:

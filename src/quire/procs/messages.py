@@ -34,9 +34,11 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End the requests with these handles, waiting or running; unknown handles are ignored."""
+    """End the requests with these handles, waiting or running; unknown handles are ignored.
+    cause: a word for the live view, such as "disconnect"; "" for none"""
 
     handles: tuple[int, ...]
+    cause: str = ""
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):

@@ -25,7 +25,7 @@ from quire.router.policy import Chooser, Sight
 from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 from quire.router.split import SPLIT_PATHS, prefilled
-from quire.router.upstream import HOP_BY_HOP, Header, Upstream, UpstreamError, read_all
+from quire.router.upstream import HOP_BY_HOP, LEFT_OUT, Header, Upstream, UpstreamError, read_all
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DIRECT_BODY = "direct-body"  # ASGI extension of `entry/http/protocol.py`: a body that is written without waiting
@@ -47,7 +47,7 @@ class WholeAnswer:
 
     async def send(self, send: Send) -> None:
         """Send it to the client."""
-        headers = [header for header in self.headers if header[0] not in OWN_HEADERS]
+        headers = [header for header in self.headers if header[0] not in OWN_HEADERS | LEFT_OUT]
         headers.append((b"content-length", b"%d" % len(self.body)))
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
@@ -240,7 +240,7 @@ class Forwarder:
             return True
 
         connection.sink = None if direct is None else write
-        headers = [header for header in connection.headers if header[0] not in HOP_BY_HOP]
+        headers = [header for header in connection.headers if header[0] not in LEFT_OUT]
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
         try:
             while piece:

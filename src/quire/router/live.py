@@ -14,7 +14,7 @@ import msgspec
 
 from quire.router.backends import Backend
 from quire.router.exchange import Asked, Send, WholeAnswer, refusal
-from quire.router.upstream import HOP_BY_HOP, UpstreamError, read_all
+from quire.router.upstream import LEFT_OUT, UpstreamError, read_all
 
 LIVE, MODELS = "/debug/live", "/v1/models"
 OF_ONE = ("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/requests")  # and what lies under the last
@@ -129,12 +129,14 @@ class LiveStreams:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _merged(self, asked: Asked) -> AsyncGenerator[bytes, None]:
-        """Yield the events of all backends as they come, in pieces of whole events."""
+        """Yield the backends, then their events as they come, in pieces of whole events."""
         come = asyncio.Event()
         every = [BackendEvents(backend, come) for backend in self._backends]
         following = [asyncio.create_task(one.follow(asked, self._timeout)) for one in every]
         self._readers.add(come)
         try:
+            names = [backend.name for backend in self._backends]
+            yield b"event: router\ndata: " + msgspec.json.encode({"backends": names}) + b"\n\n"
             while not self._ended:
                 try:
                     async with asyncio.timeout(KEEP_ALIVE):
@@ -165,7 +167,7 @@ async def ask_one(backends: Sequence[Backend], asked: Asked, timeout: float) -> 
         async with asyncio.timeout(timeout):
             connection = await chosen.pool.ask(b"GET", asked.target.partition(b"?")[0], asked.headers, b"")
             try:
-                headers = [header for header in connection.headers if header[0] not in HOP_BY_HOP]
+                headers = [header for header in connection.headers if header[0] not in LEFT_OUT]
                 return WholeAnswer(status=connection.status, headers=headers, body=await read_all(connection))
             finally:
                 chosen.pool.give_back(connection)

@@ -35,6 +35,7 @@ HOP_BY_HOP = frozenset(
         b"proxy-authorization",
     )
 )
+LEFT_OUT = HOP_BY_HOP | {b"date"}  # headers of answers that are not passed on: the router's listener dates them
 
 
 class UpstreamError(Exception):

@@ -38,6 +38,31 @@ def test_frames_agree_with_the_engine_over_a_random_run(Rig: Any, shape: dict[st
     assert Kind.PREEMPTED in told and rig.scheduler.num_preempted
 
 
+def test_the_end_of_an_aborted_request_has_its_cause(Rig: Any) -> None:
+    rig = Rig()
+    rig.core.watch(True)
+    for cause in ("queue_timeout", ""):
+        rig.core.abort(rig.add(range(9), 4), cause)
+    ends = [event.detail for event in rig.core.recorder.frame(0).events if event.what is Kind.FINISHED]
+    assert ends == ["abort: queue_timeout", "abort"]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "options"),
+    [("slots", {"slots": 1}), ("blocks", {"slots": 4, "blocks": 4}), ("budget", {"slots": 4, "budget": 6})],
+)
+def test_a_frame_says_what_the_first_waiting_request_lacks(Rig: Any, lacks: str, options: dict[str, Any]) -> None:
+    rig = Rig(**options)
+    rig.core.watch(True)
+    for first in (0, 20):
+        rig.add(range(first, first + 9), 4)
+    rig.step()
+    queue = rig.core.recorder.frame(0).queue
+    assert (queue.running, queue.waiting, queue.waits_for) == (1, 1, lacks)
+    rig.drain()
+    assert rig.core.recorder.frame(0).queue.waits_for == ""
+
+
 def test_nothing_is_recorded_while_nobody_watches(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(core, "LiveRecorder", lambda *a: made.append("recorder") or live_recorder.LiveRecorder(*a))

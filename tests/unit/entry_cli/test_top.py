@@ -38,6 +38,7 @@ ENGINE: dict[str, Any] = {
         "running": 3,
         "waiting": 2,
         "preempted": 1,
+        "waits_for": "slots",
         "blocked": {"grammar": 1},
         "num_preemptions": 4,
         "slots": 8,
@@ -76,10 +77,14 @@ FRAME: dict[str, Any] = {
     "seconds": 0.5,
     "cost_s": 0.0,
     "engines": [ENGINE],
+    "draining": None,
     "experts": {"loads": [[30, 10], [10, 10]], "balancedness": 0.8},
     "exchanged": {"tp": 4096},
     "latency": {
         "requests": 5,
+        "counts": {"ttft_s": 4, "tpot_s": 0, "queue_s": 0, "e2e_s": 3},
+        "window_s": 300.0,
+        "oldest_wait_s": 12.25,
         "ttft_s": [0.05, 0.2, 0.31],
         "tpot_s": None,
         "queue_s": None,
@@ -111,7 +116,8 @@ def test_all_numbers_of_one_engine() -> None:
     text = "\n".join(lines)
     for words in (
         "quire top · http://here · some-model · cpu, float32 · 3 frames lost",
-        "3 running of 8 · 2 waiting · 1 of them preempted · 1 blocked (grammar) · 4 preemptions",
+        "3 running of 8 · 2 waiting for slots · 1 of them preempted · 1 blocked (grammar)",
+        "4 preemptions",
         "step 9 · 2 prompt chunks (600 tokens) · 30 decodes · 41 of 60 drafts right",
         "1,200 tokens/s in · 600 out · drafts: 75% right · 20.0 steps/s",
         "35.0%",
@@ -119,7 +125,8 @@ def test_all_numbers_of_one_engine() -> None:
         "full: 24 · window 64: 6",
         "75.0% of prompt tokens reused · misses: tokens 3",  # 30 of the 40 tokens between the frames
         "10.00 ms · plan 1.00 · launch 1.00 · wait 8.00 · finish 0.00 · device 12.00 at most",
-        "first token 50 / 200 / 310 ms · whole 1.0 / 11.0 / 12.0 s · p50 / p90 / p99",
+        "first token 50 / 200 / 310 ms of 4 · whole 1.0 / 11.0 / 12.0 s of 3",
+        "p50 / p90 / p99 of requests, last 300 s · the oldest waits 12.2 s",
         "2 of 8 blocks · in 0 B/s · out 10.0 KiB/s",
         "tp 8.0 KiB/s",
         "balancedness 0.80 · by rank 67% 33%",
@@ -133,7 +140,7 @@ def test_all_numbers_of_one_engine() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60])
 def test_a_narrow_terminal_and_one_without_letters(width: int) -> None:
-    lines = picture(("engine", FACTS), ("frame", FRAME), width=width, ascii_only=True)
+    lines = picture(("engine", FACTS), ("frame", FRAME), width=width, height=80, ascii_only=True)
     assert max(map(len, lines)) <= width and "".join(lines).isascii()
     assert any(line.startswith("latency") for line in lines)
     assert len(picture(("frame", FRAME), width=width, height=5)) == 5
@@ -156,11 +163,26 @@ def test_backends_and_replicas_have_a_row_each() -> None:
     assert not any("replica" in line for line in lines), "a replica that died is not shown"
 
 
+def test_a_router_keeps_its_layout_while_one_backend_is_up() -> None:
+    router = ("router", {"backends": ["http://a:1", "http://b:2"]})
+    frame = ("frame", {"backend": "http://a:1"} | FRAME)
+    lines = picture(router, frame)
+    assert lines[0].endswith("2 backends") and "b:2 waiting for the first frame ..." in lines
+    assert any(line.startswith("engine") for line in lines) and any(line.startswith("a:1 ") for line in lines)
+    lines = picture(router, frame, ("down", {"backend": "http://b:2", "reason": "no connection"}))
+    assert any(line.startswith("a:1 ") for line in lines) and "b:2 no connection" in lines
+
+
+def test_a_server_that_drains() -> None:
+    frame = FRAME | {"draining": {"requests": 3, "seconds": 12.4}}
+    assert picture(("frame", frame))[0].endswith("draining: 3 requests, 12 s left")
+
+
 def test_an_idle_engine() -> None:
     none = dict.fromkeys(SUMS, 0)
     idle = copy.deepcopy(FRAME)
     idle["engines"][0] |= {"steps": [], "sums": none, "prefix": ENGINE["prefix"] | {"queries": 0, "misses": {}}}
-    idle["latency"] = dict.fromkeys(FRAME["latency"])
+    idle["latency"] = dict.fromkeys(FRAME["latency"]) | {"requests": 0, "window_s": 300.0}
     text = "\n".join(picture(("frame", idle)))
     assert "no step yet" in text and "idle" in text and "no prompt yet" in text
 
@@ -181,6 +203,8 @@ class Served:
     def __init__(self) -> None:
         self.answers: list[tuple[int, str]] = []
         self.keys: list[str | None] = []
+        self.stays = False  # True: connections stay open behind the body
+        self.over = threading.Event()
         self.url = ""
 
 
@@ -197,6 +221,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
+            if state.stays:
+                state.over.wait(60)
 
         def log_message(self, *words: object) -> None:
             pass
@@ -205,6 +231,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield state
+    state.over.set()
     server.shutdown()
     server.server_close()
 
@@ -221,6 +248,38 @@ def test_one_picture(served: Served, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["top", "--once", "--url", served.url, "--api-key", "k"]) == 0
     out = capsys.readouterr().out
     assert "some-model" in out and "3 running of 8" in out and "\x1b" not in out and served.keys == ["Bearer k"]
+
+
+ROUTER = event("router", {"backends": ["http://a:1", "http://b:2"]})
+A_LIVES = event("frame", {"backend": "http://a:1"} | FRAME)
+
+
+def test_one_picture_of_a_router_has_every_backend(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    down = event("down", {"backend": "http://b:2", "reason": "no connection"})
+    for stream in (ROUTER + A_LIVES + down, ROUTER + down + A_LIVES):
+        served.answers = [(200, stream)]
+        assert main(["top", "--once", "--url", served.url]) == 0
+        out = capsys.readouterr().out
+        assert "2 backends, 1 down" in out and "b:2 no connection" in out and "a:1 " in out
+
+
+def test_one_picture_of_a_router_that_no_backend_answers(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    downs = [event("down", {"backend": url, "reason": "no connection"}) for url in ("http://a:1", "http://b:2")]
+    served.answers = [(200, ROUTER + "".join(downs))]
+    assert main(["top", "--once", "--url", served.url]) != 0
+    told = capsys.readouterr()
+    assert "a:1 no connection" in told.out and "b:2 no connection" in told.out and "no backend of" in told.err
+
+
+def test_one_picture_does_not_wait_for_a_silent_backend_for_ever(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_watch, "ONCE_SECONDS", 0.2)
+    served.answers = [(200, ROUTER + A_LIVES)]
+    served.stays = True
+    assert main(["top", "--once", "--url", served.url]) == 0
+    out = capsys.readouterr().out
+    assert "a:1 " in out and "b:2 waiting for the first frame" in out
 
 
 @pytest.mark.parametrize(

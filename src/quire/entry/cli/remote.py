@@ -64,9 +64,11 @@ class RemoteServer:
         return f"{self._scheme}://{self._host}:{self._port}"
 
     @contextmanager
-    def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+    def asked(
+        self, method: str, path: str, body: Any = None, *, silence: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """Send one request and give its response. Every failure becomes a `QuireError` of one line.
-        There is a time limit for the connection only, since a model may take long."""
+        Without `silence` there is a time limit for the connection only, since a model may take long."""
         headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -80,7 +82,7 @@ class RemoteServer:
         with closing(connection):
             try:
                 connection.connect()
-                connection.sock.settimeout(None)
+                connection.sock.settimeout(silence)
                 connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
                 response = connection.getresponse()
             except (*BROKEN, UnicodeError) as error:
@@ -92,9 +94,10 @@ class RemoteServer:
                     raise _broken_off(error, self.where) from None
             yield response
 
-    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and the data of every event of a stream, until its end. Raises `QuireError`."""
-        with self.asked("GET", path) as response:
+    def events(self, path: str, silence: float | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the data of every event of a stream, until its end. Raises `QuireError`.
+        silence: seconds to wait for an answer and for each of its parts; None: no limit"""
+        with self.asked("GET", path, silence=silence) as response:
             for name, data in _events(response, self.where):
                 yield name, _json(data.encode(), self.where)
 

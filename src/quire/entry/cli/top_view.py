@@ -133,6 +133,9 @@ class TopView:
 
     def take(self, event: str, data: dict[str, Any]) -> None:
         """Take an event of the stream."""
+        if event == "router":
+            self.sources = {name: SourceView(name) for name in data["backends"]}
+            return
         name = data.get("backend", "")
         self.sources.setdefault(name, SourceView(name)).take(event, data)
 
@@ -150,8 +153,11 @@ class TopView:
         for source in self.sources.values():
             if source.down:
                 yield Text(f"{_short(source.name)} {source.down}".strip(), "bold red")
-        if len(engines) > 1:
-            yield from self._table(engines)
+            elif not source.frame:
+                yield Text(f"{_short(source.name)} waiting for the first frame ...".strip())
+        if len(engines) > 1 or len(self.sources) > 1:
+            if engines:
+                yield from self._table(engines)
             return
         for source in self.sources.values():
             for engine in source.engines.values():
@@ -164,19 +170,27 @@ class TopView:
         first = next((source.facts for source in self.sources.values() if source.facts), {})
         words = ["quire top", self.where]
         if len(self.sources) == 1 and first:
+            words += [_short(name) for name in self.sources if name]
             words += [", ".join(first["models"]), f"{first['device']}, {first['dtype']}"]
         elif len(self.sources) > 1:
             down = sum(bool(source.down) for source in self.sources.values())
             words.append(f"{len(self.sources)} backends" + f", {down} down" * bool(down))
+        for source in self.sources.values():
+            if draining := source.frame.get("draining"):
+                told = f"draining: {draining['requests']} requests, {draining['seconds']:.0f} s left"
+                words.append(f"{_short(source.name)} {told}".strip())
         if lost := sum(source.lost for source in self.sources.values()):
             words.append(f"{lost} frames lost")
         return Text(self._plain(" · ".join(words)), "bold")
 
     def _detail(self, source: SourceView, engine: EngineView, width: int) -> Iterator[Text]:
         now = engine.now
-        queue = now["queue"]
+        queue, lacks = now["queue"], now["queue"]["waits_for"]
         blocked = ", ".join(f"{count} blocked ({why})" for why, count in queue["blocked"].items())
-        states = [f"{queue['running']} running of {queue['slots']}", f"{queue['waiting']} waiting"]
+        states = [
+            f"{queue['running']} running of {queue['slots']}",
+            f"{queue['waiting']} waiting{f' for {lacks}' if lacks else ''}",
+        ]
         states += [f"{queue['preempted']} of them preempted"] * bool(queue["preempted"]) + [blocked] * bool(blocked)
         yield self._row("requests", *states, f"{queue['num_preemptions']} preemptions")
         yield self._row("batch", *_batch(engine.step))
@@ -310,9 +324,16 @@ def _split(engine: EngineView) -> Iterator[str]:
 
 def _latency(latency: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     words = {"ttft_s": "first token", "tpot_s": "per token", "queue_s": "queue", "e2e_s": "whole"}
-    told = [f"{word} {_times(latency[name])}" for name, word in words.items() if latency[name] is not None]
+    told = [
+        f"{word} {_times(latency[name])} of {latency['counts'][name]}"
+        for name, word in words.items()
+        if latency[name] is not None
+    ]
     if told:
-        yield "latency", [*told, "p50 / p90 / p99"]
+        told.append(f"p50 / p90 / p99 of requests, last {latency['window_s']:.0f} s")
+        if (oldest := latency["oldest_wait_s"]) is not None:
+            told.append(f"the oldest waits {_seconds(oldest)}")
+        yield "latency", told
 
 
 def _requests(columns: Mapping[str, Any], most: int) -> Iterator[Text]:

@@ -19,6 +19,7 @@ REFRESH = 0.25  # seconds between two pictures on a terminal
 PRINT = 1.0  # and elsewhere
 RETRY = 2.0  # after a connection was lost
 FRAMES = 3  # before the picture of --once: rates need some time
+ONCE_SECONDS = 10.0  # for the picture of --once; then it shows what has come
 WIDTH, LINES = 100, 1000  # of a picture where there is no terminal
 
 
@@ -43,12 +44,30 @@ def watch(server: RemoteServer, *, once: bool, color: bool) -> None:
 
 
 def _once(server: RemoteServer, view: TopView, console: Console) -> None:
-    """Print one picture, when every source has sent some frames or a reason why it sends none."""
-    for event, data in server.events(PATH):
-        view.take(event, data)
-        if all(source.down or source.frame.get("frame", 0) >= FRAMES for source in view.sources.values()):
-            return _show(view, console)
-    raise EngineDead(f"the live view of {server.where} ended: {_reason(view)}")
+    """Print one picture, when every source has sent some frames or a reason why it sends none.
+    Raises `EngineDead` when no source has sent a frame."""
+    deadline = time.monotonic() + ONCE_SECONDS
+    try:
+        for event, data in server.events(PATH, ONCE_SECONDS):
+            view.take(event, data)
+            if _complete(view) or time.monotonic() >= deadline:
+                break
+    except EngineDead as error:
+        if not view.sources:
+            raise
+        view.notice = str(error)
+    if any(source.engines for source in view.sources.values()):
+        return _show(view, console)
+    if any(view.sources):
+        _show(view, console)
+        raise EngineDead(f"no backend of {server.where} can be watched.")
+    raise EngineDead(f"the live view of {server.where} ended: {_reason(view) or view.notice}")
+
+
+def _complete(view: TopView) -> bool:
+    """True if every source has sent some frames, or a reason why it sends none."""
+    sources = view.sources.values()
+    return bool(sources) and all(source.down or source.frame.get("frame", 0) >= FRAMES for source in sources)
 
 
 def _show(view: TopView, console: Console) -> None:

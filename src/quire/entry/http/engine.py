@@ -224,7 +224,7 @@ class ServedEngine:
         """Take no new requests, here and in the other front ends. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
-            self.live.end("the server is shutting down.")
+            self.live.drain(self._serve.shutdown_timeout)
             self._client.drain()
 
     async def wait_idle(self) -> None:
@@ -294,16 +294,17 @@ class ServedEngine:
         """End the unfinished prompts of a stream, here and in the core.
         `cause`: for the metrics; None = the core refused the request."""
         assert self.front is not None
+        stream.cause = cause or ""
         self._queued.pop(stream, None)
         dropped: list[int] = []
         for generation in stream.generations:
             if self._live.pop(generation.completions[0].handle, None) is not None:
                 dropped += self.front.drop(generation)
                 if cause is not None:
-                    self._count_end(generation, "abort")
+                    self._count_end(generation, "abort", cause)
         stream.num_open = 0
         if dropped and self.state is not EngineState.DEAD:
-            self._client.send(messages.Abort(tuple(dropped)))
+            self._client.send(messages.Abort(tuple(dropped), stream.cause))
         if cause is not None:
             self._metrics.aborted(cause)
         self._tell_idle()
@@ -396,12 +397,13 @@ class ServedEngine:
             if found is not None:
                 self._queued.pop(found[0], None)
                 found[0].end_one(found[1])
-                self._count_end(generation, generation.completions[0].finish_reason or "abort")
+                first = generation.completions[0]
+                self._count_end(generation, first.finish_reason or "abort", first.error or "")
         self._tell_idle()
 
-    def _count_end(self, generation: Generation, reason: str) -> None:
+    def _count_end(self, generation: Generation, reason: str, cause: str) -> None:
         count_finished(self._metrics, generation, reason)
-        self._recent.append((generation.tenant, request_record(generation, reason)))
+        self._recent.append((generation.tenant, request_record(generation, reason, cause)))
 
     def _take_rejection(self, message: messages.Rejected) -> None:
         found = self._live.get(message.handles[0])
@@ -420,7 +422,7 @@ class ServedEngine:
             self._queue_timer.cancel()
         words, kind = str(error), errors.EngineClosed if isinstance(error, errors.EngineClosed) else errors.EngineDead
         for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
-            self._fail(stream, kind(words), "engine")
+            self._fail(stream, kind(words), "shutdown" if kind is errors.EngineClosed else "engine")
         for waiting in (self._starting, *self._replies.values()):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)

@@ -44,12 +44,13 @@ def count_finished(metrics: Metrics, generation: Generation, reason: str) -> Non
     metrics.request_finished(reason, **_measured(generation), token_s=token_s)
 
 
-def request_record(generation: Generation, state: str) -> dict[str, object]:
-    """Return the record of a prompt for `/debug/requests`: its id, counts and seconds; no text."""
+def request_record(generation: Generation, state: str, cause: str = "") -> dict[str, object]:
+    """Return the record of a prompt for `/debug/requests`: its id, counts and seconds; no text.
+    cause: cause of the state "abort", or code of an error; "" for none"""
     arrived = time.time() - (time.monotonic() - generation.metrics.arrival_time)
     handles = [completion.handle for completion in generation.completions]
     return (
-        {"request_id": generation.request_id, "state": state, "handles": handles, "arrived": arrived}
+        {"request_id": generation.request_id, "state": state, "cause": cause, "handles": handles, "arrived": arrived}
         | _measured(generation)
         | {
             "prefix": generation.metrics.prefix,

@@ -28,12 +28,14 @@ class RequestStream:
 
     generations   `Generation` of each prompt, in the order of the prompts
     num_open      number of prompts that have not finished
+    cause         cause for which unfinished prompts were aborted, as metrics name it; ""
     """
 
     def __init__(self, request_id: str, on_close: Callable[["RequestStream"], None]) -> None:
         self.request_id = request_id
         self.generations: list[Generation] = []
         self.num_open = 0
+        self.cause = ""
         self._on_close = on_close
         self._changed: dict[int, None] = {}  # prompt indices, in order
         self._error: QuireError | None = None

@@ -389,6 +389,8 @@ def test_who_waits_too_long_is_told() -> None:
                 with pytest.raises(QueueTimeout):
                     await read(stream)
             assert engine._queue_timer is None and engine.num_live == 1
+            ended = [(one["state"], one["cause"]) for one in engine.requests()]
+            assert ended == [("running", "")] + [("abort", "queue_timeout")] * 5 and waiting[0].cause == "queue_timeout"
             (outputs,) = await read(first)
             assert token_ids(outputs) == expected(engine, PROMPT, 80)
             assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_timeout"] * 5

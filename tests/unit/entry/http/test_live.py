@@ -147,6 +147,27 @@ def test_too_many_watchers_are_refused_and_none_is_taken_after_the_end() -> None
     asyncio.run(work())
 
 
+def test_a_server_that_drains_tells_what_is_left_until_its_last_request() -> None:
+    async def work() -> None:
+        now = [100.0]
+        hub = LiveHub(lambda: None, lambda: [], lambda: now[0])
+        reader = hub.open("")
+        hub.take(frame(1))
+        hub.drain(30.0)
+        now[0] += 10
+        hub.take(frame(2))
+        data, last = await reader.next()
+        left = [told["draining"] for _, told in events_of(data)]
+        assert left == [None, {"requests": 2, "seconds": 20.0}] and not last
+        idle = frame(3)
+        idle.engines[0].queue = LiveQueue(running=0, waiting=0, preempted=0, blocked={}, num_preemptions=0, slots=1)
+        hub.take(idle)
+        data, last = await reader.next()
+        assert [name for name, _ in events_of(data)] == ["frame", "end"] and last
+
+    asyncio.run(work())
+
+
 def test_bytes_between_ranks_follow_from_the_tokens() -> None:
     async def work() -> None:
         hub = LiveHub(lambda: None, lambda: [])
@@ -159,18 +180,36 @@ def test_bytes_between_ranks_follow_from_the_tokens() -> None:
     asyncio.run(work())
 
 
-def test_latencies_of_requests() -> None:
-    def record(state: str, queue: float | None, prefill: float | None, decode: float | None) -> dict[str, Any]:
-        times = {"queue_s": queue, "prefill_s": prefill, "decode_s": decode, "e2e_s": 9.0}
-        return {"state": state, "num_output": 5} | times
+def timed(
+    state: str, queue: float | None, prefill: float | None, decode: float | None, **more: float
+) -> dict[str, Any]:
+    times = {"arrived": 1000.0, "queue_s": queue, "prefill_s": prefill, "decode_s": decode, "e2e_s": 9.0}
+    return {"state": state, "num_output": 5} | times | more
 
-    found = latencies(
-        [record("waiting", None, None, None), record("running", 1.0, 1.0, 4.0), record("stop", 3.0, 1.0, 8.0)]
-    )
-    assert found["requests"] == 3 and found["e2e_s"] == [9.0] * 3
+
+def test_latencies_of_requests() -> None:
+    found = latencies([timed("running", 1.0, 1.0, 4.0), timed("stop", 3.0, 1.0, 8.0)], 1010.0)
+    assert found["requests"] == 2 and found["e2e_s"] == [9.0] * 3
     assert (found["ttft_s"][0], found["queue_s"][0], found["tpot_s"][0]) == (3.0, 2.0, 1.5)
     assert found["ttft_s"][2] == pytest.approx(3.98)
-    assert latencies([])["e2e_s"] is None
+    assert found["counts"] == {"ttft_s": 2, "tpot_s": 2, "queue_s": 2, "e2e_s": 1} and found["oldest_wait_s"] is None
+    assert latencies([], 0.0)["e2e_s"] is None
+
+
+def test_requests_that_wait_or_ended_so_count_in_the_time_of_the_queue() -> None:
+    never = [timed("waiting", None, None, None, e2e_s=each) for each in (20.0, 40.0)]
+    found = latencies([*never, timed("abort", None, None, None, e2e_s=60.0), timed("stop", 0.0, 1.0, 1.0)], 1061.0)
+    assert found["queue_s"][0] == 30.0 and found["counts"]["queue_s"] == 4 and found["oldest_wait_s"] == 40.0
+
+
+def test_requests_that_ended_long_ago_have_no_part_in_latencies() -> None:
+    records = [
+        timed("stop", 1.0, 1.0, 1.0),
+        timed("stop", 2.0, 1.0, 1.0, arrived=2000.0),
+        timed("running", 3.0, 1.0, 1.0),
+    ]
+    found = latencies(records, 2010.0)
+    assert found["requests"] == 2 and found["queue_s"][0] == 2.5 and found["counts"]["e2e_s"] == 1
 
 
 # --- timelines --------------------------------------------------------------------------------------------------------
@@ -180,6 +219,7 @@ RECORD = {
     "state": "stop",
     "handles": [1],
     "arrived": 100.0,
+    "cause": "",
     "num_prompt": 9,
     "num_output": 4,
     "num_cached": 4,
@@ -214,6 +254,21 @@ def test_a_life_half_seen_is_told_from_the_record(missed: str) -> None:
         (Kind.CHUNK, 103.0, 5),
         (Kind.FINISHED, 107.0, 4),
     ]
+
+
+def test_a_timeline_marks_the_stretch_that_nobody_watched() -> None:
+    lives = Timelines()
+    assert timeline(RECORD, lives)["unknown"] == (101.0, 107.0)
+    assert timeline(RECORD | {"state": "running"}, lives)["unknown"] == (101.0, None)
+    never = {"state": "waiting", "queue_s": None, "prefill_s": None}
+    assert timeline(RECORD | never, lives)["unknown"] is None
+    lives.take(frame(1, happened(Kind.ARRIVED)))
+    assert timeline(RECORD, lives)["unknown"] is None
+
+
+def test_a_timeline_tells_why_its_request_was_aborted() -> None:
+    told = timeline(RECORD | {"state": "abort", "cause": "queue_timeout"}, Timelines())
+    assert told["events"][-1].detail == "abort: queue_timeout"
 
 
 def test_timelines_are_bounded_and_keep_their_beginning() -> None:
@@ -326,7 +381,9 @@ def test_a_server_that_ends_ends_its_streams() -> None:
             reading = asyncio.create_task(stream(app, lambda sent: False))
             while not engine.live._readers:
                 await asyncio.sleep(0.01)
+            running = open_one(engine, tokens=5)
             engine.drain()
+            await read(running)
             name, told = events_of(await reading)[-1]
             assert name == "end" and "shutting down" in told["reason"]
 

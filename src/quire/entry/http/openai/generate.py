@@ -227,7 +227,7 @@ def _log(job: Job, stream: RequestStream, seconds: float) -> None:
         job.request_id,
         sum(len(prompt.token_ids or ()) for prompt in job.prompts),
         sum(len(completion.token_ids) for completion in completions),
-        "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})),
+        "+".join(sorted({completion.ending(stream.cause) for completion in completions})),
         seconds,
     )
 

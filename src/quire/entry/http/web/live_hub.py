@@ -20,7 +20,9 @@ from quire.entry.http.web.timelines import Timelines
 MOST_WATCHERS = 64
 MOST_WAITING = 8  # frames for a watcher
 PERCENTILES = (50, 90, 99)
+ENDS = "the server is shutting down."
 LATENCY_SECONDS = 1.0  # between two looks at the records of requests
+LATENCY_WINDOW = 300.0  # seconds for which a request that ended counts
 
 Records = Callable[[], Iterable[Mapping[str, Any]]]
 
@@ -76,6 +78,7 @@ class LiveHub:
         self._ask, self._records, self._clock = ask, records, clock
         self._readers = set[LiveReader]()
         self._closed = ""
+        self._limit: float | None = None  # of `clock`: when running requests are ended; None: the server does not drain
         self._latency: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self.exchanges: dict[str, int] = {}
         self.timelines = Timelines()
@@ -95,6 +98,11 @@ class LiveHub:
         """Forget a watcher; idempotent. After the last one, no frame is asked for."""
         self._readers.discard(reader)
 
+    def drain(self, seconds: float) -> None:
+        """Tell watchers that the server drains, and end their streams when no request is left.
+        seconds: time that running requests have"""
+        self._limit = self._clock() + seconds
+
     def end(self, reason: str) -> None:
         """End all streams, and take no watcher any more; idempotent."""
         self._closed = self._closed or reason
@@ -108,11 +116,21 @@ class LiveHub:
             return
         self._ask()
         made: dict[str, bytes] = {}
-        more = {"exchanged": self._exchanged(frame), "latency": self._latencies()}
+        more = {"exchanged": self._exchanged(frame), "latency": self._latencies(), "draining": self._draining(frame)}
         for reader in self._readers:
             if (data := made.get(reader.tenant)) is None:
                 made[reader.tenant] = data = event("frame", shown(frame, reader.tenant, more))
             reader.put(data)
+        if more["draining"] is not None and not more["draining"]["requests"]:
+            self.end(ENDS)
+
+    def _draining(self, frame: LiveFrame) -> dict[str, Any] | None:
+        """Return the requests and the seconds that are left to a server that drains; None: it does not."""
+        if self._limit is None:
+            return None
+        queues = [engine.queue for engine in frame.engines]
+        left = sum(queue.running + queue.waiting + sum(queue.blocked.values()) for queue in queues)
+        return {"requests": left, "seconds": max(0.0, self._limit - self._clock())}
 
     def _exchanged(self, frame: LiveFrame) -> dict[str, int]:
         tokens = sum(engine.sums.tokens for engine in frame.engines)
@@ -122,7 +140,7 @@ class LiveHub:
         """Return the percentiles of requests' times. They are renewed once a second."""
         now = self._clock()
         if now - self._latency[0] >= LATENCY_SECONDS:
-            self._latency = (now, latencies(self._records()))
+            self._latency = (now, latencies(self._records(), time.time()))
         return self._latency[1]
 
 
@@ -147,20 +165,29 @@ def shown(frame: LiveFrame, tenant: str, more: dict[str, Any]) -> bytes:
     return msgspec.json.encode(fields | {"engines": engines, "experts": frame.experts} | more)
 
 
-def latencies(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return p50, p90 and p99 of the times of requests; None where no request has the value yet."""
+def latencies(records: Iterable[Mapping[str, Any]], now: float) -> dict[str, Any]:
+    """Return p50, p90 and p99 of the times of requests; None where no request has the value yet.
+
+    Requests that ended more than `LATENCY_WINDOW` seconds before `now` (since 1970) are left out. A request that did
+    not start counts in `queue_s` with the time that it has waited.
+    """
     times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": [], "queue_s": [], "e2e_s": []}
-    count = 0
+    count, oldest = 0, None
     for one in records:
+        queue, prefill, decode, whole = one["queue_s"], one["prefill_s"], one["decode_s"], one["e2e_s"]
+        ended = one["state"] not in ("waiting", "running")
+        if ended and one["arrived"] + whole < now - LATENCY_WINDOW:
+            continue
         count += 1
-        queue, prefill, decode = one["queue_s"], one["prefill_s"], one["decode_s"]
-        if queue is not None:
-            times["queue_s"].append(queue)
+        times["queue_s"].append(whole if queue is None else queue)
+        if one["state"] == "waiting":
+            oldest = max(oldest or 0.0, whole)
         if prefill is not None:
             times["ttft_s"].append(queue + prefill)
         if decode is not None and one["num_output"] > 1:
             times["tpot_s"].append(decode / (one["num_output"] - 1))
-        if one["state"] not in ("waiting", "running"):
-            times["e2e_s"].append(one["e2e_s"])
+        if ended:
+            times["e2e_s"].append(whole)
     found = {name: np.percentile(values, PERCENTILES).tolist() if values else None for name, values in times.items()}
-    return {"requests": count} | found
+    counts = {name: len(values) for name, values in times.items()}
+    return {"requests": count, "counts": counts, "window_s": LATENCY_WINDOW, "oldest_wait_s": oldest} | found

@@ -49,7 +49,9 @@ class Timelines:
 def timeline(record: Mapping[str, Any], timelines: Timelines) -> dict[str, Any]:
     """Return the timeline of a request from its record (`request_record`): docs/live.md."""
     events = timelines.of(record["handles"])
-    return {"request": record, "events": told(record) if events is None else events, "watched": events is not None}
+    if events is not None:
+        return {"request": record, "events": events, "watched": True, "unknown": None}
+    return {"request": record, "events": told(record), "watched": False, "unknown": _unknown(record)}
 
 
 def told(record: Mapping[str, Any]) -> list[LiveEvent]:
@@ -74,8 +76,18 @@ def told(record: Mapping[str, Any]) -> list[LiveEvent]:
         )
     if record["state"] not in ("waiting", "running"):
         at, count = record["arrived"] + record["e2e_s"], record["num_output"]
-        events.append(LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=record["state"]))
+        why = record["state"] + (f": {record['cause']}" if record["cause"] else "")
+        events.append(LiveEvent(at=at, handle=handle, what=LiveEventKind.FINISHED, count=count, detail=why))
     return events
+
+
+def _unknown(record: Mapping[str, Any]) -> tuple[float, float | None] | None:
+    """Return the stretch of an unwatched life that may hide preemptions: from the first admission to the end, or None
+    if the request lives. None without an admission."""
+    if record["queue_s"] is None:
+        return None
+    end = None if record["state"] in ("waiting", "running") else record["arrived"] + record["e2e_s"]
+    return record["arrived"] + record["queue_s"], end
 
 
 def _ended(kept: Sequence[LiveEvent]) -> bool:

@@ -38,6 +38,7 @@ class Pipe:
     def __init__(self, generations: list[Generation], on_close: Callable[[], None]) -> None:
         self.generations = generations
         self.closed = 0
+        self.cause = ""
         self._on_close = on_close
         self._waiting: deque[Batch | QuireError | None] = deque()
         self._news = asyncio.Event()

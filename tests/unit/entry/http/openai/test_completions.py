@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.contracts.errors import QueueTimeout
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
@@ -257,6 +258,25 @@ def test_requests_are_logged_when_asked_and_without_their_text(
     assert caplog.text == ""
     asyncio.run(make_client(mock_engine, enable_log_requests=True).post(PATH, body))
     assert "request r1: 2 prompt tokens, 3 generated, length" in caplog.text and "Hello" not in caplog.text
+
+
+def test_the_line_of_an_aborted_request_has_the_cause(
+    mock_engine: Any, make_client: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "quire")
+
+    async def work() -> None:
+        client = make_client(mock_engine, enable_log_requests=True)
+        asked = asyncio.create_task(client.post(PATH, {"prompt": "Hello", "max_tokens": 1000, "ignore_eos": True}))
+        while not mock_engine._open:
+            await asyncio.sleep(0)
+        ((stream, _, _),) = mock_engine._open.values()
+        stream.cause = "queue_timeout"
+        stream.put(QueueTimeout("planted."))
+        await asked
+
+    asyncio.run(work())
+    assert "aborted (queue_timeout)" in caplog.text
 
 
 def test_request_ids(mock_engine: Any, make_client: Callable[..., Any]) -> None:
