@@ -157,6 +157,13 @@ class Item {
     return this.variants[this.at];
   }
 
+  /** Mark the turn as one of a failed request: the next request has no such turn. */
+  fail() {
+    this.failed = true;
+    this.element.classList.add("failed");
+    this.element.querySelector("header").append(h("span", { class: "hint" }, "not part of the conversation"));
+  }
+
   show(at) {
     this.at = at;
     put(this.holder, this.variant.body, this.variant.foot);
@@ -192,9 +199,10 @@ export class Lane {
     this.stopper?.abort();
   }
 
+  /** Return the turns of the conversation. Turns of a failed request stay in the page, and are left out. */
   turns() {
     const turns = [];
-    for (const item of this.items) {
+    for (const item of this.items.filter((one) => !one.failed)) {
       if (item.role === "user") turns.push({ role: "user", content: item.content });
       else if (item.role === "tool") turns.push({ role: "tool", tool_call_id: item.callId, content: item.content });
       else if (item.role === "assistant" && item.variant) turns.push(item.variant.turn());
@@ -208,13 +216,21 @@ export class Lane {
     return item;
   }
 
-  /** Ask for an answer to a text. */
+  /** Take items out of the page. */
+  drop(items) {
+    this.items = this.items.filter((one) => !items.includes(one));
+    for (const one of items) one.element.remove();
+  }
+
+  /** Ask for an answer to a text. Return false if nothing of an answer came. */
   async send(text) {
+    this.drop(this.items.filter((one) => one.failed));
     const { settings, shared } = this.read();
-    if (shared.mode === "chat") this.push(new Item("user", text));
-    else this.push(new Item("prompt", text));
+    const item = this.push(new Item(shared.mode === "chat" ? "user" : "prompt", text));
     const turns = shared.mode === "chat" ? this.turns() : [{ content: text }];
-    await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
+    const came = await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
+    if (!came) item.fail();
+    return came || !this.items.includes(item); // a new conversation may have begun
   }
 
   /** Return the request that a text would make, for the export. */
@@ -225,11 +241,14 @@ export class Lane {
     return bodyOf(settings, shared, turns);
   }
 
+  /** Ask for an answer in an item of its own. Return false if nothing of an answer came. */
   async answer(make, settings, role) {
     const item = this.push(new Item(role));
     item.variants.push(new Variant());
     item.show(0);
-    await this.stream(item, make, settings);
+    const came = await this.stream(item, make, settings);
+    if (!came) item.fail();
+    return came;
   }
 
   /** Let an answer go on from another token. */
@@ -247,6 +266,7 @@ export class Lane {
     if (shared.format || variant.calls.length) next.foot.prepend("goes on as plain tokens, without a grammar · ");
   }
 
+  /** Ask for the variant of an item that is shown. Return false if the request failed, or was stopped, before a token came. */
   async stream(item, make, settings, goesOn = false) {
     const variant = item.variant;
     const stopper = (this.stopper = new AbortController());
@@ -257,6 +277,7 @@ export class Lane {
     const told = { first: 0, usage: null, reason: "", id: "" };
     const queue = [];
     let frame = 0;
+    let failed = false;
     const draw = () => {
       frame = 0;
       const follow = this.atEnd();
@@ -283,6 +304,7 @@ export class Lane {
     } catch (error) {
       draw();
       variant.settle();
+      failed = !variant.tokens.length && !variant.parts.length && !variant.calls.length;
       if (stopper.signal.aborted) told.reason = "stopped by you";
       else variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
       this.foot(variant, told, begun);
@@ -291,8 +313,9 @@ export class Lane {
       if (this.stopper === stopper) this.stopper = null;
       this.element.removeAttribute("aria-busy");
       this.busy();
-      this.offerResults(item);
+      if (!failed) this.offerResults(item);
     }
+    return !failed;
   }
 
   atEnd() {
@@ -346,16 +369,17 @@ export class Lane {
     if (!calls.length || this.items.at(-1) !== item) return;
     const fields = calls.map((call) => h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}, for example {"ok": true}` }));
     const box = h("form", { class: "results" }, fields, h("button", { class: "primary" }, "Send results"));
-    box.addEventListener("submit", (event) => {
+    box.addEventListener("submit", async (event) => {
       event.preventDefault();
       if (this.running) return;
+      this.drop(this.items.filter((one) => one.failed));
       box.remove();
-      calls.forEach((call, at) => {
-        this.push(new Item("tool", fields[at].value)).callId = call.id;
-      });
+      const results = calls.map((call, at) => Object.assign(this.push(new Item("tool", fields[at].value)), { callId: call.id }));
       const { settings, shared } = this.read();
       const turns = this.turns();
-      this.answer(() => bodyOf(settings, shared, turns), settings, "assistant");
+      if (await this.answer(() => bodyOf(settings, shared, turns), settings, "assistant")) return;
+      for (const one of results) one.fail();
+      item.variant.body.append(box); // with the texts of its fields
     });
     item.variant.body.append(box);
   }

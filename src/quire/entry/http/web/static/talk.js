@@ -176,7 +176,7 @@ export class Talk {
     this.prompt.focus();
   }
 
-  send() {
+  async send() {
     const text = this.prompt.value;
     if (!text.trim() || this.active.some((lane) => lane.running)) return;
     say(this.error, "");
@@ -188,8 +188,9 @@ export class Talk {
     }
     this.empty.hidden = true;
     if (this.shared().mode === "chat") this.prompt.value = "";
-    for (const lane of this.active) lane.send(text);
+    const sent = Promise.all(this.active.map((lane) => lane.send(text)));
     this.lanesBox.scrollTop = this.lanesBox.scrollHeight;
+    if (!(await sent).some(Boolean) && !this.prompt.value) this.prompt.value = text; // nothing came: the text is there to be changed
   }
 
   openExport() {
