@@ -224,7 +224,9 @@ export class Talk {
     }
   }
 
-  hide() {}
+  hide() {
+    for (const lane of Object.values(this.lanes)) lane.panel.close(false);
+  }
 
   retry() {
     this.loaded = false;
