@@ -200,9 +200,9 @@ export class Lane {
   }
 
   /** Return the turns of the conversation. Turns of a failed request stay in the page, and are left out. */
-  turns() {
+  turns(items = this.items) {
     const turns = [];
-    for (const item of this.items.filter((one) => !one.failed)) {
+    for (const item of items.filter((one) => !one.failed)) {
       if (item.role === "user") turns.push({ role: "user", content: item.content });
       else if (item.role === "tool") turns.push({ role: "tool", tool_call_id: item.callId, content: item.content });
       else if (item.role === "assistant" && item.variant) turns.push(item.variant.turn());
@@ -251,7 +251,24 @@ export class Lane {
     return came;
   }
 
-  /** Let an answer go on from another token. */
+  /** Ask for the last answer once more: it becomes another variant. */
+  async regenerate(item) {
+    if (this.running) return;
+    const before = this.items.slice(0, this.items.indexOf(item));
+    const { settings, shared } = this.read();
+    const chat = item.role === "assistant";
+    const turns = chat ? this.turns(before) : [{ content: before.at(-1).content }];
+    for (const old of item.element.querySelectorAll(".error")) old.remove();
+    const variant = new Variant();
+    item.variants.push(variant);
+    item.show(item.variants.length - 1);
+    if (await this.stream(item, () => bodyOf(settings, { ...shared, mode: chat ? "chat" : "completion" }, turns), settings)) return;
+    item.variants.pop();
+    item.show(item.variants.length - 1);
+    item.variant.body.append(...variant.body.querySelectorAll(".error"));
+  }
+
+  /** Let an answer go on from another token. Turns behind the answer are dropped: they belong to the other text. */
   async branch({ span, token, other }) {
     if (this.running) return;
     const item = this.items.find((one) => one.element.contains(span));
@@ -259,10 +276,13 @@ export class Lane {
     if (!variant.promptIds) return;
     const { settings, shared } = this.read();
     const next = variant.branch(token, other, other.text ?? (await detokenize(other.id)));
+    const behind = this.items.slice(this.items.indexOf(item) + 1);
+    this.drop(behind);
     item.variants.push(next);
     item.show(item.variants.length - 1);
     const ids = [...variant.promptIds, ...next.tokens.map((one) => one.id)];
     await this.stream(item, () => bodyBehind(settings, ids), settings, true);
+    if (behind.length) next.foot.prepend(`${behind.length} later turn${behind.length === 1 ? "" : "s"} dropped · `);
     if (shared.format || variant.calls.length) next.foot.prepend("goes on as plain tokens, without a grammar · ");
   }
 
@@ -299,7 +319,7 @@ export class Lane {
       }
       draw();
       variant.settle();
-      this.foot(variant, told, begun);
+      this.foot(item, variant, told, begun);
       this.announce(`${this.name}: the answer is complete.`);
     } catch (error) {
       draw();
@@ -307,7 +327,7 @@ export class Lane {
       failed = !variant.tokens.length && !variant.parts.length && !variant.calls.length;
       if (stopper.signal.aborted) told.reason = "stopped by you";
       else variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
-      this.foot(variant, told, begun);
+      this.foot(item, variant, told, begun);
     } finally {
       clearTimeout(frame);
       if (this.stopper === stopper) this.stopper = null;
@@ -348,7 +368,7 @@ export class Lane {
     });
   }
 
-  foot(variant, told, begun) {
+  foot(item, variant, told, begun) {
     const all = (performance.now() - begun) / 1000;
     const words = [told.reason || "no end was told"];
     if (told.usage) {
@@ -360,7 +380,8 @@ export class Lane {
     if (told.first) words.push(`first token after ${seconds(told.first / 1000)}`);
     const id = told.id.replace(/^(chatcmpl|cmpl)-/, "");
     put(variant.foot, words.join(" · "), " ",
-      id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null);
+      id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null, " ",
+      h("button", { type: "button", class: "link again", onclick: () => this.regenerate(item) }, "Regenerate"));
   }
 
   /** Under calls of tools: a field for each result, and a button that sends them. */

@@ -186,7 +186,7 @@ export class TokenPanel {
     const token = span.tokens[0];
     const parts = span.tokens.map((one) => this.part(span, one));
     put(this.element, parts, h("p", { class: "hint" },
-      token.top.length ? "Choose an alternative: the answer goes on from there." : "This request asked for no alternatives."));
+      token.top.length ? "Choose an alternative: the answer goes on from there. Later turns are dropped." : "This request asked for no alternatives."));
     this.element.hidden = false;
     this.place();
   }
