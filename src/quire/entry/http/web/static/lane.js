@@ -300,9 +300,7 @@ export class Lane {
     let failed = false;
     const draw = () => {
       frame = 0;
-      const follow = this.atEnd();
       for (const change of queue.splice(0)) change();
-      if (follow) this.list.parentElement.scrollTop = this.list.parentElement.scrollHeight;
     };
     const later = (change) => {
       queue.push(change);
@@ -332,15 +330,10 @@ export class Lane {
       clearTimeout(frame);
       if (this.stopper === stopper) this.stopper = null;
       this.element.removeAttribute("aria-busy");
-      this.busy();
       if (!failed) this.offerResults(item);
+      this.busy();
     }
     return !failed;
-  }
-
-  atEnd() {
-    const box = this.list.parentElement;
-    return box.scrollHeight - box.scrollTop - box.clientHeight < 40;
   }
 
   /** Take an event of a stream. */

@@ -103,6 +103,16 @@ export class Talk {
         this.settings.A.element, this.settings.B.element, this.chatOnly,
         h("details", {}, h("summary", {}, "Structured output"), field("Form of the answer", this.format), this.formatText)));
     this.lanesBox = h("div", { class: "lanes", tabindex: 0, role: "region", "aria-label": "Conversations" }, this.lanes.A.element, this.lanes.B.element);
+    this.following = true; // answers that grow keep the end of the conversation in view
+    this.scrolled = 0;
+    this.lanesBox.addEventListener("scroll", () => {
+      const { scrollTop, scrollHeight, clientHeight } = this.lanesBox;
+      const atEnd = scrollHeight - scrollTop - clientHeight < 4;
+      this.following = atEnd || (this.following && scrollTop >= this.scrolled);
+      this.scrolled = scrollTop;
+    });
+    const grown = new ResizeObserver(() => this.active.some((lane) => lane.running) && this.follow());
+    for (const one of Object.values(this.lanes)) grown.observe(one.list);
     this.empty = h("div", { class: "empty" }, h("p", {}, "Write a prompt below. Answers come token by token: point at a token to see its probability, and choose an alternative to let the answer go on from there."));
     this.lanesBox.prepend(this.empty);
     this.prompt = h("textarea", { rows: 3, id: "prompt", "aria-label": "Prompt", placeholder: "Write to the model. Enter sends, Shift+Enter begins a line.", dir: "auto" });
@@ -160,7 +170,12 @@ export class Talk {
     if (kind in EXAMPLES && (!this.formatText.value || Object.values(EXAMPLES).includes(this.formatText.value))) this.formatText.value = EXAMPLES[kind];
   }
 
+  follow() {
+    if (this.following) this.lanesBox.scrollTop = this.lanesBox.scrollHeight;
+  }
+
   busy() {
+    this.follow();
     const running = this.active.some((lane) => lane.running);
     this.stopButton.disabled = !running;
     this.sendButton.disabled = running;
@@ -189,7 +204,8 @@ export class Talk {
     this.empty.hidden = true;
     if (this.shared().mode === "chat") this.prompt.value = "";
     const sent = Promise.all(this.active.map((lane) => lane.send(text)));
-    this.lanesBox.scrollTop = this.lanesBox.scrollHeight;
+    this.following = true;
+    this.follow();
     if (!(await sent).some(Boolean) && !this.prompt.value) this.prompt.value = text; // nothing came: the text is there to be changed
   }
 
