@@ -222,9 +222,9 @@ class Tour:
         """Two settings side by side, with a schema; the export of the request."""
         tab, form = self.tab, with_option("json_schema")
         choose = f"{form}.dispatchEvent(new Event('change'))"
+        tab.click(named(".composer button", "New conversation"))
         for words in ("Two settings", "Colour tokens"):
             tab.click(f"{named('.check', words)}.firstChild")
-        tab.click(named(".composer button", "New conversation"))
         tab.look(f"{form}.closest('details').open = true")
         tab.look(f"({form}.value = 'json_schema', {choose})")
         self.ask("Who made Python, and in which year?")

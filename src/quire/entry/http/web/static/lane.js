@@ -97,6 +97,25 @@ class Variant {
     return reasoning ? { ...turn, reasoning } : turn;
   }
 
+  /** Return a variant of the same texts and tokens. */
+  copy(words) {
+    const next = new Variant();
+    next.promptIds = this.promptIds;
+    next.thought = this.thought;
+    next.tokens = [...this.tokens];
+    this.calls.forEach((call, index) => next.call({ index, id: call.id, function: { name: call.name, arguments: call.arguments } }));
+    for (const { kind, text, view } of this.parts) {
+      const spans = [...view.element.querySelectorAll(".t")];
+      const whole = spans.map((span) => span.textContent).join("") === text;
+      for (const [piece, tokens] of whole ? spans.map((span) => [span.textContent, span.tokens]) : [[text, []]]) {
+        next.waiting = tokens;
+        next.add(kind, piece);
+      }
+    }
+    next.foot.textContent = words;
+    return next;
+  }
+
   /** Return a new variant that begins as this one up to `token`, and goes on with `other` in its place. */
   branch(token, other, text) {
     const next = new Variant();
@@ -214,6 +233,18 @@ export class Lane {
     this.items.push(item);
     this.list.append(item.element);
     return item;
+  }
+
+  /** Take over the conversation of another column. */
+  copy(other) {
+    this.clear();
+    for (const one of other.items.filter((item) => !item.failed)) {
+      const item = this.push(new Item(one.role, one.content));
+      item.callId = one.callId;
+      item.variants = one.variants.map((variant) => variant.copy(`copied from ${other.name}`));
+      if (item.variants.length) item.show(one.at);
+    }
+    if (this.items.length) this.offerResults(this.items.at(-1));
   }
 
   /** Take items out of the page. */

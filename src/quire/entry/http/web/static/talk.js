@@ -55,6 +55,11 @@ class Settings {
     return found;
   }
 
+  copy(other) {
+    for (const name of ["model", "stop", "effort", "alternatives"]) this[name].value = other[name].value;
+    for (const [id, input] of this.inputs) input.value = other.inputs.get(id).value;
+  }
+
   models(names) {
     const before = this.model.value;
     put(this.model, names.map((name) => h("option", { value: name }, name)));
@@ -83,7 +88,7 @@ export class Talk {
     const radio = (value, label) => h("label", {}, h("input", { type: "radio", name: "mode", value, onchange: () => this.arrange() }), label);
     this.mode = h("div", { class: "choice", role: "radiogroup", "aria-label": "Kind of request" }, radio("chat", "Chat"), radio("completion", "Completion"));
     this.mode.querySelector("input").checked = true;
-    this.compare = h("input", { type: "checkbox", onchange: () => this.arrange() });
+    this.compare = h("input", { type: "checkbox", onchange: () => this.compared() });
     this.tint = h("input", { type: "checkbox", onchange: () => this.lanesBox.classList.toggle("tint", this.tint.checked) });
     this.system = h("textarea", { rows: 2, placeholder: "none" });
     this.tools = h("textarea", { rows: 4, class: "code", spellcheck: "false", placeholder: "a JSON list of functions" });
@@ -164,6 +169,16 @@ export class Talk {
     this.chatOnly.hidden = this.shared().mode !== "chat";
   }
 
+  /** Side by side begins with one conversation: B goes on from where A is. */
+  compared() {
+    const { A, B } = this.lanes;
+    if (this.compare.checked && A.items.length !== B.items.length) {
+      B.copy(A);
+      this.settings.B.copy(this.settings.A);
+    }
+    this.arrange();
+  }
+
   formatChanged() {
     const kind = this.format.value;
     this.formatText.hidden = !(kind in EXAMPLES);
@@ -178,7 +193,7 @@ export class Talk {
     this.follow();
     const running = this.active.some((lane) => lane.running);
     this.stopButton.disabled = !running;
-    this.sendButton.disabled = running;
+    this.sendButton.disabled = this.compare.disabled = running;
   }
 
   stop() {
