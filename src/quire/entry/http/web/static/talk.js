@@ -95,6 +95,8 @@ export class Talk {
     this.toolChoice = h("select", {}, [["auto", "the model decides"], ["required", "a call is required"], ["none", "no calls"]].map(([value, words]) => h("option", { value }, words)));
     this.format = h("select", { onchange: () => this.formatChanged() }, FORMATS.map(([value, words]) => h("option", { value }, words)));
     this.formatText = h("textarea", { rows: 6, class: "code", spellcheck: "false", "aria-label": "Schema, expression, lines or grammar" });
+    this.formatTexts = new Map(); // kind of structured output -> its text
+    this.formatShown = "";
     this.chatOnly = h("div", {},
       field("System", this.system),
       h("details", {}, h("summary", {}, "Tools"), field("Functions", this.tools),
@@ -122,7 +124,7 @@ export class Talk {
     this.lanesBox.prepend(this.empty);
     this.prompt = h("textarea", { rows: 3, id: "prompt", "aria-label": "Prompt", placeholder: "Write to the model. Enter sends, Shift+Enter begins a line.", dir: "auto" });
     this.sendButton = h("button", { class: "primary" }, "Send");
-    this.stopButton = h("button", { type: "button", class: "stop", disabled: true, onclick: () => this.stop() }, "Stop");
+    this.stopButton = h("button", { type: "button", class: "stop", disabled: true, title: "Escape", onclick: () => this.stop() }, "Stop");
     this.error = h("p", { class: "error", role: "alert" });
     const form = h("form", { class: "composer" }, this.prompt,
       h("div", { class: "row" }, this.sendButton, this.stopButton,
@@ -138,6 +140,9 @@ export class Talk {
         event.preventDefault();
         this.send();
       }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !this.root.hidden && !this.export.open) this.stop();
     });
     this.export = h("dialog", { class: "wide", "aria-label": "Export of the request" });
     put(this.root, h("h2", { class: "sr" }, "Talk"), h("div", { class: "talk" }, side, h("div", { class: "talk-main" }, this.lanesBox, form)), this.export, this.live);
@@ -181,8 +186,10 @@ export class Talk {
 
   formatChanged() {
     const kind = this.format.value;
+    this.formatTexts.set(this.formatShown, this.formatText.value);
+    this.formatShown = kind;
     this.formatText.hidden = !(kind in EXAMPLES);
-    if (kind in EXAMPLES && (!this.formatText.value || Object.values(EXAMPLES).includes(this.formatText.value))) this.formatText.value = EXAMPLES[kind];
+    this.formatText.value = this.formatTexts.get(kind) ?? EXAMPLES[kind] ?? "";
   }
 
   follow() {
