@@ -48,6 +48,15 @@ class Engine {
     return this.samples.filter((one) => one.at > from);
   }
 
+  get name() {
+    return [this.backend, `replica ${this.replica}`].filter((words) => words !== null).join(", ");
+  }
+
+  /** Number of requests that it has. */
+  get load() {
+    return this.last ? this.last.queue.running + this.last.queue.waiting : -1;
+  }
+
   /** Return a sum of frames for each second, over the last seconds. */
   rate(name) {
     const found = this.recent();
@@ -55,7 +64,7 @@ class Engine {
     return time ? found.reduce((sum, one) => sum + one.sums[name], 0) / time : 0;
   }
 
-  name(handle) {
+  nameOf(handle) {
     return this.names.get(handle) ?? `request ${handle}`;
   }
 }
