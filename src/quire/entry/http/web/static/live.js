@@ -11,6 +11,14 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
 const MOST_ROWS = 100;
+const FULL = 0.95; // share of held blocks from which they are short
+const COLUMNS = [
+  // name, flush right, value by which a click on the head sorts
+  ["request"], ["state"], ["slot", true], ["prompt", true, (requests, at) => requests.prompt[at]],
+  ["output", true, (requests, at) => requests.tokens[at] - requests.prompt[at]], ["computed"], ["cached", true, (requests, at) => requests.cached[at]],
+  ["blocks", true, (requests, at) => requests.blocks[at]], ["preempted", true, (requests, at) => requests.preemptions[at]],
+  ["age", true, (requests, at, engine) => engine.age(requests.handle[at])], ["life"],
+];
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 const end = (name) => ({ name, end: true });
 
@@ -42,7 +50,7 @@ export class Live {
     const tile = (id, label) => {
       const value = h("b", {}, "–");
       this.tiles.set(id, value);
-      return h("li", {}, h("span", {}, label), value);
+      return h("li", {}, h("span", {}, label), value, h("small"));
     };
     this.tileBox = h("ul", { class: "tiles" },
       tile("running", "running"), tile("waiting", "waiting"), tile("blocked", "blocked"), tile("preempted", "preemptions"),
@@ -63,7 +71,10 @@ export class Live {
     this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
     this.requestWords = h("p", { class: "hint" });
-    const requestTable = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], []);
+    const requestTable = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? end(name) : name)), []);
+    this.sorted = null; // {column, down}; null: the order of service
+    this.requestHeads = [...requestTable.tHead.rows[0].cells];
+    this.requestHeads.forEach((head, column) => COLUMNS[column][2] && put(head, h("button", { type: "button", class: "link sort", onclick: () => this.sort(column) }, COLUMNS[column][0])));
     this.requestRows = requestTable.tBodies[0];
     put(this.boxes.requests, requestTable);
     this.chosenName = h("bdi");
@@ -208,6 +219,15 @@ export class Live {
   tell(engine) {
     const { queue, blocks, prefix } = engine.last;
     const tell = (name, words) => say(this.tiles.get(name), words);
+    const warn = (name, stands, words) => {
+      const tile = this.tiles.get(name).parentElement;
+      tile.classList.toggle("warn", stands);
+      say(tile.querySelector("small"), stands ? words : "");
+    };
+    const held = (blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total);
+    warn("blocks", held > FULL, "blocks are short");
+    warn("waiting", queue.waiting > 0, queue.running >= queue.slots ? "every slot is taken" : held > FULL ? "blocks are short" : "");
+    warn("blocked", sum(Object.values(queue.blocked)) > 0, Object.entries(queue.blocked).filter(([, number]) => number).map(([why]) => STATES[why] ?? why).join(", "));
     tell("running", `${queue.running} of ${queue.slots}`);
     tell("waiting", String(queue.waiting));
     tell("blocked", String(sum(Object.values(queue.blocked))));
@@ -219,7 +239,7 @@ export class Live {
     const drafts = engine.rate("drafts");
     this.tiles.get("drafts").parentElement.hidden = !engine.facts?.num_drafts;
     tell("drafts", drafts ? percent(engine.rate("accepted") / drafts) : "–");
-    tell("blocks", percent((blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total)));
+    tell("blocks", percent(held));
   }
 
   tables(engine) {
@@ -314,14 +334,20 @@ export class Live {
     say(this.requestWords, shown ? `${words}${rest ? ` · ${rest} more are not listed` : ""}` : "No request lives. Talk to the model, or send it requests.");
     this.requestRows.parentElement.hidden = !shown;
     const kept = new Map([...this.requestRows.rows].map((row) => [row.dataset.key, row]));
-    for (let at = 0; at < shown; at += 1) {
+    const order = requests.handle.map((_, at) => at);
+    if (this.sorted) {
+      const value = COLUMNS[this.sorted.column][2];
+      order.sort((one, other) => (value(requests, other, engine) - value(requests, one, engine)) * (this.sorted.down ? 1 : -1));
+    }
+    for (let place = 0; place < shown; place += 1) {
+      const at = order[place];
       const handle = requests.handle[at];
       const key = `${engine.key} ${handle}`;
       const row = kept.get(key) ?? this.requestRow(key, handle);
       kept.delete(key);
-      if (this.requestRows.rows[at] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[at] ?? null);
+      if (this.requestRows.rows[place] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[place] ?? null);
       const id = requests.id[at];
-      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
+      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, age, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
       say(name.firstElementChild, engine.nameOf(handle));
       say(state, STATES[requests.state[at]] ?? requests.state[at]);
       say(slot, requests.slot[at] < 0 ? "" : String(requests.slot[at]));
@@ -332,10 +358,23 @@ export class Live {
       say(cached, requests.cached[at] < 0 ? "" : count(requests.cached[at]));
       say(blocks, count(requests.blocks[at]));
       say(preempted, String(requests.preemptions[at] || ""));
+      say(age, `${engine.sawBegin(handle) ? "" : "> "}${seconds(engine.age(handle))}`);
       life.hidden = id === null;
       row.classList.toggle("selected", handle === this.selected);
     }
     for (const row of kept.values()) row.remove();
+  }
+
+  /** Sort by a column: largest first, then smallest first, then the order of service again. */
+  sort(column) {
+    const same = this.sorted?.column === column;
+    this.sorted = !same ? { column, down: true } : this.sorted.down ? { column, down: false } : null;
+    this.requestHeads.forEach((head, at) => {
+      if (this.sorted?.column === at) head.setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+    });
+    this.tablesAt = 0;
+    this.later();
   }
 
   requestRow(key, handle) {
@@ -344,7 +383,7 @@ export class Live {
     const number = () => h("td", { class: "end" });
     return h("tr", { data: { key, handle } },
       cell(link(() => this.select(handle === this.selected ? null : handle), h("bdi"))), cell(), number(), number(), number(),
-      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(),
+      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(), number(),
       cell(link(() => this.openTimeline(this.engine.nameOf(handle), this.engine.backend), "timeline")));
   }
 
