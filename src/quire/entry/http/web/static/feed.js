@@ -67,6 +67,11 @@ class Engine {
     if (this.ended.size > MOST_ENDED) this.ended = new Map([...this.ended].slice(-MOST_ENDED / 2));
   }
 
+  /** True if a request that lived lives no more. */
+  hasEnded(handle) {
+    return !this.begun.has(handle) && (this.ended.has(handle) || this.last.requests.more === 0);
+  }
+
   /** Return seconds since a live request arrived, or was seen first. */
   age(handle) {
     return Math.max(0, this.frame.at - (this.begun.get(handle)?.at ?? this.frame.at));

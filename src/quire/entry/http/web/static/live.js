@@ -79,7 +79,10 @@ export class Live {
     put(this.boxes.requests, requestTable);
     this.chosenName = h("bdi");
     this.chosenFacts = h("span");
-    this.chosenLife = h("button", { type: "button", class: "link", onclick: () => this.openTimeline(this.engine.nameOf(this.selected), this.engine.backend) }, "Timeline");
+    this.chosenLife = h("button", { type: "button", class: "link", onclick: () => {
+      if (this.ended) this.openTimeline(this.ended.id, this.ended.backend);
+      else this.openTimeline(this.engine.nameOf(this.selected), this.engine.backend);
+    } }, "Timeline");
     this.chosenWords = h("p", { class: "chosen", hidden: true }, this.chosenName, this.chosenFacts, this.chosenLife);
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
@@ -151,6 +154,8 @@ export class Live {
   }
 
   select(handle) {
+    this.ended = null;
+    if (handle !== null) this.chosen ??= this.engine?.key; // its engine stays in view
     this.selected = handle;
     this.map.selected = handle;
     this.map.draw();
@@ -204,6 +209,7 @@ export class Live {
     this.rate.draw(engine.samples);
     this.queue.draw(engine.samples);
     this.hits.draw(engine.samples);
+    if (this.selected !== null && engine.hasEnded(this.selected)) this.tellEnd(engine);
     const now = performance.now();
     if (now - this.tablesAt > TABLE_MS) {
       this.tablesAt = now;
@@ -214,6 +220,16 @@ export class Live {
       const { queue } = engine.last;
       say(this.spoken, `${queue.running} requests run, ${queue.waiting} wait, ${count(engine.rate("sampled"))} tokens each second.`);
     }
+  }
+
+  /** The chosen request has ended: say how, and show the blocks of all requests again. */
+  tellEnd(engine) {
+    const handle = this.selected;
+    this.select(null);
+    this.ended = { id: engine.names.get(handle), backend: engine.backend };
+    say(this.chosenName, engine.nameOf(handle));
+    say(this.chosenFacts, ` ended: ${engine.ended.get(handle) ?? "the reason was not seen"}. `);
+    this.chosenLife.hidden = !this.ended.id;
   }
 
   tell(engine) {
@@ -274,7 +290,7 @@ export class Live {
       ...blocks.groups.map((group, at) => [`group ${at + 1}${group.window ? `, window of ${group.window}` : ""}`, "", group.own, group.shared, "", "", ""])];
     put(this.boxes.blocks, table("KV blocks", ["blocks of", end("total"), end("own"), end("shared"), end("moving"), end("cached"), end("free")], rows));
     const chosen = this.mapOf?.owners.find((one) => one.handle === this.selected);
-    this.chosenWords.hidden = this.selected === null;
+    this.chosenWords.hidden = this.selected === null && !this.ended;
     if (this.selected !== null) {
       say(this.chosenName, engine.nameOf(this.selected));
       say(this.chosenFacts, chosen
