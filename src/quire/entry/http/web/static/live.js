@@ -76,6 +76,7 @@ export class Live {
     this.requestHeads = [...requestTable.tHead.rows[0].cells];
     this.requestHeads.forEach((head, column) => COLUMNS[column][2] && put(head, h("button", { type: "button", class: "link sort", onclick: () => this.sort(column) }, COLUMNS[column][0])));
     this.requestRows = requestTable.tBodies[0];
+    this.boxes.requests.classList.add("requests");
     put(this.boxes.requests, requestTable);
     this.chosenName = h("bdi");
     this.chosenFacts = h("span");
