@@ -354,8 +354,8 @@ export class Lane {
       draw();
       variant.settle();
       failed = !variant.tokens.length && !variant.parts.length && !variant.calls.length;
-      if (stopper.signal.aborted) told.reason = "stopped by you";
-      else variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
+      told.reason = stopper.signal.aborted ? "stopped by you" : "failed";
+      if (!stopper.signal.aborted) variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
       this.foot(item, variant, told, begun);
     } finally {
       clearTimeout(frame);
