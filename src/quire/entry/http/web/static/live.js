@@ -375,7 +375,7 @@ export class Live {
       say(cached, requests.cached[at] < 0 ? "" : count(requests.cached[at]));
       say(blocks, count(requests.blocks[at]));
       say(preempted, String(requests.preemptions[at] || ""));
-      say(age, `${engine.sawBegin(handle) ? "" : "> "}${seconds(engine.age(handle))}`);
+      say(age, `${engine.sawBegin(handle) ? "" : "> "}${Math.floor(engine.age(handle))} s`);
       life.hidden = id === null;
       row.classList.toggle("selected", handle === this.selected);
     }

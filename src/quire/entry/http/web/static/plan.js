@@ -49,8 +49,8 @@ function leaf(name, text, wanted) {
   return h("p", { class: "leaf" }, h("span", { class: "name" }, marked(name, wanted)), h("bdi", {}, marked(text, wanted)));
 }
 
-/** Return a text that is equal for layers that differ in their number alone. */
-const withoutNumber = (value) => JSON.stringify({ ...value, layer: "" }).replaceAll(`.${value.layer}.`, ".");
+/** Return a text that is equal for layers that differ in their number, and in their file of the checkpoint, alone. */
+const withoutNumber = (value) => JSON.stringify({ ...value, layer: "" }).replaceAll(`.${value.layer}.`, ".").replace(/-\d+-of-\d+\./g, ".");
 
 /** Return the elements of the entries of a value. Neighbours that are equal layers become one element. */
 function nodes(value, open, search) {
@@ -84,7 +84,7 @@ function node(name, value, open, search = NO_SEARCH, until = null) {
     more ? h("span", { class: "more-words" }, marked(more, wanted)) : h("span", { class: "faint" }, `${sizeOf(value)}`)), body);
   const build = () => {
     if (body.childElementCount) return;
-    put(body, until === null ? null : h("p", { class: "hint" }, `These layers are equal. This is layer ${title}.`), nodes(value, open - 1, search));
+    put(body, until === null ? null : h("p", { class: "hint" }, `This is layer ${title}. The others differ in their number and file alone.`), nodes(value, open - 1, search));
   };
   details.addEventListener("toggle", () => details.open && build());
   if (open > 0) {
