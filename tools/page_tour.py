@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -181,6 +181,46 @@ class Tour:
         self.tab.until(f"{every('.lane .turn')}.length > {turns} && {IDLE} && {ANSWER}.querySelector('.foot button')")
         assert not self.tab.look(f"{ANSWER}.querySelector('.error')?.textContent ?? ''")
 
+    def refused(self) -> None:
+        """A request that is refused gives its text back, and stays out of the conversation and of the export."""
+        tab, words = self.tab, "A request that is refused"
+        tab.look(f"{one('.lane-settings input')}.value = '999999999'")
+        tab.write(one("#prompt"), words)
+        tab.press("Enter")
+        tab.until(f"{every('.turn.failed')}.length === 2 && {ANSWER}.querySelector('.error').textContent && {IDLE}")
+        assert tab.look(f"{one('#prompt')}.value") == words
+        tab.click(named(".composer button", "Export"))
+        assert all(
+            text.count(words) == 1 for text in tab.look(f"{every('dialog[open] pre')}.map((one) => one.innerText)")
+        )
+        tab.press("Escape")
+        tab.click(named(".composer button", "New conversation"))
+        tab.look(f"({one('.lane-settings input')}.value = '60', {one('#prompt')}.value = '')")
+
+    def again(self) -> None:
+        """Another answer to the last prompt; side by side takes the conversation over."""
+        tab, turns = self.tab, self.number(".lane .turn")
+        tab.click(f"{ANSWER}.querySelector('.again')")
+        tab.until(f"{ANSWER}.querySelector('.variants').textContent.includes('2 of 2') && {IDLE}")
+        tab.click(f"{named('.check', 'Two settings')}.firstChild")
+        assert self.number(".lane .turn") == 2 * turns
+        tab.click(f"{named('.check', 'Two settings')}.firstChild")
+
+    def panel_closes(self) -> None:
+        """The panel of a token closes on a second click, a click elsewhere, Escape from anywhere, and with the view."""
+        tab, token = self.tab, f"{ANSWER}.querySelector('.t')"
+        shown = f"{every('.token-panel')}.some((one) => !one.hidden)"
+        for close in (
+            lambda: tab.click(token),
+            lambda: tab.click(one("h1")),
+            lambda: (tab.look(f"{one('#prompt')}.focus()"), tab.press("Escape")),
+            lambda: (self.view("live"), self.view("talk")),
+        ):
+            tab.click(token)
+            assert tab.look(shown)
+            close()
+            assert not tab.look(shown)
+
     def chat(self) -> None:
         """Chat; point at a token; branch; the keyboard does the same."""
         tab, tokens = self.tab, f"[...{ANSWER}.querySelectorAll('.t')]"
@@ -200,6 +240,7 @@ class Tour:
         assert tab.look("document.activeElement.closest('.token-panel') !== null")
         tab.press("Escape")
         assert tab.look(f"{one('.token-panel')}.hidden")
+        self.panel_closes()
         self.look_with_axe("an answer")
 
     def tool(self) -> None:
@@ -222,9 +263,9 @@ class Tour:
         """Two settings side by side, with a schema; the export of the request."""
         tab, form = self.tab, with_option("json_schema")
         choose = f"{form}.dispatchEvent(new Event('change'))"
+        tab.click(named(".composer button", "New conversation"))
         for words in ("Two settings", "Colour tokens"):
             tab.click(f"{named('.check', words)}.firstChild")
-        tab.click(named(".composer button", "New conversation"))
         tab.look(f"{form}.closest('details').open = true")
         tab.look(f"({form}.value = 'json_schema', {choose})")
         self.ask("Who made Python, and in which year?")
@@ -281,6 +322,13 @@ class Tour:
             x, y = tab.look(f"[{cells}.getBoundingClientRect().x + 30, {cells}.getBoundingClientRect().y + 6]")
             tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
             tab.until(f"{one('canvas.cells + .hint')}.textContent.startsWith('Block')")
+            tab.click(named("th button", "blocks"))
+            tab.until(one('th[aria-sort="descending"]'))
+            blocks = f"{every('tr[data-handle]')}.map((row) => Number(row.cells[7].textContent))"
+            tab.until(f"{blocks}.every((one, at, all) => at === 0 || one <= all[at - 1])")
+            for _ in range(2):  # smallest first, then the order of service
+                tab.click(named("th button", "blocks"))
+            assert "every slot is taken" in tab.look(f"{one('.tiles .warn')}.textContent")
             young = f"({every('tr[data-handle]')}.findLast((row) => row.cells[1].textContent === 'running'))"
             tab.click(f"{young}.querySelector('button')")
             tab.until(one("tr.selected"))
@@ -304,7 +352,11 @@ class Tour:
         letters = tab.look("fetch('debug/blocks').then((one) => one.json()).then((one) => one.engines[0].device)")
         assert (total, own + shared) == (len(letters), 0)
         assert (cached, free) == (letters.count("c"), letters.count("."))
-        tiles = dict(tab.look(f"{every('.tiles li')}.map((one) => [...one.children].map((part) => part.textContent))"))
+        tiles = dict(
+            tab.look(
+                f"{every('.tiles li')}.map((one) => [...one.children].slice(0, 2).map((part) => part.textContent))"
+            )
+        )
         assert tiles["running"].startswith("0 of ") and tiles["waiting"] == "0", tiles
 
     def inside(self) -> None:
@@ -315,8 +367,9 @@ class Tour:
         tab.look(f"{one('.tree details')}.open = true")
         tab.until(f"{one('.tree .branch')}.childElementCount > 3")
         self.picture("plan")
-        tab.write(one('[aria-label="Search the plan"]'), "attention")
+        tab.write(one('[aria-label="Search the plan"]'), "attention, feed-forward")  # a heading
         tab.until(f"/\\d+ found/.test({one('#part-plan')}.textContent)")
+        assert self.number("#part-plan mark") and tab.look(named(".tree .branch summary", "0 to 7") + " !== undefined")
         self.look_with_axe("the plan")
         self.view("meetings")
         tab.until(f"{every('#part-meetings tbody tr')}.length > 20")
@@ -385,6 +438,7 @@ class Tour:
         logged = [one["entry"] for one in self.tab.events("Log.entryAdded")]
         errors = [f"{one['level']}: {one['text']}" for one in logged if one["level"] in ("error", "warning")]
         errors = [one for one in errors if not (locked and "status of 401" in one)]
+        errors = [one for one in errors if "status of 400" not in one]  # `refused` asks for one
         errors += [one["exceptionDetails"]["text"] for one in self.tab.events("Runtime.exceptionThrown")]
         errors += [
             str(one["args"])
@@ -419,13 +473,15 @@ def tour_of_mock(tab: Tab, url: str, axe: str) -> None:
     """Chat with a server whose device is the mock, with an API key, and watch it."""
     tour = Tour(tab, url, None, axe)
     tour.start(KEY)
+    tour.refused()
     tour.ask("Hello")
+    tour.again()
     tour.live("mock")
     tour.check(locked=True)
 
 
-def tour_of_router(tab: Tab, url: str, backends: int) -> None:
-    """Watch several servers through a router, and look into one of them."""
+def tour_of_router(tab: Tab, url: str, backends: int, stop: Callable[[], None]) -> None:
+    """Watch several servers through a router, and look into one of them. stop: ends a backend."""
     tour = Tour(tab, url)
     tour.start()
     tour.ask("Hello")
@@ -439,6 +495,10 @@ def tour_of_router(tab: Tab, url: str, backends: int) -> None:
     tour.view("timeline")
     tab.until(one("#part-timeline table, #part-timeline .hint"))
     tour.check()
+    tour.view("live")
+    stop()
+    tab.until(f"{every('.engines tr.down')}.length === 1")
+    tab.until(f"{one('#state')}.textContent === '{backends - 1} of {backends} backends'")
 
 
 def main() -> None:
@@ -458,10 +518,11 @@ def main() -> None:
         url = stack.enter_context(served(*MOCK, "--api-key", KEY))
         tour_of_mock(stack.enter_context(opened_tab(given.chromium)), url, axe)
     with ExitStack() as stack:
-        backends = [stack.enter_context(served(*MOCK)) for _ in range(2)]
+        last = stack.enter_context(ExitStack())
+        backends = [stack.enter_context(served(*MOCK)), last.enter_context(served(*MOCK))]
         flags = [flag for backend in backends for flag in ("--backend", backend.rstrip("/"))]
         url = stack.enter_context(served(*flags, command="route"))
-        tour_of_router(stack.enter_context(opened_tab(given.chromium)), url, len(backends))
+        tour_of_router(stack.enter_context(opened_tab(given.chromium)), url, len(backends), last.close)
 
 
 if __name__ == "__main__":

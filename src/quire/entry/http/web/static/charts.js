@@ -95,7 +95,7 @@ export class Strip {
   }
 
   told(step) {
-    const chunks = step.chunks.map(([handle, first, tokens, ends]) => `${tokens} from ${first} of ${this.engine.name(handle)}${ends ? " (its end)" : ""}`);
+    const chunks = step.chunks.map(([handle, first, tokens, ends]) => `${tokens} from ${first} of ${this.engine.nameOf(handle)}${ends ? " (its end)" : ""}`);
     const [made, right] = step.drafts;
     return [
       `Step ${step.step}: ${step.tokens} tokens computed, ${step.sampled} sampled`,

@@ -5,6 +5,7 @@ import { events, send } from "./api.js";
 export const MOST_STEPS = 512;
 const MOST_SAMPLES = 600;
 const MOST_EVENTS = 80;
+const MOST_ENDED = 1024; // requests of which the end is kept
 const RATE_SECONDS = 3;
 
 /** An engine: a replica of a server. `samples`: what each frame told, oldest first. */
@@ -19,6 +20,8 @@ class Engine {
     this.samples = [];
     this.events = [];
     this.names = new Map(); // handle -> id
+    this.begun = new Map(); // handle of a live request -> {at, saw}: when it arrived, or was seen first
+    this.ended = new Map(); // handle -> reason
     this.missed = 0; // frames that did not come, and steps that frames left out
   }
 
@@ -34,6 +37,7 @@ class Engine {
     if (this.steps.length > MOST_STEPS) this.steps.splice(0, this.steps.length - MOST_STEPS);
     this.samples.push({ at: frame.at, seconds: frame.seconds, sums: entry.sums, queue: entry.queue, prefix: entry.prefix, tiers: entry.tiers, exchanged: frame.exchanged });
     if (this.samples.length > MOST_SAMPLES) this.samples.splice(0, this.samples.length - MOST_SAMPLES);
+    this.watchLives(entry, frame.at);
     this.events.push(...entry.events);
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
     entry.requests.handle.forEach((handle, at) => {
@@ -48,6 +52,45 @@ class Engine {
     return this.samples.filter((one) => one.at > from);
   }
 
+  /** Keep when the live requests came, and why others ended. */
+  watchLives({ events: told, requests }, now) {
+    const arrived = new Map();
+    for (const { what, handle, at, detail } of told) {
+      if (what === "arrived") {
+        arrived.set(handle, { at, saw: true });
+        this.ended.delete(handle);
+      } else if (what === "finished") {
+        this.ended.set(handle, detail);
+      }
+    }
+    this.begun = new Map(requests.handle.map((handle) => [handle, arrived.get(handle) ?? this.begun.get(handle) ?? { at: now, saw: false }]));
+    if (this.ended.size > MOST_ENDED) this.ended = new Map([...this.ended].slice(-MOST_ENDED / 2));
+  }
+
+  /** True if a request that lived lives no more. */
+  hasEnded(handle) {
+    return !this.begun.has(handle) && (this.ended.has(handle) || this.last.requests.more === 0);
+  }
+
+  /** Return seconds since a live request arrived, or was seen first. */
+  age(handle) {
+    return Math.max(0, this.frame.at - (this.begun.get(handle)?.at ?? this.frame.at));
+  }
+
+  /** True if the arrival of a live request was seen. */
+  sawBegin(handle) {
+    return this.begun.get(handle)?.saw ?? false;
+  }
+
+  get name() {
+    return [this.backend, `replica ${this.replica}`].filter((words) => words !== null).join(", ");
+  }
+
+  /** Number of requests that it has. */
+  get load() {
+    return this.last ? this.last.queue.running + this.last.queue.waiting : -1;
+  }
+
   /** Return a sum of frames for each second, over the last seconds. */
   rate(name) {
     const found = this.recent();
@@ -55,7 +98,7 @@ class Engine {
     return time ? found.reduce((sum, one) => sum + one.sums[name], 0) / time : 0;
   }
 
-  name(handle) {
+  nameOf(handle) {
     return this.names.get(handle) ?? `request ${handle}`;
   }
 }

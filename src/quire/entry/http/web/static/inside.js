@@ -6,8 +6,22 @@ import { Plan } from "./plan.js";
 import { timelineOf } from "./timeline.js";
 
 const AGAIN_MS = 1500; // a live request's timeline is asked for again
+const MEANINGS = [
+  ["missing", "would make sense, and is not implemented yet: the server does not start"],
+  ["refused", "the two contradict each other, or the model: the server does not start, or answers the request with 400"],
+  ["no effect", "the server starts, and one of the two does nothing"],
+  ["{name}", "stands for a value of a launch, for example {tp} for the number behind -tp"],
+];
 const MOST_LISTED = 300;
 const QUIETLY = { preventScroll: true }; // the focus comes back to a row that was made anew
+
+/** Return the table of meetings. Each cell has the name of its column: a narrow window stacks the cells of a row. */
+function meetingsTable(columns, rows) {
+  const found = table("What works with what", columns, rows);
+  found.classList.add("stack");
+  for (const row of found.tBodies[0].rows) [...row.cells].forEach((cell, at) => { cell.dataset.name = columns[at]; });
+  return found;
+}
 
 export class Inside {
   /** feed: knows the backends behind a router. */
@@ -124,9 +138,10 @@ export class Inside {
     const found = rows.filter((row) => (!status || row.status === status)
       && [row.feature, row.other, row.status, row.reason, row.remedy, features[row.feature]?.flag, features[row.other]?.flag].some((text) => (text ?? "").toLowerCase().includes(wanted)));
     say(this.meetingsNumber, `${found.length} of ${rows.length}`);
-    put(this.meetingsBox, h("p", { class: "hint" }, "Features that do not work together, or do nothing together. All other pairs work. Names in braces stand for values of a launch."),
+    put(this.meetingsBox, h("p", { class: "hint" }, "Features that do not work together. All other pairs work."),
+      h("dl", { class: "meanings hint" }, MEANINGS.map(([term, meaning]) => h("div", {}, h("dt", {}, term), h("dd", {}, meaning)))),
       h("div", { class: "scroll tall", tabindex: 0, role: "group", "aria-label": "Table: what works with what" },
-        table("What works with what", ["feature", "with", "status", "reason", "what to do"], found.map((row) => [name(row.feature), name(row.other), h("span", { class: `status ${row.status.replace(" ", "-")}` }, row.status), row.reason, row.remedy]))));
+        meetingsTable(["feature", "with", "status", "reason", "what to do"], found.map((row) => [name(row.feature), name(row.other), h("span", { class: `status ${row.status.replace(" ", "-")}` }, row.status), row.reason, row.remedy]))));
   }
 
   async loadRequests() {

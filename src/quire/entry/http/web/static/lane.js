@@ -97,6 +97,25 @@ class Variant {
     return reasoning ? { ...turn, reasoning } : turn;
   }
 
+  /** Return a variant of the same texts and tokens. */
+  copy(words) {
+    const next = new Variant();
+    next.promptIds = this.promptIds;
+    next.thought = this.thought;
+    next.tokens = [...this.tokens];
+    this.calls.forEach((call, index) => next.call({ index, id: call.id, function: { name: call.name, arguments: call.arguments } }));
+    for (const { kind, text, view } of this.parts) {
+      const spans = [...view.element.querySelectorAll(".t")];
+      const whole = spans.map((span) => span.textContent).join("") === text;
+      for (const [piece, tokens] of whole ? spans.map((span) => [span.textContent, span.tokens]) : [[text, []]]) {
+        next.waiting = tokens;
+        next.add(kind, piece);
+      }
+    }
+    next.foot.textContent = words;
+    return next;
+  }
+
   /** Return a new variant that begins as this one up to `token`, and goes on with `other` in its place. */
   branch(token, other, text) {
     const next = new Variant();
@@ -157,6 +176,13 @@ class Item {
     return this.variants[this.at];
   }
 
+  /** Mark the turn as one of a failed request: the next request has no such turn. */
+  fail() {
+    this.failed = true;
+    this.element.classList.add("failed");
+    this.element.querySelector("header").append(h("span", { class: "hint" }, "not part of the conversation"));
+  }
+
   show(at) {
     this.at = at;
     put(this.holder, this.variant.body, this.variant.foot);
@@ -192,9 +218,10 @@ export class Lane {
     this.stopper?.abort();
   }
 
-  turns() {
+  /** Return the turns of the conversation. Turns of a failed request stay in the page, and are left out. */
+  turns(items = this.items) {
     const turns = [];
-    for (const item of this.items) {
+    for (const item of items.filter((one) => !one.failed)) {
       if (item.role === "user") turns.push({ role: "user", content: item.content });
       else if (item.role === "tool") turns.push({ role: "tool", tool_call_id: item.callId, content: item.content });
       else if (item.role === "assistant" && item.variant) turns.push(item.variant.turn());
@@ -208,13 +235,33 @@ export class Lane {
     return item;
   }
 
-  /** Ask for an answer to a text. */
+  /** Take over the conversation of another column. */
+  copy(other) {
+    this.clear();
+    for (const one of other.items.filter((item) => !item.failed)) {
+      const item = this.push(new Item(one.role, one.content));
+      item.callId = one.callId;
+      item.variants = one.variants.map((variant) => variant.copy(`copied from ${other.name}`));
+      if (item.variants.length) item.show(one.at);
+    }
+    if (this.items.length) this.offerResults(this.items.at(-1));
+  }
+
+  /** Take items out of the page. */
+  drop(items) {
+    this.items = this.items.filter((one) => !items.includes(one));
+    for (const one of items) one.element.remove();
+  }
+
+  /** Ask for an answer to a text. Return false if nothing of an answer came. */
   async send(text) {
+    this.drop(this.items.filter((one) => one.failed));
     const { settings, shared } = this.read();
-    if (shared.mode === "chat") this.push(new Item("user", text));
-    else this.push(new Item("prompt", text));
+    const item = this.push(new Item(shared.mode === "chat" ? "user" : "prompt", text));
     const turns = shared.mode === "chat" ? this.turns() : [{ content: text }];
-    await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
+    const came = await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
+    if (!came) item.fail();
+    return came || !this.items.includes(item); // a new conversation may have begun
   }
 
   /** Return the request that a text would make, for the export. */
@@ -225,14 +272,34 @@ export class Lane {
     return bodyOf(settings, shared, turns);
   }
 
+  /** Ask for an answer in an item of its own. Return false if nothing of an answer came. */
   async answer(make, settings, role) {
     const item = this.push(new Item(role));
     item.variants.push(new Variant());
     item.show(0);
-    await this.stream(item, make, settings);
+    const came = await this.stream(item, make, settings);
+    if (!came) item.fail();
+    return came;
   }
 
-  /** Let an answer go on from another token. */
+  /** Ask for the last answer once more: it becomes another variant. */
+  async regenerate(item) {
+    if (this.running) return;
+    const before = this.items.slice(0, this.items.indexOf(item));
+    const { settings, shared } = this.read();
+    const chat = item.role === "assistant";
+    const turns = chat ? this.turns(before) : [{ content: before.at(-1).content }];
+    for (const old of item.element.querySelectorAll(".error")) old.remove();
+    const variant = new Variant();
+    item.variants.push(variant);
+    item.show(item.variants.length - 1);
+    if (await this.stream(item, () => bodyOf(settings, { ...shared, mode: chat ? "chat" : "completion" }, turns), settings)) return;
+    item.variants.pop();
+    item.show(item.variants.length - 1);
+    item.variant.body.append(...variant.body.querySelectorAll(".error"));
+  }
+
+  /** Let an answer go on from another token. Turns behind the answer are dropped: they belong to the other text. */
   async branch({ span, token, other }) {
     if (this.running) return;
     const item = this.items.find((one) => one.element.contains(span));
@@ -240,13 +307,17 @@ export class Lane {
     if (!variant.promptIds) return;
     const { settings, shared } = this.read();
     const next = variant.branch(token, other, other.text ?? (await detokenize(other.id)));
+    const behind = this.items.slice(this.items.indexOf(item) + 1);
+    this.drop(behind);
     item.variants.push(next);
     item.show(item.variants.length - 1);
     const ids = [...variant.promptIds, ...next.tokens.map((one) => one.id)];
     await this.stream(item, () => bodyBehind(settings, ids), settings, true);
+    if (behind.length) next.foot.prepend(`${behind.length} later turn${behind.length === 1 ? "" : "s"} dropped · `);
     if (shared.format || variant.calls.length) next.foot.prepend("goes on as plain tokens, without a grammar · ");
   }
 
+  /** Ask for the variant of an item that is shown. Return false if the request failed, or was stopped, before a token came. */
   async stream(item, make, settings, goesOn = false) {
     const variant = item.variant;
     const stopper = (this.stopper = new AbortController());
@@ -257,11 +328,10 @@ export class Lane {
     const told = { first: 0, usage: null, reason: "", id: "" };
     const queue = [];
     let frame = 0;
+    let failed = false;
     const draw = () => {
       frame = 0;
-      const follow = this.atEnd();
       for (const change of queue.splice(0)) change();
-      if (follow) this.list.parentElement.scrollTop = this.list.parentElement.scrollHeight;
     };
     const later = (change) => {
       queue.push(change);
@@ -278,26 +348,23 @@ export class Lane {
       }
       draw();
       variant.settle();
-      this.foot(variant, told, begun);
+      this.foot(item, variant, told, begun);
       this.announce(`${this.name}: the answer is complete.`);
     } catch (error) {
       draw();
       variant.settle();
-      if (stopper.signal.aborted) told.reason = "stopped by you";
-      else variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
-      this.foot(variant, told, begun);
+      failed = !variant.tokens.length && !variant.parts.length && !variant.calls.length;
+      told.reason = stopper.signal.aborted ? "stopped by you" : "failed";
+      if (!stopper.signal.aborted) variant.body.append(h("p", { class: "error", role: "alert" }, error.message));
+      this.foot(item, variant, told, begun);
     } finally {
       clearTimeout(frame);
       if (this.stopper === stopper) this.stopper = null;
       this.element.removeAttribute("aria-busy");
+      if (!failed) this.offerResults(item);
       this.busy();
-      this.offerResults(item);
     }
-  }
-
-  atEnd() {
-    const box = this.list.parentElement;
-    return box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    return !failed;
   }
 
   /** Take an event of a stream. */
@@ -325,7 +392,7 @@ export class Lane {
     });
   }
 
-  foot(variant, told, begun) {
+  foot(item, variant, told, begun) {
     const all = (performance.now() - begun) / 1000;
     const words = [told.reason || "no end was told"];
     if (told.usage) {
@@ -337,7 +404,8 @@ export class Lane {
     if (told.first) words.push(`first token after ${seconds(told.first / 1000)}`);
     const id = told.id.replace(/^(chatcmpl|cmpl)-/, "");
     put(variant.foot, words.join(" · "), " ",
-      id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null);
+      id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null, " ",
+      h("button", { type: "button", class: "link again", onclick: () => this.regenerate(item) }, "Regenerate"));
   }
 
   /** Under calls of tools: a field for each result, and a button that sends them. */
@@ -346,16 +414,17 @@ export class Lane {
     if (!calls.length || this.items.at(-1) !== item) return;
     const fields = calls.map((call) => h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}, for example {"ok": true}` }));
     const box = h("form", { class: "results" }, fields, h("button", { class: "primary" }, "Send results"));
-    box.addEventListener("submit", (event) => {
+    box.addEventListener("submit", async (event) => {
       event.preventDefault();
       if (this.running) return;
+      this.drop(this.items.filter((one) => one.failed));
       box.remove();
-      calls.forEach((call, at) => {
-        this.push(new Item("tool", fields[at].value)).callId = call.id;
-      });
+      const results = calls.map((call, at) => Object.assign(this.push(new Item("tool", fields[at].value)), { callId: call.id }));
       const { settings, shared } = this.read();
       const turns = this.turns();
-      this.answer(() => bodyOf(settings, shared, turns), settings, "assistant");
+      if (await this.answer(() => bodyOf(settings, shared, turns), settings, "assistant")) return;
+      for (const one of results) one.fail();
+      item.variant.body.append(box); // with the texts of its fields
     });
     item.variant.body.append(box);
   }

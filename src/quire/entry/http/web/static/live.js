@@ -11,6 +11,14 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
 const MOST_ROWS = 100;
+const FULL = 0.95; // share of held blocks from which they are short
+const COLUMNS = [
+  // name, flush right, value by which a click on the head sorts
+  ["request"], ["state"], ["slot", true], ["prompt", true, (requests, at) => requests.prompt[at]],
+  ["output", true, (requests, at) => requests.tokens[at] - requests.prompt[at]], ["computed"], ["cached", true, (requests, at) => requests.cached[at]],
+  ["blocks", true, (requests, at) => requests.blocks[at]], ["preempted", true, (requests, at) => requests.preemptions[at]],
+  ["age", true, (requests, at, engine) => engine.age(requests.handle[at])], ["life"],
+];
 const sum = (values) => values.reduce((total, one) => total + one, 0);
 const end = (name) => ({ name, end: true });
 
@@ -37,18 +45,18 @@ export class Live {
     this.status = h("p", { class: "hint" }, "");
     this.spoken = h("p", { class: "sr", role: "status" });
     this.pause = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.togglePause() }, "Pause");
-    this.engines = h("div", { class: "panel wide engines" });
+    this.engines = h("div", { class: "panel engines", hidden: true });
     this.tiles = new Map();
     const tile = (id, label) => {
       const value = h("b", {}, "–");
       this.tiles.set(id, value);
-      return h("li", {}, h("span", {}, label), value);
+      return h("li", {}, h("span", {}, label), value, h("small"));
     };
     this.tileBox = h("ul", { class: "tiles" },
       tile("running", "running"), tile("waiting", "waiting"), tile("blocked", "blocked"), tile("preempted", "preemptions"),
       tile("prompt", "prompt tokens/s"), tile("output", "output tokens/s"), tile("steps", "steps/s"), tile("hit", "hit rate"), tile("drafts", "drafts right"), tile("blocks", "blocks held"));
     this.strip = new Strip();
-    this.map = new BlockMap((handle) => this.select(handle), (handle) => this.engine?.name(handle) ?? `request ${handle}`);
+    this.map = new BlockMap((handle) => this.select(handle), (handle) => this.engine?.nameOf(handle) ?? `request ${handle}`);
     this.rate = new Lines("Tokens each second", [
       ["--c-prompt", "prompt", (one) => (one.seconds ? one.sums.prompt_tokens / one.seconds : NaN)],
       ["--c-decode", "output", (one) => (one.seconds ? one.sums.sampled / one.seconds : NaN)]], count);
@@ -63,15 +71,21 @@ export class Live {
     this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
     this.requestWords = h("p", { class: "hint" });
-    const requestTable = table("Live requests", ["request", "state", end("slot"), end("prompt"), end("output"), "computed", end("cached"), end("blocks"), end("preempted"), "life"], []);
+    const requestTable = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? end(name) : name)), []);
+    this.sorted = null; // {column, down}; null: the order of service
+    this.requestHeads = [...requestTable.tHead.rows[0].cells];
+    this.requestHeads.forEach((head, column) => COLUMNS[column][2] && put(head, h("button", { type: "button", class: "link sort", onclick: () => this.sort(column) }, COLUMNS[column][0])));
     this.requestRows = requestTable.tBodies[0];
+    this.boxes.requests.classList.add("requests");
     put(this.boxes.requests, requestTable);
     this.chosenName = h("bdi");
     this.chosenFacts = h("span");
-    this.chosenLife = h("button", { type: "button", class: "link", onclick: () => this.openTimeline(this.engine.name(this.selected), this.engine.backend) }, "Timeline");
+    this.chosenLife = h("button", { type: "button", class: "link", onclick: () => {
+      if (this.ended) this.openTimeline(this.ended.id, this.ended.backend);
+      else this.openTimeline(this.engine.nameOf(this.selected), this.engine.backend);
+    } }, "Timeline");
     this.chosenWords = h("p", { class: "chosen", hidden: true }, this.chosenName, this.chosenFacts, this.chosenLife);
     this.grid = h("div", { class: "panels", hidden: true },
-      this.engines,
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
       panel("Requests", "wide", this.requestWords, this.boxes.requests),
@@ -83,7 +97,8 @@ export class Live {
       panel("Bytes that move", "", this.boxes.bytes),
       panel("Experts", "", this.heatWords, this.heat.element, this.heatTable),
       panel("Events", "half", this.boxes.events));
-    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.tileBox, this.grid, this.spoken);
+    this.tilesOf = h("p", { class: "hint tiles-of" });
+    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
     this.boxes.requests.addEventListener("click", (event) => {
       const row = event.target.closest("tr[data-handle]");
       if (row && !event.target.closest("button")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
@@ -125,11 +140,23 @@ export class Live {
     this.later();
   }
 
+  /** The chosen engine. Until one is chosen: the one with the most requests, for as long as it has some. */
   get engine() {
-    return this.feed.engines.get(this.chosen) ?? this.feed.engines.values().next().value ?? null;
+    const { engines, down } = this.feed;
+    const lives = (one) => one?.last && !down.has(one.backend);
+    if (engines.has(this.chosen)) return engines.get(this.chosen);
+    const before = engines.get(this.busiest);
+    if (lives(before) && before.load > 0 && this.known === engines.size) return before;
+    const load = (one) => (lives(one) ? one.load : -2);
+    const found = [...engines.values()].reduce((best, one) => (!best || load(one) > load(best) ? one : best), lives(before) ? before : null);
+    this.busiest = found?.key;
+    this.known = engines.size;
+    return found;
   }
 
   select(handle) {
+    this.ended = null;
+    if (handle !== null) this.chosen ??= this.engine?.key; // its engine stays in view
     this.selected = handle;
     this.map.selected = handle;
     this.map.draw();
@@ -172,13 +199,18 @@ export class Live {
     const facts = engine?.facts;
     const words = facts ? [`${facts.models.join(", ")} on ${facts.device}`, facts.dtype === "none" ? "" : facts.dtype, facts.num_drafts ? `${facts.num_drafts} drafts` : ""].filter(Boolean).join(", ") : "";
     say(this.status, this.paused ? "paused: nothing is asked of the server" : this.feed.words || `${words}${lost}`);
-    this.grid.hidden = this.tileBox.hidden = !engine?.last;
+    this.engineTable();
+    const reason = this.feed.down.get(engine?.backend);
+    this.grid.hidden = this.tileBox.hidden = this.tilesOf.hidden = !engine?.last;
     if (!engine?.last) return;
+    say(this.tilesOf, this.engines.hidden ? "" : `${engine.name}${reason === undefined ? "" : `: down, these are its last numbers (${reason})`}`);
+    this.tileBox.classList.toggle("stale", reason !== undefined);
     this.tell(engine);
     this.strip.draw(engine, this.selected);
     this.rate.draw(engine.samples);
     this.queue.draw(engine.samples);
     this.hits.draw(engine.samples);
+    if (this.selected !== null && engine.hasEnded(this.selected)) this.tellEnd(engine);
     const now = performance.now();
     if (now - this.tablesAt > TABLE_MS) {
       this.tablesAt = now;
@@ -191,9 +223,28 @@ export class Live {
     }
   }
 
+  /** The chosen request has ended: say how, and show the blocks of all requests again. */
+  tellEnd(engine) {
+    const handle = this.selected;
+    this.select(null);
+    this.ended = { id: engine.names.get(handle), backend: engine.backend };
+    say(this.chosenName, engine.nameOf(handle));
+    say(this.chosenFacts, ` ended: ${engine.ended.get(handle) ?? "the reason was not seen"}. `);
+    this.chosenLife.hidden = !this.ended.id;
+  }
+
   tell(engine) {
     const { queue, blocks, prefix } = engine.last;
     const tell = (name, words) => say(this.tiles.get(name), words);
+    const warn = (name, stands, words) => {
+      const tile = this.tiles.get(name).parentElement;
+      tile.classList.toggle("warn", stands);
+      say(tile.querySelector("small"), stands ? words : "");
+    };
+    const held = (blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total);
+    warn("blocks", held > FULL, "blocks are short");
+    warn("waiting", queue.waiting > 0, queue.running >= queue.slots ? "every slot is taken" : held > FULL ? "blocks are short" : "");
+    warn("blocked", sum(Object.values(queue.blocked)) > 0, Object.entries(queue.blocked).filter(([, number]) => number).map(([why]) => STATES[why] ?? why).join(", "));
     tell("running", `${queue.running} of ${queue.slots}`);
     tell("waiting", String(queue.waiting));
     tell("blocked", String(sum(Object.values(queue.blocked))));
@@ -205,12 +256,11 @@ export class Live {
     const drafts = engine.rate("drafts");
     this.tiles.get("drafts").parentElement.hidden = !engine.facts?.num_drafts;
     tell("drafts", drafts ? percent(engine.rate("accepted") / drafts) : "–");
-    tell("blocks", percent((blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total)));
+    tell("blocks", percent(held));
   }
 
   tables(engine) {
     const { last, frame } = engine;
-    this.engineTable();
     this.requestTable(engine);
     const split = engine.recent(10);
     const total = (name) => sum(split.map((one) => one.sums[name]));
@@ -232,7 +282,7 @@ export class Live {
     this.expertTable(frame.experts);
     const events = engine.events.slice(-40).reverse();
     put(this.boxes.events, events.length
-      ? table("Last events of requests", ["time", "request", "event"], events.map((one) => [new Date(one.at * 1000).toLocaleTimeString("en-GB"), h("bdi", {}, engine.name(one.handle)), eventWords(one)]))
+      ? table("Last events of requests", ["time", "request", "event"], events.map((one) => [new Date(one.at * 1000).toLocaleTimeString("en-GB"), h("bdi", {}, engine.nameOf(one.handle)), eventWords(one)]))
       : h("p", { class: "hint" }, "No event since watching began."));
     put(this.boxes.steps, table("The last steps", [end("step"), end("chunks"), end("prompt tokens"), end("decodes"), end("drafts right"), end("device, at most")],
       engine.steps.slice(-20).reverse().map((step) => [step.step, step.chunks.length, sum(step.chunks.map((chunk) => chunk[2])), step.decodes, `${step.drafts[1]} of ${step.drafts[0]}`, seconds(step.device_s)])));
@@ -241,9 +291,9 @@ export class Live {
       ...blocks.groups.map((group, at) => [`group ${at + 1}${group.window ? `, window of ${group.window}` : ""}`, "", group.own, group.shared, "", "", ""])];
     put(this.boxes.blocks, table("KV blocks", ["blocks of", end("total"), end("own"), end("shared"), end("moving"), end("cached"), end("free")], rows));
     const chosen = this.mapOf?.owners.find((one) => one.handle === this.selected);
-    this.chosenWords.hidden = this.selected === null;
+    this.chosenWords.hidden = this.selected === null && !this.ended;
     if (this.selected !== null) {
-      say(this.chosenName, engine.name(this.selected));
+      say(this.chosenName, engine.nameOf(this.selected));
       say(this.chosenFacts, chosen
         ? `: slot ${chosen.slot}, ${chosen.tokens} tokens, tables of ${chosen.tables.map((one) => one.length).join(" and ")} blocks. `
         : ": holds no blocks now. ");
@@ -254,17 +304,21 @@ export class Live {
   /** Tell the engines of a router or of replicas. Rows are made anew only when other engines come. */
   engineTable() {
     const all = [...this.feed.engines.values()].filter((one) => one.last);
-    const down = [...this.feed.down];
-    this.engines.hidden = all.length + down.length < 2;
+    const known = new Set(all.map((one) => one.backend));
+    const down = [...this.feed.down].filter(([backend]) => !known.has(backend));
+    this.engines.hidden = all.length + this.feed.down.size < 2;
     if (this.engines.hidden) return;
     const keys = JSON.stringify([all.map((one) => one.key), down]);
+    const now = performance.now();
+    if (this.engineKeys === keys && now - this.enginesAt < TABLE_MS) return;
+    this.enginesAt = now;
     if (this.engineKeys !== keys) {
       this.engineKeys = keys;
-      const name = (one) => [one.backend, `replica ${one.replica}`].filter((words) => words !== null).join(", ");
       const choice = (one) => h("input", { type: "radio", name: "engine", value: one.key, onchange: () => this.chooseEngine(one.key) });
       put(this.engines, h("h2", {}, "Engines"), table("Engines", ["engine", end("running"), end("waiting"), end("output tokens/s"), end("blocks held")], [
-        ...all.map((one) => [h("label", { class: "check" }, choice(one), h("bdi", {}, name(one))), "", "", "", ""]),
-        ...down.map(([backend, reason]) => [h("bdi", {}, `${backend}: ${reason}`), "–", "–", "–", "–"])]));
+        ...all.map((one) => [h("div", {}, h("label", { class: "check" }, choice(one), h("bdi", {}, one.name)), h("span")), "", "", "", ""]),
+        ...down.map(([backend, reason]) => [h("bdi", {}, `${backend}: down, ${reason}`), "–", "–", "–", "–"])]));
+      for (const row of [...this.engines.querySelector("tbody").rows].slice(all.length)) row.classList.add("down");
     }
     const rows = this.engines.querySelector("tbody").rows;
     all.forEach((one, at) => {
@@ -273,11 +327,15 @@ export class Live {
       const words = [String(queue.running), String(queue.waiting), count(Math.round(one.rate("sampled"))), percent(held)];
       words.forEach((text, column) => say(rows[at].cells[column + 1], text));
       rows[at].querySelector("input").checked = one === this.engine;
+      const reason = this.feed.down.get(one.backend);
+      rows[at].classList.toggle("down", reason !== undefined);
+      say(rows[at].querySelector("span"), reason === undefined ? "" : `down: ${reason}`);
     });
   }
 
   chooseEngine(key) {
     this.chosen = key;
+    this.enginesAt = 0;
     this.select(null);
     this.loadMap();
   }
@@ -293,15 +351,21 @@ export class Live {
     say(this.requestWords, shown ? `${words}${rest ? ` · ${rest} more are not listed` : ""}` : "No request lives. Talk to the model, or send it requests.");
     this.requestRows.parentElement.hidden = !shown;
     const kept = new Map([...this.requestRows.rows].map((row) => [row.dataset.key, row]));
-    for (let at = 0; at < shown; at += 1) {
+    const order = requests.handle.map((_, at) => at);
+    if (this.sorted) {
+      const value = COLUMNS[this.sorted.column][2];
+      order.sort((one, other) => (value(requests, other, engine) - value(requests, one, engine)) * (this.sorted.down ? 1 : -1));
+    }
+    for (let place = 0; place < shown; place += 1) {
+      const at = order[place];
       const handle = requests.handle[at];
       const key = `${engine.key} ${handle}`;
       const row = kept.get(key) ?? this.requestRow(key, handle);
       kept.delete(key);
-      if (this.requestRows.rows[at] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[at] ?? null);
+      if (this.requestRows.rows[place] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[place] ?? null);
       const id = requests.id[at];
-      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
-      say(name.firstElementChild, engine.name(handle));
+      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, age, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
+      say(name.firstElementChild, engine.nameOf(handle));
       say(state, STATES[requests.state[at]] ?? requests.state[at]);
       say(slot, requests.slot[at] < 0 ? "" : String(requests.slot[at]));
       say(prompt, count(requests.prompt[at]));
@@ -311,10 +375,23 @@ export class Live {
       say(cached, requests.cached[at] < 0 ? "" : count(requests.cached[at]));
       say(blocks, count(requests.blocks[at]));
       say(preempted, String(requests.preemptions[at] || ""));
+      say(age, `${engine.sawBegin(handle) ? "" : "> "}${Math.floor(engine.age(handle))} s`);
       life.hidden = id === null;
       row.classList.toggle("selected", handle === this.selected);
     }
     for (const row of kept.values()) row.remove();
+  }
+
+  /** Sort by a column: largest first, then smallest first, then the order of service again. */
+  sort(column) {
+    const same = this.sorted?.column === column;
+    this.sorted = !same ? { column, down: true } : this.sorted.down ? { column, down: false } : null;
+    this.requestHeads.forEach((head, at) => {
+      if (this.sorted?.column === at) head.setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+    });
+    this.tablesAt = 0;
+    this.later();
   }
 
   requestRow(key, handle) {
@@ -323,8 +400,8 @@ export class Live {
     const number = () => h("td", { class: "end" });
     return h("tr", { data: { key, handle } },
       cell(link(() => this.select(handle === this.selected ? null : handle), h("bdi"))), cell(), number(), number(), number(),
-      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(),
-      cell(link(() => this.openTimeline(this.engine.name(handle), this.engine.backend), "timeline")));
+      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(), number(),
+      cell(link(() => this.openTimeline(this.engine.nameOf(handle), this.engine.backend), "timeline")));
   }
 
   byteTable(engine) {

@@ -46,19 +46,20 @@ function keys(retry) {
   onKeyNeeded(open);
 }
 
-/** Show the state of the server every few seconds while the page is seen. */
+/** Show the state of the server. Return true if it takes requests. */
 async function watchState() {
   let words = "";
   let state = "";
   try {
     const found = await ask("ready");
-    [state, words] = ["ready", found.status];
+    const some = found.usable < found.backends; // of a router
+    [state, words] = [some ? "partly" : "ready", some ? `${found.usable} of ${found.backends} backends` : found.status];
   } catch (error) {
     [state, words] = error.status ? ["busy", error.message] : ["gone", "no connection to the server"];
   }
   byId("state").dataset.state = state;
   say(byId("state-words"), words);
-  return state;
+  return state === "ready" || state === "partly";
 }
 
 function start() {
@@ -93,15 +94,15 @@ function start() {
   addEventListener("hashchange", follow);
   document.addEventListener("visibilitychange", () => (document.hidden ? views[current].hide() : views[current].show()));
   follow();
-  let last = "";
+  let last = false;
   const look = async () => {
     if (document.hidden) return;
-    const state = await watchState();
-    if (state === "ready" && last !== "ready") {
+    const ready = await watchState();
+    if (ready && !last) {
       for (const view of Object.values(views)) view.retry();
       views[current].show();
     }
-    last = state;
+    last = ready;
   };
   look();
   setInterval(look, 3000);

@@ -5,6 +5,8 @@ import { bytes, h, put, say } from "./dom.js";
 const ALSO = ["kind", "reason"]; // beside its title, what a search keeps of an entry
 const TITLES = ["op", "layer", "group", "function", "name", "number", "feature"]; // the field that names an entry of a list
 const MOST_FOUND = 400; // values that a search shows
+const NO_SEARCH = { wanted: "", whole: new Set() };
+const HEADINGS = { kernels: "Kernels, and why they were chosen" };
 const isTree = (value) => value !== null && typeof value === "object";
 const sizeOf = (value) => (Array.isArray(value) ? value.length : Object.keys(value).length);
 
@@ -27,20 +29,62 @@ function titleOf(name, value) {
   return [key === undefined || Number.isNaN(Number(name)) ? name : String(value[key]), typeof more === "string" ? more : ""];
 }
 
-function leaf(name, text) {
-  return h("p", { class: "leaf" }, h("span", { class: "name" }, name), h("bdi", {}, text));
+/** Return a text as a search compares it. */
+const plain = (text) => text.toLowerCase().replaceAll("_", " ");
+
+/** Return the pieces of a text, with the words of the search marked. */
+function marked(text, wanted) {
+  const lower = plain(text);
+  if (!wanted || lower.length !== text.length) return [text];
+  const pieces = [];
+  let begin = 0;
+  for (let at = lower.indexOf(wanted); at >= 0; at = lower.indexOf(wanted, begin)) {
+    pieces.push(text.slice(begin, at), h("mark", {}, text.slice(at, at + wanted.length)));
+    begin = at + wanted.length;
+  }
+  return [...pieces, text.slice(begin)];
 }
 
-/** Return an element for a value and what is below it. open: how many levels are open. */
-function node(name, value, open) {
-  if (!isTree(value)) return leaf(name, words(name, value));
-  if (!sizeOf(value)) return leaf(name, "none");
-  if (flat(value)) return leaf(name, value.length ? value.map((one) => words(name, one)).join(", ") : "none");
+function leaf(name, text, wanted) {
+  return h("p", { class: "leaf" }, h("span", { class: "name" }, marked(name, wanted)), h("bdi", {}, marked(text, wanted)));
+}
+
+/** Return a text that is equal for layers that differ in their number, and in their file of the checkpoint, alone. */
+const withoutNumber = (value) => JSON.stringify({ ...value, layer: "" }).replaceAll(`.${value.layer}.`, ".").replace(/-\d+-of-\d+\./g, ".");
+
+/** Return the elements of the entries of a value. Neighbours that are equal layers become one element. */
+function nodes(value, open, search) {
+  const entries = Object.entries(value);
+  const found = [];
+  for (let at = 0; at < entries.length;) {
+    const [key, one] = entries[at];
+    let next = at + 1;
+    if (isTree(one) && !Array.isArray(one) && one.layer !== undefined) {
+      const own = withoutNumber(one);
+      while (next < entries.length && isTree(entries[next][1]) && withoutNumber(entries[next][1]) === own) next += 1;
+    }
+    found.push(node(key, one, open, search, next - at > 1 ? entries[next - 1][1].layer : null));
+    at = next;
+  }
+  return found;
+}
+
+/** Return an element for a value and what is below it.
+ * open: how many levels are open. search: {wanted, whole}. until: the last of the equal layers that begin with this one. */
+function node(name, value, open, search = NO_SEARCH, until = null) {
+  const { wanted, whole } = search;
+  if (!isTree(value)) return leaf(name, words(name, value), wanted);
+  if (!sizeOf(value)) return leaf(name, "none", wanted);
+  if (flat(value)) return leaf(name, value.map((one) => words(name, one)).join(", "), wanted);
+  if (whole.has(value)) open = Math.min(open, 0);
   const [title, more] = titleOf(name, value);
   const body = h("div", { class: "branch" });
-  const details = h("details", {}, h("summary", {}, h("span", { class: "name" }, title), " ", more ? h("span", { class: "more-words" }, more) : h("span", { class: "faint" }, `${sizeOf(value)}`)), body);
+  const label = until === null ? title : `${title} to ${until}`;
+  const details = h("details", {}, h("summary", {}, h("span", { class: "name" }, marked(label, wanted)), " ",
+    more ? h("span", { class: "more-words" }, marked(more, wanted)) : h("span", { class: "faint" }, `${sizeOf(value)}`)), body);
   const build = () => {
-    if (!body.childElementCount) put(body, Object.entries(value).map(([key, one]) => node(key, one, open - 1)));
+    if (body.childElementCount) return;
+    put(body, until === null ? null : h("p", { class: "hint" }, `This is layer ${title}. The others differ in their number and file alone.`), nodes(value, open - 1, search));
   };
   details.addEventListener("toggle", () => details.open && build());
   if (open > 0) {
@@ -50,21 +94,23 @@ function node(name, value, open) {
   return details;
 }
 
-/** Return the part of a value whose names or texts have the words; undefined if there is none. left: values that may still come. */
-function matching(name, value, wanted, left) {
+/** Return the part of a value whose headings or texts have the words; undefined if there is none.
+ * left: values that may still come. whole: gets the values whose heading has the words, which are kept as they are. */
+function matching(name, value, wanted, left, whole) {
   if (left.number <= 0) return undefined;
-  const own = name.toLowerCase().includes(wanted);
+  const own = plain([...titleOf(name, value), name, HEADINGS[name] ?? ""].join(" ")).includes(wanted);
   if (!isTree(value) || flat(value)) {
     const text = flat(value) ? value.join(", ") : words(name, value);
-    if (!own && !text.toLowerCase().includes(wanted)) return undefined;
+    if (!own && !plain(text).includes(wanted)) return undefined;
     left.number -= 1;
     return value;
   }
   if (own) {
-    left.number -= sizeOf(value);
+    left.number -= 1;
+    whole.add(value);
     return value;
   }
-  const found = Object.entries(value).map(([key, one]) => [key, matching(key, one, wanted, left)]).filter(([, one]) => one !== undefined);
+  const found = Object.entries(value).map(([key, one]) => [key, matching(key, one, wanted, left, whole)]).filter(([, one]) => one !== undefined);
   if (!found.length) return undefined;
   const head = [...TITLES, ...ALSO].filter((key) => !Array.isArray(value) && !isTree(value[key]) && value[key] !== undefined).map((key) => [key, value[key]]);
   return Object.fromEntries([...head, ...found]);
@@ -89,7 +135,7 @@ export class Plan {
   }
 
   draw() {
-    const wanted = this.search.value.trim().toLowerCase();
+    const wanted = plain(this.search.value.trim());
     if (!this.plan) {
       put(this.kernels);
       put(this.tree, h("p", { class: "hint" }, "This engine has no plan: the mock device computes nothing."));
@@ -98,15 +144,16 @@ export class Plan {
     this.kernels.hidden = wanted !== "";
     if (!wanted) {
       say(this.number, "");
-      put(this.kernels, h("h3", {}, "Kernels, and why they were chosen"), this.plan.kernels.map(kernel));
-      put(this.tree, h("h3", {}, "The whole plan"), Object.entries(this.plan).map(([name, value]) => node(name, value, 0)));
+      put(this.kernels, h("h3", {}, HEADINGS.kernels), this.plan.kernels.map(kernel));
+      put(this.tree, h("h3", {}, "The whole plan"), nodes(this.plan, 0, NO_SEARCH));
       return;
     }
     const left = { number: MOST_FOUND };
-    const found = matching("", this.plan, wanted, left);
+    const whole = new Set();
+    const found = matching("", this.plan, wanted, left, whole);
     const number = MOST_FOUND - left.number;
     say(this.number, found ? `${left.number <= 0 ? "more than " : ""}${Math.min(number, MOST_FOUND)} found` : "nothing found");
-    put(this.tree, found ? Object.entries(found).map(([name, value]) => node(name, value, 12)) : null);
+    put(this.tree, found ? nodes(found, 12, { wanted, whole }) : null);
   }
 }
 

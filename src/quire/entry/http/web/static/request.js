@@ -102,8 +102,16 @@ export function asPython({ path, body }) {
   const known = Object.entries(body).filter(([name]) => OPENAI.has(name) && !OWN.includes(name));
   const lines = [...known.map(([name, value]) => `    ${name}=${literal(value, "    ")},`), "    stream=True,"];
   if (Object.keys(more).length) lines.push(`    extra_body=${literal(more, "    ")},`);
-  const text = chat ? 'chunk.choices[0].delta.content or ""' : "chunk.choices[0].text";
-  return `import os
+  const answer = chat ? `        delta = chunk.choices[0].delta
+        print(delta.content or "", end="", flush=True)
+${body.tools ? `        for call in delta.tool_calls or []:  # the name comes first, then the arguments in pieces
+            if call.function.name:
+                print(f"\\ncalls {call.function.name} ", end="")
+            print(call.function.arguments or "", end="", flush=True)
+` : ""}` : `        print(chunk.choices[0].text, end="", flush=True)
+`;
+  return `# pip install openai
+import os
 
 from openai import OpenAI
 
@@ -113,7 +121,6 @@ ${lines.join("\n")}
 )
 for chunk in stream:
     if chunk.choices:
-        print(${text}, end="", flush=True)
-print()
+${answer}print()
 `;
 }

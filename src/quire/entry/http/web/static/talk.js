@@ -55,6 +55,11 @@ class Settings {
     return found;
   }
 
+  copy(other) {
+    for (const name of ["model", "stop", "effort", "alternatives"]) this[name].value = other[name].value;
+    for (const [id, input] of this.inputs) input.value = other.inputs.get(id).value;
+  }
+
   models(names) {
     const before = this.model.value;
     put(this.model, names.map((name) => h("option", { value: name }, name)));
@@ -83,13 +88,15 @@ export class Talk {
     const radio = (value, label) => h("label", {}, h("input", { type: "radio", name: "mode", value, onchange: () => this.arrange() }), label);
     this.mode = h("div", { class: "choice", role: "radiogroup", "aria-label": "Kind of request" }, radio("chat", "Chat"), radio("completion", "Completion"));
     this.mode.querySelector("input").checked = true;
-    this.compare = h("input", { type: "checkbox", onchange: () => this.arrange() });
+    this.compare = h("input", { type: "checkbox", onchange: () => this.compared() });
     this.tint = h("input", { type: "checkbox", onchange: () => this.lanesBox.classList.toggle("tint", this.tint.checked) });
     this.system = h("textarea", { rows: 2, placeholder: "none" });
     this.tools = h("textarea", { rows: 4, class: "code", spellcheck: "false", placeholder: "a JSON list of functions" });
     this.toolChoice = h("select", {}, [["auto", "the model decides"], ["required", "a call is required"], ["none", "no calls"]].map(([value, words]) => h("option", { value }, words)));
     this.format = h("select", { onchange: () => this.formatChanged() }, FORMATS.map(([value, words]) => h("option", { value }, words)));
     this.formatText = h("textarea", { rows: 6, class: "code", spellcheck: "false", "aria-label": "Schema, expression, lines or grammar" });
+    this.formatTexts = new Map(); // kind of structured output -> its text
+    this.formatShown = "";
     this.chatOnly = h("div", {},
       field("System", this.system),
       h("details", {}, h("summary", {}, "Tools"), field("Functions", this.tools),
@@ -103,11 +110,21 @@ export class Talk {
         this.settings.A.element, this.settings.B.element, this.chatOnly,
         h("details", {}, h("summary", {}, "Structured output"), field("Form of the answer", this.format), this.formatText)));
     this.lanesBox = h("div", { class: "lanes", tabindex: 0, role: "region", "aria-label": "Conversations" }, this.lanes.A.element, this.lanes.B.element);
+    this.following = true; // answers that grow keep the end of the conversation in view
+    this.scrolled = 0;
+    this.lanesBox.addEventListener("scroll", () => {
+      const { scrollTop, scrollHeight, clientHeight } = this.lanesBox;
+      const atEnd = scrollHeight - scrollTop - clientHeight < 4;
+      this.following = atEnd || (this.following && scrollTop >= this.scrolled);
+      this.scrolled = scrollTop;
+    });
+    const grown = new ResizeObserver(() => this.active.some((lane) => lane.running) && this.follow());
+    for (const one of Object.values(this.lanes)) grown.observe(one.list);
     this.empty = h("div", { class: "empty" }, h("p", {}, "Write a prompt below. Answers come token by token: point at a token to see its probability, and choose an alternative to let the answer go on from there."));
     this.lanesBox.prepend(this.empty);
     this.prompt = h("textarea", { rows: 3, id: "prompt", "aria-label": "Prompt", placeholder: "Write to the model. Enter sends, Shift+Enter begins a line.", dir: "auto" });
     this.sendButton = h("button", { class: "primary" }, "Send");
-    this.stopButton = h("button", { type: "button", class: "stop", disabled: true, onclick: () => this.stop() }, "Stop");
+    this.stopButton = h("button", { type: "button", class: "stop", disabled: true, title: "Escape", onclick: () => this.stop() }, "Stop");
     this.error = h("p", { class: "error", role: "alert" });
     const form = h("form", { class: "composer" }, this.prompt,
       h("div", { class: "row" }, this.sendButton, this.stopButton,
@@ -123,6 +140,9 @@ export class Talk {
         event.preventDefault();
         this.send();
       }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !this.root.hidden && !this.export.open) this.stop();
     });
     this.export = h("dialog", { class: "wide", "aria-label": "Export of the request" });
     put(this.root, h("h2", { class: "sr" }, "Talk"), h("div", { class: "talk" }, side, h("div", { class: "talk-main" }, this.lanesBox, form)), this.export, this.live);
@@ -154,16 +174,33 @@ export class Talk {
     this.chatOnly.hidden = this.shared().mode !== "chat";
   }
 
+  /** Side by side begins with one conversation: B goes on from where A is. */
+  compared() {
+    const { A, B } = this.lanes;
+    if (this.compare.checked && A.items.length !== B.items.length) {
+      B.copy(A);
+      this.settings.B.copy(this.settings.A);
+    }
+    this.arrange();
+  }
+
   formatChanged() {
     const kind = this.format.value;
+    this.formatTexts.set(this.formatShown, this.formatText.value);
+    this.formatShown = kind;
     this.formatText.hidden = !(kind in EXAMPLES);
-    if (kind in EXAMPLES && (!this.formatText.value || Object.values(EXAMPLES).includes(this.formatText.value))) this.formatText.value = EXAMPLES[kind];
+    this.formatText.value = this.formatTexts.get(kind) ?? EXAMPLES[kind] ?? "";
+  }
+
+  follow() {
+    if (this.following) this.lanesBox.scrollTop = this.lanesBox.scrollHeight;
   }
 
   busy() {
+    this.follow();
     const running = this.active.some((lane) => lane.running);
     this.stopButton.disabled = !running;
-    this.sendButton.disabled = running;
+    this.sendButton.disabled = this.compare.disabled = running;
   }
 
   stop() {
@@ -176,7 +213,7 @@ export class Talk {
     this.prompt.focus();
   }
 
-  send() {
+  async send() {
     const text = this.prompt.value;
     if (!text.trim() || this.active.some((lane) => lane.running)) return;
     say(this.error, "");
@@ -188,8 +225,10 @@ export class Talk {
     }
     this.empty.hidden = true;
     if (this.shared().mode === "chat") this.prompt.value = "";
-    for (const lane of this.active) lane.send(text);
-    this.lanesBox.scrollTop = this.lanesBox.scrollHeight;
+    const sent = Promise.all(this.active.map((lane) => lane.send(text)));
+    this.following = true;
+    this.follow();
+    if (!(await sent).some(Boolean) && !this.prompt.value) this.prompt.value = text; // nothing came: the text is there to be changed
   }
 
   openExport() {
@@ -223,7 +262,9 @@ export class Talk {
     }
   }
 
-  hide() {}
+  hide() {
+    for (const lane of Object.values(this.lanes)) lane.panel.close(false);
+  }
 
   retry() {
     this.loaded = false;

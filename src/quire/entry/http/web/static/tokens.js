@@ -121,20 +121,32 @@ export class TokenPanel {
     this.timer = 0;
     host.append(this.element);
     host.addEventListener("pointerover", (event) => this.hover(event));
-    host.addEventListener("pointerdown", (event) => {
-      if (!this.element.contains(event.target) && !event.target.closest(".t")) this.close(false);
+    document.addEventListener("pointerdown", (event) => {
+      const own = this.element.contains(event.target) || (host.contains(event.target) && event.target.closest(".t"));
+      if (!own) this.close(false);
     });
     host.addEventListener("click", (event) => {
       const span = event.target.closest(".t");
-      if (span && getSelection().isCollapsed) this.open(span, true);
+      if (!span || !getSelection().isCollapsed) return;
+      if (this.pinned && span === this.span) this.close(false);
+      else this.open(span, true);
     });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !this.span) return;
+      event.stopPropagation(); // Escape has another meaning where no panel is open
+      this.close(host.contains(document.activeElement));
+    }, true);
     host.addEventListener("keydown", (event) => this.press(event));
     host.addEventListener("focusin", (event) => {
       if (event.target.classList.contains("tokens") && event.target.matches(":focus-visible") && !event.target.querySelector(".t.here")) {
         event.target.querySelector(".t")?.classList.add("here");
       }
     });
-    addEventListener("scroll", () => !this.pinned && this.close(false), true);
+    addEventListener("scroll", (event) => {
+      if (!this.span || this.element.contains(event.target)) return;
+      if (this.pinned) this.place();
+      else this.close(false);
+    }, true);
   }
 
   hover(event) {
@@ -147,11 +159,6 @@ export class TokenPanel {
   }
 
   press(event) {
-    if (event.key === "Escape" && this.span) {
-      event.stopPropagation();
-      this.close(true);
-      return;
-    }
     if (!event.target.classList.contains("tokens")) return;
     const spans = [...event.target.querySelectorAll(".t")];
     const here = event.target.querySelector(".t.here");
@@ -179,14 +186,24 @@ export class TokenPanel {
     const token = span.tokens[0];
     const parts = span.tokens.map((one) => this.part(span, one));
     put(this.element, parts, h("p", { class: "hint" },
-      token.top.length ? "Choose an alternative: the answer goes on from there." : "This request asked for no alternatives."));
+      token.top.length ? "Choose an alternative: the answer goes on from there. Later turns are dropped." : "This request asked for no alternatives."));
     this.element.hidden = false;
-    const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
+    this.place();
+  }
+
+  /** Put the panel beside its token; close it if the token is not to be seen. */
+  place() {
+    const box = this.span.getClientRects()[0];
+    const view = this.host.parentElement.getBoundingClientRect();
+    if (!box || box.bottom < view.top || box.top > view.bottom) {
+      this.close(false);
+      return;
+    }
     const width = this.element.offsetWidth;
     const height = this.element.offsetHeight;
     const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
     this.element.style.left = `${Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
-    this.element.style.top = `${below ? box.bottom + 4 : box.top - height - 4}px`;
+    this.element.style.top = `${below ? box.bottom + 4 : Math.max(8, box.top - height - 4)}px`;
   }
 
   part(span, token) {
