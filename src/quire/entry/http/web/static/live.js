@@ -11,6 +11,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
 const MOST_ROWS = 100;
+const WAITS_FOR = { slots: "every slot is taken", blocks: "blocks are short", budget: "steps are full", result: "for a result" };
 const FULL = 0.95; // share of held blocks from which they are short
 const COLUMNS = [
   // name, flush right, value by which a click on the head sorts
@@ -243,7 +244,7 @@ export class Live {
     };
     const held = (blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total);
     warn("blocks", held > FULL, "blocks are short");
-    warn("waiting", queue.waiting > 0, queue.running >= queue.slots ? "every slot is taken" : held > FULL ? "blocks are short" : "");
+    warn("waiting", queue.waiting > 0, WAITS_FOR[queue.waits_for] ?? "");
     warn("blocked", sum(Object.values(queue.blocked)) > 0, Object.entries(queue.blocked).filter(([, number]) => number).map(([why]) => STATES[why] ?? why).join(", "));
     tell("running", `${queue.running} of ${queue.slots}`);
     tell("waiting", String(queue.waiting));
@@ -273,11 +274,12 @@ export class Live {
       : h("p", { class: "hint" }, "No prompt missed blocks since watching began."),
       last.prefix.states ? h("p", { class: "hint" }, `Checkpoints: ${last.prefix.states.used} of ${last.prefix.states.total} used, ${count(last.prefix.states.hits)} prompt tokens resumed, ${count(last.prefix.states.cut)} cut.`) : null);
     const { latency } = frame;
-    const line = (words, values) => [words, ...(values ?? [null, null, null]).map(seconds)];
+    const line = (words, values, number) => [words, ...(values ?? [null, null, null]).map(seconds), number ?? ""];
     put(this.boxes.latency, latency?.requests
-      ? table(`Percentiles of ${latency.requests} requests`, ["time", end("p50"), end("p90"), end("p99")],
-        [line("queue", latency.queue_s), line("first token", latency.ttft_s), line("each token", latency.tpot_s), line("whole request", latency.e2e_s)])
-      : h("p", { class: "hint" }, "No request has come yet."), latency?.requests ? h("p", { class: "hint" }, `Over ${latency.requests} requests: live ones and the last that ended.`) : null);
+      ? table(`Percentiles of ${latency.requests} requests`, ["time", end("p50"), end("p90"), end("p99"), end("requests")],
+        [line("queue", latency.queue_s, latency.counts?.queue_s), line("first token", latency.ttft_s, latency.counts?.ttft_s),
+          line("each token", latency.tpot_s, latency.counts?.tpot_s), line("whole request", latency.e2e_s, latency.counts?.e2e_s)])
+      : h("p", { class: "hint" }, "No request has come yet."), latency?.requests ? h("p", { class: "hint" }, `Requests that live, and those that ended in the last ${seconds(latency.window_s ?? 300)}.${latency.oldest_wait_s ? ` The oldest has waited for ${seconds(latency.oldest_wait_s)}.` : ""}`) : null);
     this.byteTable(engine);
     this.expertTable(frame.experts);
     const events = engine.events.slice(-40).reverse();

@@ -4,7 +4,7 @@ import { WHY, eventWords } from "./words.js";
 import { h, percent, seconds, svg, table } from "./dom.js";
 
 const KINDS = {
-  front: ["--c-cached", "in the HTTP process"],
+  front: ["--c-cached", "waits for the step that runs"],
   queued: ["--c-wait", "waits"],
   blocked: ["--c-moving", "blocked"],
   prefill: ["--c-prompt", "computes the prompt"],
