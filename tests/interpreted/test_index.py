@@ -64,6 +64,20 @@ def test_keys_that_are_codes(codes: torch.dtype, monkeypatch: pytest.MonkeyPatch
         check_choice(triton, make(MIXED, torch.float32, codes), 8, 2)
 
 
+def test_numbers_of_keys_take_memory_that_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More contexts than it holds are read as codes."""
+    monkeypatch.setattr(triton, "ROWS", 0)
+    given = make(MIXED, torch.float32, torch.float8_e4m3fn)
+    prompts = as_worker(given[3], 2).prompts
+    assert prompts
+    blocks = sum(-(-(past + last - first) // given[2].block_size) for first, last, _, past in prompts)
+    for spare, held in ((0, True), (-1, False)):
+        monkeypatch.setattr(triton, "NUMBERS", 4 * given[2].keys[0].numel() * blocks + spare)
+        cache, _ = triton._plain(given[2], as_worker(given[3], 2), prompts, torch.float32)
+        assert (cache.scales is None) == held
+        check_choice(triton, given, 8, 2)
+
+
 def test_scores_that_do_not_fit_the_buffer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "SCORES", 4 * 200 * 7)
     check_choice(triton, make(MIXED, torch.float32), 8, 2)
