@@ -206,6 +206,32 @@ class Tour:
         assert self.number(".lane .turn") == 2 * turns
         tab.click(f"{named('.check', 'Two settings')}.firstChild")
 
+    def own_life(self) -> None:
+        """The timeline of an answer of Talk has every event, though nobody had Live open."""
+        tab = self.tab
+        tab.click(f"{ANSWER}.querySelector('.foot button')")
+        tab.until(one("svg.timeline"))
+        words = "document.querySelector('.timeline-box').textContent"
+        tab.until(f"{words}.includes('finished with') && !{words}.includes('not known')", 20)
+        assert "admitted" in tab.look(words), tab.look(words)
+        assert not self.number(".timeline .unknown")
+
+    def trace(self) -> None:
+        """A request of Talk is sent again, and its trace goes down to the model runner or its stand-in."""
+        tab = self.tab
+        tab.click(named(".timeline-box button", "Send it again"))
+        tab.until(f"{every('.trace .tree > details')}.length > 2", 60)
+        tab.click(f"{every('.trace .tree > details')}[1].querySelector('.branch summary')")
+        calls = tab.look(f"{every('.trace .name')}.map((one) => one.textContent)")
+        assert {"EngineCore.add", "EngineCore.step"} <= set(calls), calls
+        self.picture("trace")
+        self.look_with_axe("a trace")
+        tab.click(named(".trace button", "Trace the next"))
+        tab.until(f"!{named('.trace button', 'Cancel')}.hidden")
+        tab.click(named(".trace button", "Cancel"))
+        tab.until(f"{one('.trace [role=status]')}.textContent === 'Cancelled.'")
+        self.view("talk")
+
     def panel_closes(self) -> None:
         """The panel of a token closes on a second click, a click elsewhere, Escape from anywhere, and with the view."""
         tab, token = self.tab, f"{ANSWER}.querySelector('.t')"
@@ -422,9 +448,7 @@ class Tour:
             return
         if not self.tab.look("Boolean(window.axe)"):
             self.tab.look(f"{self._axe}; 0")
-        found = self.tab.look(
-            "axe.run().then((found) => found.violations.map((one) => [one.impact, one.id, one.nodes[0].html]))"
-        )
+        found = self.tab.look(AXE)
         told(f"axe, {where}: {[one[:2] for one in found] or 'no finding'}")
         assert not [one for one in found if one[0] in SERIOUS], found
 
@@ -458,6 +482,8 @@ def tour_of_model(tab: Tab, url: str, images: Path | None, axe: str) -> None:
     tour = Tour(tab, url, images, axe)
     assert tour.start() < FIRST_PAINT
     tour.chat()
+    tour.own_life()
+    tour.trace()
     tour.tool()
     tour.compare()
     tour.hostile()
@@ -475,6 +501,8 @@ def tour_of_mock(tab: Tab, url: str, axe: str) -> None:
     tour.start(KEY)
     tour.refused()
     tour.ask("Hello")
+    tour.own_life()
+    tour.trace()
     tour.again()
     tour.live("mock")
     tour.check(locked=True)

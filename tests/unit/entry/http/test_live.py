@@ -266,6 +266,16 @@ def test_a_timeline_marks_the_stretch_that_nobody_watched() -> None:
     assert timeline(RECORD, lives)["unknown"] is None
 
 
+def test_a_timeline_has_an_end_before_the_frame_that_tells_it() -> None:
+    lives = Timelines()
+    lives.take(frame(1, happened(Kind.ARRIVED), happened(Kind.ADMITTED)))
+    told = timeline(RECORD, lives)
+    assert told["watched"] and [event.what for event in told["events"]][-2:] == [Kind.ADMITTED, Kind.FINISHED]
+    assert timeline(RECORD | {"state": "running"}, lives)["events"][-1].what is Kind.ADMITTED
+    lives.take(frame(2, happened(Kind.FINISHED)))
+    assert [event.what for event in timeline(RECORD, lives)["events"]].count(Kind.FINISHED) == 1
+
+
 def test_a_timeline_tells_why_its_request_was_aborted() -> None:
     told = timeline(RECORD | {"state": "abort", "cause": "queue_timeout"}, Timelines())
     assert told["events"][-1].detail == "abort: queue_timeout"

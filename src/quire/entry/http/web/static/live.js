@@ -12,6 +12,7 @@ const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
 const MOST_ROWS = 100;
 const WAITS_FOR = { slots: "every slot is taken", blocks: "blocks are short", budget: "steps are full", result: "for a result" };
+const WINDOWS = [3, 10, 60]; // seconds
 const FULL = 0.95; // share of held blocks from which they are short
 const COLUMNS = [
   // name, flush right, value by which a click on the head sorts
@@ -20,7 +21,13 @@ const COLUMNS = [
   ["blocks", true, (requests, at) => requests.blocks[at]], ["preempted", true, (requests, at) => requests.preemptions[at]],
   ["age", true, (requests, at, engine) => engine.age(requests.handle[at])], ["life"],
 ];
+const MEANINGS = [
+  ["slot", "the place in the batch that a running request has until it ends or is preempted"], ["prompt", "tokens of the prompt"], ["output", "tokens that the model has written"],
+  ["computed", "how much of prompt and output has its KV"], ["cached", "tokens of the prompt that were reused"], ["blocks", "KV blocks that the request holds"],
+  ["preempted", "times that its blocks were taken for other requests; it computes them again"], ["age", "seconds since the request came"],
+];
 const sum = (values) => values.reduce((total, one) => total + one, 0);
+const requestsLeft = (number) => (number === 1 ? "1 request is left" : `${number} requests are left`);
 const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
@@ -30,7 +37,7 @@ export class Live {
   constructor(root, openTimeline) {
     this.root = root;
     this.openTimeline = openTimeline;
-    this.feed = new Feed(() => this.later());
+    this.feed = new Feed(() => this.paused || this.later());
     this.chosen = null; // key of the engine
     this.selected = null; // handle of the request
     this.paused = false;
@@ -44,6 +51,7 @@ export class Live {
 
   build() {
     this.status = h("p", { class: "hint" }, "");
+    this.drains = h("p", { class: "drains", role: "status" });
     this.spoken = h("p", { class: "sr", role: "status" });
     this.pause = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.togglePause() }, "Pause");
     this.engines = h("div", { class: "panel engines", hidden: true });
@@ -69,7 +77,7 @@ export class Live {
     this.heatTable = h("div");
     this.heatWords = h("p", { class: "hint" });
     const box = () => h("div", { class: "scroll", tabindex: 0, role: "group" });
-    this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
+    this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box(), rates: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
     this.requestWords = h("p", { class: "hint" });
     const requestTable = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? end(name) : name)), []);
@@ -89,8 +97,9 @@ export class Live {
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.requestWords, this.boxes.requests),
-      panel("Throughput", "", this.rate.element),
+      panel("Requests", "wide", this.requestWords, this.boxes.requests, behind("What the columns mean",
+        h("dl", { class: "meanings hint" }, MEANINGS.map(([term, meaning]) => h("div", {}, h("dt", {}, term), h("dd", {}, meaning)))))),
+      panel("Throughput", "", this.rate.element, this.boxes.rates),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
       panel("Prefix cache", "", this.hits.element, this.boxes.misses),
@@ -99,7 +108,7 @@ export class Live {
       panel("Experts", "", this.heatWords, this.heat.element, this.heatTable),
       panel("Events", "half", this.boxes.events));
     this.tilesOf = h("p", { class: "hint tiles-of" });
-    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
+    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.drains, this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
     this.boxes.requests.addEventListener("click", (event) => {
       const row = event.target.closest("tr[data-handle]");
       if (row && !event.target.closest("button")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
@@ -121,14 +130,14 @@ export class Live {
   retry() {}
 
   watch() {
-    this.feed.start();
+    this.feed.hold("live");
     clearInterval(this.mapTimer);
     this.mapTimer = setInterval(() => this.loadMap(), MAP_MS);
     this.loadMap();
   }
 
   unwatch() {
-    this.feed.stop();
+    this.feed.release("live");
     clearInterval(this.mapTimer);
   }
 
@@ -200,6 +209,7 @@ export class Live {
     const facts = engine?.facts;
     const words = facts ? [`${facts.models.join(", ")} on ${facts.device}`, facts.dtype === "none" ? "" : facts.dtype, facts.num_drafts ? `${facts.num_drafts} drafts` : ""].filter(Boolean).join(", ") : "";
     say(this.status, this.paused ? "paused: nothing is asked of the server" : this.feed.words || `${words}${lost}`);
+    say(this.drains, this.drainWords());
     this.engineTable();
     const reason = this.feed.down.get(engine?.backend);
     this.grid.hidden = this.tileBox.hidden = this.tilesOf.hidden = !engine?.last;
@@ -234,6 +244,15 @@ export class Live {
     this.chosenLife.hidden = !this.ended.id;
   }
 
+  /** Return words about a server or a router that drains; "" if none does. */
+  drainWords() {
+    const { ending, engines } = this.feed;
+    if (ending) return `The router ends: it takes no new requests, and ${requestsLeft(ending.requests)}.`;
+    if (engines.size !== 1) return ""; // the table of engines tells
+    const { draining } = [...engines.values()][0].frame ?? {};
+    return draining ? `The server drains: it takes no new requests, and ${requestsLeft(draining.requests)} with ${seconds(draining.seconds)} to end.` : "";
+  }
+
   tell(engine) {
     const { queue, blocks, prefix } = engine.last;
     const tell = (name, words) => say(this.tiles.get(name), words);
@@ -263,11 +282,14 @@ export class Live {
   tables(engine) {
     const { last, frame } = engine;
     this.requestTable(engine);
+    put(this.boxes.rates, table("Tokens each second, as means of windows", ["tokens each second", ...WINDOWS.map((each) => end(`${each} s`))], [["prompt", "prompt_tokens"], ["output", "sampled"]].map(
+      ([words, name]) => [words, ...WINDOWS.map((each) => count(Math.round(engine.rate(name, each))))])));
     const split = engine.recent(10);
     const total = (name) => sum(split.map((one) => one.sums[name]));
     const steps = total("steps");
-    const parts = [["plan", "plan_s"], ["launch", "launch_s"], ["wait for the result", "collect_s"], ["apply the result", "finish_s"], ["device, at most", "device_s"]];
-    put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, name]) => [words, seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
+    const parts = [["plan", "chooses requests and blocks", "plan_s"], ["launch", engine.facts?.depth === 1 ? "hands the step over; with one step in flight it computes here" : "hands the step to the device", "launch_s"],
+      ["wait", "for the result", "collect_s"], ["apply", "gives new tokens to their requests", "finish_s"], ["device", "from launch to result, at most", "device_s"]];
+    put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, meaning, name]) => [h("span", {}, words, h("small", {}, ` ${meaning}`)), seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
     const misses = Object.entries(last.prefix.misses);
     put(this.boxes.misses, misses.length
       ? table("Why prompts were not reused, since watching began", ["not reused because", end("prompts"), end("blocks")], misses.map(([why, one]) => [WHY[why] ?? why, count(one.requests), count(one.blocks)]))
@@ -330,8 +352,10 @@ export class Live {
       words.forEach((text, column) => say(rows[at].cells[column + 1], text));
       rows[at].querySelector("input").checked = one === this.engine;
       const reason = this.feed.down.get(one.backend);
+      const { draining } = one.frame;
+      const drains = draining ? `drains: ${requestsLeft(draining.requests)}, ${seconds(draining.seconds)} to end` : this.feed.leaving.has(one.backend) ? "gets no new requests" : "";
       rows[at].classList.toggle("down", reason !== undefined);
-      say(rows[at].querySelector("span"), reason === undefined ? "" : `down: ${reason}`);
+      say(rows[at].querySelector("span"), reason === undefined ? drains : `down: ${reason}`);
     });
   }
 
