@@ -224,7 +224,9 @@ class Tour:
         tab.click(f"{every('.trace .tree > details')}[1].querySelector('.branch summary')")
         calls = tab.look(f"{every('.trace .name')}.map((one) => one.textContent)")
         assert {"EngineCore.add", "EngineCore.step"} <= set(calls), calls
+        tab.size(SIZE[0], 480)
         self.picture("trace")
+        tab.size(*SIZE)
         self.look_with_axe("a trace")
         tab.click(named(".trace button", "Trace the next"))
         tab.until(f"!{named('.trace button', 'Cancel')}.hidden")
@@ -389,6 +391,7 @@ class Tour:
         """The plan, a search in it, the table of meetings, and the timeline of a request."""
         tab = self.tab
         self.view("inside")
+        self.view("plan")
         tab.until(f"{every('.kernel s')}.length > 2")
         tab.look(f"{one('.tree details')}.open = true")
         tab.until(f"{one('.tree .branch')}.childElementCount > 3")

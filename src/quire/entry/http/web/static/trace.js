@@ -2,15 +2,17 @@
 
 import { count, h, put, say, seconds } from "./dom.js";
 
-const OPEN = 1; // levels of a step that are open at first
+const OPEN = 2; // levels of the first step's last call that are open at first: those of a model runner
+const MOST_SHAPES = 70; // letters of arguments and results; all of them when a pointer rests there
 const timeOf = (call) => (call.end - call.begin) / 1e9;
 
 /** Return an element for a call, and for the calls in it, which are made when they are opened. */
 function callOf(call, open) {
+  const shapes = call.takes || call.gives ? ` (${call.takes})${call.gives ? ` → ${call.gives}` : ""}` : "";
   const words = [
     h("span", { class: "ms" }, seconds(timeOf(call))), " ",
     h("bdi", { class: call.joined ? "more-words" : "name" }, call.name), call.again ? " as before" : "", " ",
-    h("span", { class: "more-words" }, call.where, call.takes || call.gives ? ` (${call.takes})${call.gives ? ` → ${call.gives}` : ""}` : ""),
+    h("span", { class: "more-words", title: shapes.length > MOST_SHAPES ? shapes : null }, call.where, shapes.length > MOST_SHAPES ? `${shapes.slice(0, MOST_SHAPES)} …` : shapes),
     call.way ? h("small", {}, call.way) : null,
   ];
   if (!call.inside.length) return h("p", { class: "call-line" }, words);
@@ -25,11 +27,12 @@ function callOf(call, open) {
 /** Return an element for a step. */
 function stepOf(step, first) {
   const end = step.first + step.count - 1;
-  const part = `${step.kind === "decode" ? "decodes" : "computes"} ${step.count === 1 ? `token ${end}` : `tokens ${step.first} to ${end}`}`;
+  const drafts = step.count > 1 ? ` and ${step.count - 1} draft${step.count === 2 ? "" : "s"}` : "";
+  const part = step.kind === "decode" ? `decodes from token ${step.first}${drafts}` : `computes ${step.count === 1 ? `token ${end}` : `tokens ${step.first} to ${end}`}`;
   const beside = step.requests > 1 ? `, beside ${step.requests - 1} other request${step.requests === 2 ? "" : "s"}` : "";
   const [core] = step.calls;
   return h("details", { open: first }, h("summary", {}, h("strong", {}, `Step ${step.step}`), ` ${part} in ${seconds(core ? timeOf(core) : null)}; ${count(step.tokens)} token${step.tokens === 1 ? "" : "s"} in all${beside}`),
-    h("div", { class: "branch" }, step.calls.map((call) => callOf(call, first ? OPEN : 0))));
+    h("div", { class: "branch" }, step.calls.map((call, at) => callOf(call, first && at === step.calls.length - 1 ? OPEN : 0))));
 }
 
 export class Trace {
