@@ -98,8 +98,7 @@ class BackendEvents:
 class LiveStreams:
     """The readers of the merged stream. `end` ends all of them.
 
-    timeout      seconds for a backend to begin an answer
-    num_readers  streams that are open
+    timeout   seconds for a backend to begin an answer
     """
 
     def __init__(self, backends: Sequence[Backend], timeout: float) -> None:
@@ -110,6 +109,7 @@ class LiveStreams:
 
     @property
     def num_readers(self) -> int:
+        """The streams that are open."""
         return len(self._readers)
 
     def drain(self, requests: int) -> None:
