@@ -27,7 +27,7 @@ TRACE = "trace_request"  # name of the `Control`
 PATIENCE = 60.0  # seconds for a request to come
 MOST_STEPS = 8  # in which the request takes part
 MOST_DECODES = 2  # of the request
-MOST_OTHERS = 64  # steps of other requests after the first step of this one, while it is preempted
+MOST_OTHERS = 64  # steps of its replica without the request after its first one, such as while it is preempted
 OF_STEPS = ("step", "confirm")  # functions of a core that belong to a step; others are about other requests
 EXECUTOR = ("submit", "release", "collect")  # functions of an executor that steps call
 NOBODY, BUSY, REPLACED = "no_request", "trace_runs", "trace_replaced"  # why there is no trace
@@ -76,23 +76,26 @@ class RequestTrace:
         self._recording: _Recording | None = None
 
     def ask(self, message: Control) -> None:
-        """Trace the next request of `tenant`, and reply when it is traced. `on` false: nobody waits any more."""
+        """Trace the next request of `tenant`, and reply when it is traced. `on` false: who asked for that has left."""
         tenant: str = message.args["tenant"]
+        if not message.args["on"]:
+            if self.active and tenant == self._tenant:
+                self._end()
+            self._send(Reply(message.id, True))
+            return
         if self._recording is not None:
             self._send(Reply(message.id, _refused(BUSY)))
             return
-        if self.active and (message.args["on"] or tenant == self._tenant):
+        if self.active:
             self._reply(_refused(REPLACED))
-        if message.args["on"]:
-            self.active, self._asked, self._tenant = True, message.id, tenant
-            self._until = self._clock() + PATIENCE
-        else:
-            self._send(Reply(message.id, True))
+        self.active, self._asked, self._tenant = True, message.id, tenant
+        self._until = self._clock() + PATIENCE
 
     def begin(self, message: Add) -> None:
         """Begin to record, if a front end waits for this request. Call this before the core takes the request."""
         new = message.requests[0]
         if self._recording is None and new.tenant == self._tenant:
+            self._drain()
             self._recording = _Recording(self._core, new.handle, new.request_id, len(new.token_ids) // 4)
 
     def tell(self) -> None:
@@ -102,17 +105,28 @@ class RequestTrace:
             if self._clock() >= self._until:
                 self._reply(_refused(NOBODY))
             return
-        if recording.on and isinstance(self._core, EngineCore):
-            while self._core.in_flight:  # one step at a time, so that their times are apart
-                self._send(Outputs(self._core.confirm()))
+        if recording.on:
+            self._drain()
         if recording.step():
-            self._recording = None
-            try:
-                self._reply(msgspec.json.encode(recording.end()).decode())
-            except Exception as error:  # the caller is told; the engine goes on
-                if not isinstance(error, QuireError):
-                    LOG.error("the trace of a request failed", exc_info=error)
-                self._reply(error=f"there is no trace: {error}")
+            self._end()
+
+    def _drain(self) -> None:
+        """End the steps in flight, so that the times of two steps are apart. Replicas go on: they have no such call."""
+        while isinstance(self._core, EngineCore) and self._core.in_flight:
+            self._send(Outputs(self._core.confirm()))
+
+    def _end(self) -> None:
+        """Reply with the trace as far as it goes, or with words if no request has come."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            self._reply(_refused(REPLACED))
+            return
+        try:
+            self._reply(msgspec.json.encode(recording.end()).decode())
+        except Exception as error:  # the caller is told; the engine goes on
+            if not isinstance(error, QuireError):
+                LOG.error("the trace of a request failed", exc_info=error)
+            self._reply(error=f"there is no trace: {error}")
 
     def _reply(self, value: str | None = None, error: str | None = None) -> None:
         self.active = False
@@ -130,12 +144,13 @@ class _Recording:
         self._found = TracedRequest(request_id=request_id, num_prompt=num_prompt, calls=[], steps=[], ended=False)
         self._owner: EngineCore | None = None  # the replica that has the request, once the request takes part in a step
         self._number, self._skipped = 0, 0  # the replica's number, and its results that were due when `on` began
+        self._traced: list[EngineCore] = []  # replicas whose runners record
         self._ran: list[TracedStep | None] = []  # steps of the owner since then; None: without the request
         self._part: TracedStep | None = None  # of the step that was submitted last
-        self._others = 0
         self._recorder = CallRecorder(core_stops(core)).__enter__()
         for number, one in living(core):
-            self._recorder.put(one, "submit", self._submit_of(number, one, one.submit))
+            self._recorder.put(one, "begin_step", self._begin_step_of(number, one, one.begin_step))
+            self._recorder.put(one, "submit", self._submit_of(one, one.submit))
 
     @property
     def on(self) -> bool:
@@ -151,12 +166,11 @@ class _Recording:
         if part is not None:
             part.calls += [call for call in calls if call.name.rpartition(".")[2] in OF_STEPS]
             found.steps.append(part)
-        self._others += part is None and self.on
         found.ended = self._handle not in self._core.handles
         if self._owner is not None and self._owner.needs_masks:
             return False  # a runner has a step that cannot end
         decodes = sum(one.kind == "decode" for one in found.steps)
-        enough = len(found.steps) >= MOST_STEPS or decodes >= MOST_DECODES or self._others >= MOST_OTHERS
+        enough = len(found.steps) >= MOST_STEPS or decodes >= MOST_DECODES or self._ran.count(None) > MOST_OTHERS
         return found.ended or enough
 
     def end(self) -> TracedRequest:
@@ -173,9 +187,8 @@ class _Recording:
         for step in found.steps:
             step.calls = [fold(call, shown) for call in step.calls]
         if self._owner is not None:
-            ranks = msgspec.convert(
-                self._owner.executor.control("trace", {"on": False, "folded": True}), list[list[Span]]
-            )
+            told = [(one, one.executor.control("trace", {"on": False, "folded": True})) for one in self._traced]
+            ranks = msgspec.convert(next(calls for one, calls in told if one is self._owner), list[list[Span]])
             for rank, calls in enumerate(ranks):
                 for step, own in zip(self._ran, by_step(calls, self._skipped), strict=False):
                     if step is not None and own:
@@ -188,23 +201,35 @@ class _Recording:
             name += f" of replica {self._number}"
         return Span(name, "", begin=calls[0].begin, end=calls[-1].end, inside=calls)
 
-    def _submit_of(self, number: int, core: EngineCore, submit: Callable[..., None]) -> Callable[..., None]:
-        def submitted(planned: InFlight | None, sync: StepSync | None = None) -> None:
-            part = self._part_of(core, planned)
-            if part is not None and self._owner is None:
-                self._begin_runners(number, core)
-            if core is self._owner:
-                self._ran.append(part)
-            if part is not None:
+    def _begin_step_of(
+        self, number: int, core: EngineCore, begin_step: Callable[[], InFlight | None]
+    ) -> Callable[[], InFlight | None]:
+        def begun() -> InFlight | None:
+            planned = begin_step()
+            if (part := self._part_of(core, planned)) is not None:
                 self._part = part
+                if self._owner is None:
+                    self._begin_runners(number, core)
+            return planned
+
+        return begun
+
+    def _submit_of(self, core: EngineCore, submit: Callable[..., None]) -> Callable[..., None]:
+        def submitted(planned: InFlight | None, sync: StepSync | None = None) -> None:
+            if core is self._owner:
+                self._ran.append(None if planned is None else self._part)
             submit(planned, sync)
 
         return submitted
 
     def _begin_runners(self, number: int, core: EngineCore) -> None:
+        """Let the model runners record. Replicas in lock-step do so together, since none may run eagerly alone."""
         began = time.perf_counter_ns()
         self._owner, self._number, self._skipped = core, number, len(core.in_flight)
-        core.executor.control("trace", {"on": True})
+        every = self._core
+        self._traced = every.live if isinstance(every, Replicas) and every.lockstep else [core]
+        for one in self._traced:
+            one.executor.control("trace", {"on": True})
         outer = self._recorder.root.inside[-1]
         outer.inside.append(Span("the trace begins in the model runner", "", begin=began, end=time.perf_counter_ns()))
 

@@ -65,6 +65,11 @@ def traced(said: list[FromCore]) -> TracedRequest:
     return msgspec.json.decode(found, type=TracedRequest)
 
 
+def traced_by(said: list[FromCore], number: int) -> str:
+    (found,) = replies(said, number)
+    return str(msgspec.json.decode(found)["request_id"])
+
+
 def names(spans: list[Span]) -> Iterator[str]:
     for span in spans:
         yield span.name
@@ -154,20 +159,29 @@ def test_one_waits_at_a_time_and_can_leave() -> None:
     assert replies(said) == replies(said, 8) == refused and replies(said, 9) == [True]
     said = serve(make_core(), asking("a"), asking("b", on=False, number=9), Add((new(0, tenant="a"),)))
     assert traced(said).request_id == "r0", "another key has ended the wait"
+    core = make_core()
+    before = attributes(core)
+    said = serve(core, asking(), Add((new(0),)), asking(on=False, number=9), asking(number=8), Add((new(1),)))
+    assert [traced_by(said, number) for number in (ASKED, 8)] == ["r0", "r1"], "a caller who left ends the recording"
+    assert before == attributes(core)
     said = serve(make_core(), asking(), Add((new(0),)), asking(number=8))
     assert traced(said).request_id == "r0" and replies(said, 8) == ['{"refused":"trace_runs"}']
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_a_request_of_a_replica(lockstep: bool) -> None:
+def test_a_request_of_a_replica(lockstep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "MOST_OTHERS", 0)  # steps of the other replica do not count
     rig = ReplicaRig(2, lockstep=lockstep)
-    for one in rig.core.cores:
-        one.executor.control = lambda name, args: []
+    told: list[tuple[int, bool]] = []
+    for number, one in enumerate(rig.core.cores):
+        one.executor.control = lambda name, args, number=number: told.append((number, args["on"])) or []
     before = [attributes(core) for core in rig.core.cores]
     found = traced(serve(rig.core, Add((new(0),)), asking(), Add((new(1),))))
     assert found.request_id == "r1"
     assert [one.kind for one in found.steps] == ["prefill"] + ["decode"] * MOST_DECODES
     assert all(one.requests == 1 and one.calls[0].name == "Replicas.step" for one in found.steps)
+    replicas = [0, 1] if lockstep else [1]
+    assert told == [(number, on) for on in (True, False) for number in replicas]
     assert before == [attributes(core) for core in rig.core.cores]
 
 

@@ -447,6 +447,8 @@ def test_a_trace_of_the_next_request_and_a_caller_who_leaves(monkeypatch: pytest
             scope = {"type": "http", "method": "GET", "path": "/debug/trace", "raw_path": b"", "headers": []}
             await asyncio.wait_for(app(scope, receive, lambda message: pytest.fail("answered")), 30)
             assert told == [True, True, False], "the core waits on for a caller who has left"
+            foreign = await asyncio.to_thread(call, there, "/debug/trace", sec_fetch_site="cross-site")
+            assert foreign.status == 403 and len(told) == 3
 
     run(work())
 

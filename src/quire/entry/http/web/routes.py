@@ -34,6 +34,7 @@ OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
 MAP_SHARE = 0.005  # most of the core's time that goes into maps
 PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step
 
+FOREIGN = ("cross-site", "same-site")  # values of the header Sec-Fetch-Site
 REFUSED = '{"refused"'
 NO_TRACE = {
     NOBODY: (504, f"no request of your key came within {PATIENCE:.0f} s: ask for a trace, then send a request."),
@@ -117,6 +118,9 @@ class TraceRoute:
         tenant = tenant_of(scope, self._http)
         try:
             await exchange.body()
+            if exchange.header(b"sec-fetch-site") in FOREIGN:  # a browser asks for a page of somebody else
+                words = "a page of another origin may not slow this server: open its own page."
+                return await exchange.reply(error_json(403, words, "foreign_page"), status=403)
             try:
                 async with exchange.watch() as watch:
                     found = str(await self._engine.control(TRACE, on=True, tenant=tenant))
