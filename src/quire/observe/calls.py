@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import FunctionType, TracebackType
@@ -26,6 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|(layers|worker)\.\w+)")  # modules whose functions are work
 PRODUCT = re.compile(r"run(_add|_float|(_norm)?(_gated)?)")  # functions of a kernel that multiply weights
 
+NATIVE = re.compile(r"\w+ (\w+)\(")  # a line that begins a C function
 RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step
 
 Stop = tuple[Any, str, str]  # owner, attribute, and name of a function to record
@@ -211,11 +213,18 @@ def _where(function: Any) -> str:
     if inspect.isroutine(function):
         path, line = Path(function.__code__.co_filename), function.__code__.co_firstlineno  # type: ignore[union-attr]
         return f"{path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name}:{line}"
+    return _native_places().get(function.__name__, "")
+
+
+@cache
+def _native_places() -> dict[str, str]:
+    """Return name -> "file:line" of the C functions of the package. A trace inside a server holds up its requests."""
+    found: dict[str, str] = {}
     for path in PACKAGE.glob("kernels/*/*.c"):
         for line, text in enumerate(path.read_text().splitlines(), 1):
-            if re.match(rf"\w+ {function.__name__}\(", text):
-                return f"{path.relative_to(PACKAGE)}:{line}"
-    return ""
+            if head := NATIVE.match(text):
+                found.setdefault(head[1], f"{path.relative_to(PACKAGE)}:{line}")
+    return found
 
 
 def _shapes(value: Any, deep: bool = True) -> Iterator[str]:

@@ -19,6 +19,7 @@ from quire.engine.core import EngineCore
 from quire.engine.plan_writer import InFlight
 from quire.engine.replicas import Core, Replicas
 from quire.observe.calls import CallRecorder, Shown, Span, Stop, fold, methods_of
+from quire.procs.in_process import InProcessExecutor
 from quire.procs.live_feed import living
 from quire.procs.messages import Add, Control, FromCore, Outputs, Reply
 
@@ -261,7 +262,9 @@ def core_stops(core: Core) -> Iterator[Stop]:
         parts += [one, one.scheduler, one.scheduler.allocator, one._finisher]
     yield from (stop for stop in methods_of((type(part).__name__, part) for part in parts) if stop[1] != "control")
     for one in cores:
-        of_executor = methods_of([(type(one.executor).__name__, one.executor)])
+        executor = one.executor
+        works = executor._runner if isinstance(executor, InProcessExecutor) else executor
+        of_executor = methods_of([(type(executor).__name__, works)])
         yield from (stop for stop in of_executor if stop[1] in EXECUTOR)
 
 
