@@ -181,16 +181,17 @@ export class Feed {
         this.words = "connecting";
         const response = await send("debug/live", { signal });
         this.words = "";
-        this.ending = null;
         wait = 500;
         for await (const { name, data } of events(response)) {
           if (signal.aborted) return;
           this.take(name, JSON.parse(data));
           this.changed();
         }
+        this.ending = null;
         if (!this.words) this.words = "the stream ended; it is opened again";
       } catch (error) {
         if (signal.aborted) return;
+        this.ending = null;
         this.words = error.message;
         if (error.status === 401 || error.code === "web_off") this.stopper = null;
         this.changed();

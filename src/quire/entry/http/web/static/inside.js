@@ -32,7 +32,7 @@ export class Inside {
     this.root = root;
     this.feed = feed;
     this.again = again;
-    this.trace = new Trace((path, options) => this.get(path, options), () => again());
+    this.trace = new Trace((signal) => this.traced(signal), () => again());
     this.plan = new Plan();
     this.part = "plan";
     this.shown = null; // id of the request
@@ -186,6 +186,17 @@ export class Inside {
         again ? h("p", {}, h("button", { type: "button", onclick: () => this.traceAgain(again) }, "Send it again, and trace it")) : null);
     } catch (error) {
       if (error.status !== 401) put(this.timelineBox, h("p", { class: "error" }, error.message));
+    }
+  }
+
+  /** Wait for the trace of the next request. Behind a router every backend is asked, since any of them may get the request. */
+  async traced(signal) {
+    const names = await this.feed.backends();
+    const paths = names.length ? names.map((name) => `debug/trace?backend=${encodeURIComponent(name)}`) : ["debug/trace"];
+    try {
+      return await Promise.any(paths.map((path) => ask(path, { signal })));
+    } catch (error) {
+      throw error.errors[0];
     }
   }
 

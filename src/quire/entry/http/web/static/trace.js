@@ -36,7 +36,7 @@ function stepOf(step, first) {
 }
 
 export class Trace {
-  /** get: asks the chosen backend. last: returns a function that sends the last request of Talk again, or null. */
+  /** get: waits for the trace of the next request. last: returns a function that sends the last request of Talk again, or null. */
   constructor(get, last) {
     this.get = get;
     this.last = last;
@@ -70,7 +70,7 @@ export class Trace {
     put(this.result);
     say(this.words, send ? "The request is sent again." : "The server waits for a request, for a minute at most. Send one now.");
     try {
-      const asked = this.get("debug/trace", { signal: stopper.signal });
+      const asked = this.get(stopper.signal);
       asked.catch(() => {});
       if (send) {
         await new Promise((resolve) => setTimeout(resolve, 300)); // the server hears of the trace first
