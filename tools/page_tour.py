@@ -181,6 +181,13 @@ class Tour:
         self.tab.until(f"{every('.lane .turn')}.length > {turns} && {IDLE} && {ANSWER}.querySelector('.foot button')")
         assert not self.tab.look(f"{ANSWER}.querySelector('.error')?.textContent ?? ''")
 
+    def late_refusal(self, key: str) -> None:
+        """A refusal of a key that was replaced meanwhile does not ask for a key again."""
+        api = "import(document.querySelector('script').src.replace('main.js', 'api.js'))"
+        late = f"{api}.then(({{send, setKey}}) => {{ setKey('old'); const asked = send('v1/models'); setKey('{key}');"
+        assert self.tab.look(f"{late} return asked.catch((error) => error.status); }})") == 401
+        assert not self.tab.look("document.getElementById('key-dialog').open")
+
     def refused(self) -> None:
         """A request that is refused gives its text back, and stays out of the conversation and of the export."""
         tab, words = self.tab, "A request that is refused"
@@ -406,7 +413,7 @@ class Tour:
         self.view("timeline")
         tab.write(one('[aria-label="Search requests"]'), "length")
         long = "Number(row.cells[3].textContent) > 50 && Number(row.cells[2].textContent) > 150"
-        tab.click(f"{every('#part-timeline tbody tr')}.find((row) => {long})?.querySelector('button')")
+        tab.click(f"{every('.two-columns > div:first-child tbody tr')}.find((row) => {long})?.querySelector('button')")
         tab.until(f"{every('svg.timeline rect')}.length > 2")
         tab.write(one('[aria-label="Search requests"]'), tab.look(f"{one('.timeline-box h3')}.textContent")[:2])
         self.picture("timeline")
@@ -502,6 +509,7 @@ def tour_of_mock(tab: Tab, url: str, axe: str) -> None:
     """Chat with a server whose device is the mock, with an API key, and watch it."""
     tour = Tour(tab, url, None, axe)
     tour.start(KEY)
+    tour.late_refusal(KEY)
     tour.refused()
     tour.ask("Hello")
     tour.own_life()
