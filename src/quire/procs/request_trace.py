@@ -182,18 +182,18 @@ class _Recording:
             self._recorder.__exit__(None, None, None)
 
     def _whole(self) -> TracedRequest:
+        told = [(one, one.executor.control("trace", {"on": False, "folded": True})) for one in self._traced]
         shown: Shown = set()
         found = self._found
         found.calls = [fold(call, shown) for call in found.calls]
         for step in found.steps:
             step.calls = [fold(call, shown) for call in step.calls]
-        if self._owner is not None:
-            told = [(one, one.executor.control("trace", {"on": False, "folded": True})) for one in self._traced]
-            ranks = msgspec.convert(next(calls for one, calls in told if one is self._owner), list[list[Span]])
-            for rank, calls in enumerate(ranks):
-                for step, own in zip(self._ran, by_step(calls, self._skipped), strict=False):
-                    if step is not None and own:
-                        step.calls.append(self._runner(rank, len(ranks), own))
+        own = next((calls for one, calls in told if one is self._owner), [])
+        ranks = msgspec.convert(own, list[list[Span]])
+        for rank, calls in enumerate(ranks):
+            for part, spans in zip(self._ran, by_step(calls, self._skipped), strict=False):
+                if part is not None and spans:
+                    part.calls.append(self._runner(rank, len(ranks), spans))
         return found
 
     def _runner(self, rank: int, ranks: int, calls: list[Span]) -> Span:
