@@ -29,7 +29,6 @@ from typing import Any
 
 import measure_core
 from measure_http import mock_server
-from measure_http_client import END
 from process_time import cpu_seconds
 from quire.engine.core import EngineCore
 from quire.entry.cli.table import format_table
@@ -209,11 +208,12 @@ class _Sockets:
         while True:
             for key, _ in self._selector.select():
                 try:
-                    self.ended |= key.fileobj.recv(1 << 18).endswith(END)  # type: ignore[union-attr]
+                    self.ended |= key.fileobj.recv(1 << 18).endswith(LAST)  # type: ignore[union-attr]
                 except OSError:
                     pass  # it was left
 
 
+LAST = b"\r\n0\r\n\r\n"  # the last chunk of an answer
 SERVED_STEP_MS, SERVED_TOKENS, SERVED_SECONDS = 50.0, 3900, 4.0
 SERVED = {"none": 0, "1 page": 1, "10 pages": 10, "1 that reads nothing": -1}  # readers of the stream
 
