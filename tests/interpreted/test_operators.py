@@ -23,7 +23,7 @@ from triton.runtime.interpreter import TensorHandle
 OPERATORS = {"add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor"}
 SHAPES: tuple[tuple[int, ...], ...] = ((), (4,), (1,), (4, 2), (4, 1), (1, 2), (2, 4))
 TYPES = (tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.bfloat16)
-NUMBERS = (0, 3, -2, 1 << 40, 0.0, -0.0, 0.1, 1e-40, 1e39, float("inf"), float("nan"), True)
+NUMBERS = (0, 3, -2, 1 << 40, -0.0, 0.0, 0.1, 1e-40, 1e39, float("inf"), float("nan"), True)
 
 
 @triton.jit
