@@ -179,10 +179,11 @@ def _compare_at_once(core: Any, semantic: Any) -> None:
 
 
 def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return what makes an operator of tensors from Triton's own one, by name.
+    """Return what makes an operator of tensors, or `load`, from Triton's own one, by name.
 
-    Numbers of one type are computed by one call of NumPy, which also spreads shapes. Triton would check types several
-    times, and write both sides spread first. All else goes Triton's way, and so does all with its debugging.
+    Numbers of one type, and whole ones of 32 and 64 bits, are computed by one call of NumPy, which also spreads shapes.
+    Triton would check types several times, and write both sides spread first. All else goes Triton's way, and so does
+    all with its debugging.
     """
     core, np = interpreter.tl.core, interpreter.np
     builder, tensor, constexpr, handle = (
@@ -191,6 +192,7 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
     words = [core.int32, core.int64]
     whole = [*words, core.int8, core.int16, core.uint8, core.uint16, core.uint32, core.uint64]
     numbers = [*whole, core.float16, core.float32, core.float64]
+    wide = np.dtype(np.int64)
     constants: dict[tuple[Any, ...], Any] = {}
 
     def constant(value: Any, dtype: Any) -> Any:
@@ -201,43 +203,92 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
             known = type(value) is float and dtype is core.float32 and (not value or 2**-126 <= abs(value) < 2**127)
         return handle(np.array([value or 0], np.dtype(dtype.name.replace("fp", "float"))), dtype) if known else None
 
-    def right(left: Any, other: Any) -> tuple[Any, Any]:
-        """Return the numbers of the right side and the type of the result's tensor; None for Triton's way."""
+    def right(left: Any, other: Any, dtype: Any) -> tuple[Any, Any]:
+        """Return the numbers of the right side and the type of a result of such numbers; None for Triton's way."""
+        if type(other) is tensor:
+            kind = left.type
+            if left.shape is not other.shape:
+                one, more = _targets(left.shape, other.shape)
+                if (sizes := more if one is None else one) is None:
+                    return None, None
+                kind = _block(core, dtype, sizes)
+            elif dtype is not left.dtype:
+                kind = kind.with_element_ty(dtype)
+            return other.handle, kind
         if type(other) is constexpr:
             other = other.value
-        if type(other) is tensor:
-            if left.shape is other.shape:
-                return other.handle, left.type
-            one, more = _targets(left.shape, other.shape)
-            sizes = more if one is None else one
-            return (None, None) if sizes is None else (other.handle, _block(core, left.dtype, sizes))
         key = type(other), other, id(left.dtype)
         if key not in constants:
             constants[key] = constant(other, left.dtype)
         return constants[key], left.type
 
     def operator(function: Any, dtypes: list[Any], compared: bool = False) -> Callable[[Any], Any]:
-        known = {id(one) for one in dtypes}
+        known, long = {id(one) for one in dtypes}, {id(one) for one in words}
 
         def make(slow: Any) -> Any:
             def call(self: Any, other: Any) -> Any:
-                dtype = self.dtype
-                if id(dtype) not in known or (type(other) is tensor and other.dtype is not dtype):
+                left, dtype = self.handle, self.dtype
+                number, expected = left.dtype.scalar, left.data.dtype
+                if id(dtype) not in known:
                     return slow(self, other)
-                given, kind = right(self, other)
+                if type(other) is tensor and other.dtype is not dtype:
+                    if id(dtype) not in long or id(other.dtype) not in long:
+                        return slow(self, other)
+                    number = dtype = core.int64
+                    expected = wide
+                given, kind = right(self, other, dtype)
                 if given is None:
                     return slow(self, other)
-                left = self.handle
                 found = function(left.data, given.data)
                 if compared:
                     kind = kind.with_element_ty(core.int1)
-                elif found.dtype != left.data.dtype:
+                elif found.dtype != expected:
                     return slow(self, other)
-                return tensor(handle(found, left.dtype.scalar), kind)
+                return tensor(handle(found, number), kind)
 
             return call
 
         return make
+
+    def reverse(function: Any) -> Callable[[Any], Any]:
+        """An operator whose left side is a number of Python."""
+        known = {id(one) for one in numbers}
+
+        def make(slow: Any) -> Any:
+            def call(self: Any, other: Any) -> Any:
+                if id(self.dtype) not in known or type(other) is tensor:
+                    return slow(self, other)
+                given, kind = right(self, other, self.dtype)
+                if given is None:
+                    return slow(self, other)
+                found = function(given.data, self.handle.data)
+                return tensor(handle(found, self.dtype), kind) if found.dtype == given.data.dtype else slow(self, other)
+
+            return call
+
+        return make
+
+    def loaded(slow: Any) -> Any:
+        def call(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
+            """Masks as large as the pointers, and zeros elsewhere."""
+            value = other.value if type(other) is constexpr else other
+            zeros = value is None or (type(value) in (int, float) and not value)
+            if named or type(pointer) is not tensor or type(pointer.dtype) is not core.pointer_type or not zeros:
+                return slow(pointer, mask, other, **named)
+            if mask is None:
+                if value is not None:
+                    return slow(pointer, mask, other)
+            elif type(mask) is not tensor or mask.dtype is not core.int1 or mask.shape is not pointer.shape:
+                return slow(pointer, mask, other)
+            dtype, data = pointer.dtype.element_ty, pointer.handle.data
+            if dtype is core.int1 or type(dtype) is core.pointer_type:
+                return slow(pointer, mask, other)
+            here = np.ones(data.shape, bool) if mask is None else mask.handle.data
+            kind = interpreter._get_np_dtype(dtype)
+            found = interpreter._interpreter.load(data, here, np.zeros(data.shape, kind), kind)
+            return tensor(handle(found, dtype), pointer.type.with_element_ty(dtype))
+
+        return call
 
     def added(slow: Any) -> Any:
         add, offsets = operator(np.add, numbers)(slow), {id(one) for one in (*words, core.int16, core.int8)}
@@ -247,7 +298,7 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
                 return add(self, other)
             if type(other) is not tensor or id(other.dtype) not in offsets:
                 return slow(self, other)
-            given, kind = right(self, other)
+            given, kind = right(self, other, self.dtype)
             return slow(self, other) if given is None else tensor(builder.create_addptr(self.handle, given), kind)
 
         return call
@@ -261,6 +312,10 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
         "__add__": added,
         "__sub__": operator(np.subtract, numbers),
         "__mul__": operator(np.multiply, numbers),
+        "__radd__": reverse(np.add),
+        "__rsub__": reverse(np.subtract),
+        "__rmul__": reverse(np.multiply),
+        "load": loaded,
         **{f"__{name}__": operator(function, numbers, compared=True) for name, function in compared.items()},
         **{f"__{name}__": operator(function, [*whole, core.int1]) for name, function in bits.items()},
     }
@@ -268,7 +323,7 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
 
 def _call_at_once(interpreter: Any, operators: dict[str, Callable[[Any], Any]]) -> None:
     """Call functions of the language with their semantics, without a check that these are given."""
-    of_tensors = interpreter.tl.core.tensor
+    owners = interpreter.tl.core.tensor, interpreter.tl.core, interpreter.tl
 
     def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
@@ -278,7 +333,7 @@ def _call_at_once(interpreter: Any, operators: dict[str, Callable[[Any], Any]]) 
             return function(*given, **named)
 
         made = call
-        if owner is of_tensors and name in operators:
+        if name in operators and owner in owners:
             made = operators[name](call)
             made.__wrapped__ = call  # type: ignore[attr-defined]
         scope.set_attr(owner, name, made)
