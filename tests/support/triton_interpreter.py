@@ -122,7 +122,7 @@ def _targets(left: Any, right: Any) -> tuple[tuple[int, ...] | None, tuple[int, 
             both, fits = ours or theirs, not ours or not theirs
         to = (tuple(both) if fits and one != both else None for one in (ours, theirs))
         found = _SPREAD[key] = left, right, *to
-    return found[2:]  # type: ignore[return-value]
+    return found[2:]
 
 
 def _block(core: Any, scalar: Any, sizes: tuple[int, ...]) -> Any:
@@ -186,9 +186,8 @@ def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
     all with its debugging.
     """
     core, np = interpreter.tl.core, interpreter.np
-    builder, tensor, constexpr, handle = (
-        interpreter.interpreter_builder, core.tensor, core.constexpr, interpreter.TensorHandle
-    )  # fmt: skip
+    builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
+    tensor, constexpr = core.tensor, core.constexpr
     words = [core.int32, core.int64]
     whole = [*words, core.int8, core.int16, core.uint8, core.uint16, core.uint32, core.uint64]
     numbers = [*whole, core.float16, core.float32, core.float64]
@@ -335,7 +334,7 @@ def _call_at_once(interpreter: Any, operators: dict[str, Callable[[Any], Any]]) 
         made = call
         if name in operators and owner in owners:
             made = operators[name](call)
-            made.__wrapped__ = call  # type: ignore[attr-defined]
+            made.__wrapped__ = call
         scope.set_attr(owner, name, made)
 
     interpreter._patch_attr = patch
