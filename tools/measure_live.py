@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--served", action="store_true", help="measure a whole server")
     parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="of --served: turns of each case (default: 5)"
+        "--rounds", type=int, default=4, metavar="N", help="of --served: turns of each case (default: 4)"
     )
     args = parser.parse_args()
     if args.served:
