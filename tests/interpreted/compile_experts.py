@@ -1,6 +1,7 @@
 """Compiles routing and experts for sm_90, at the sizes of real models; prints the name of each kernel."""
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
+from quire.kernels.routing import triton_normed
 from quire.kernels.weight_only import pairs_in_tiles
 
 from ..support.full import FULL, full_rows
@@ -48,6 +50,8 @@ def check(made: Made) -> None:
         assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx), made
     if made.name == "_product_kernel" and made.options["num_stages"] > 1 and "TOP_K" in given:
         assert ("wgmma" if given.get("TALL", True) or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
+    if made.name == "_normed_kernel":
+        assert made.stack == 0 and made.loads_ahead >= 1, (made.stack, made)
     if made.name == "_packed_kernel":
         on_hopper = made.options["target"].arch >= 90
         assert ("wgmma" if on_hopper else "mma.sync") in made.ptx and "cp.async" in made.ptx, made
@@ -109,6 +113,20 @@ def launch_quantized(
     module.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
 
+def launch_router(plan: Routing, tokens: int, hidden: int, *, eight_bits: bool = False) -> None:
+    """Launch norm, router and choice in one kernel."""
+    scored = triton_normed.Scored(
+        empty(hidden),
+        1e-6,
+        empty(plan.num_experts, hidden),
+        None,
+        empty(512, dtype=torch.int32),
+        True,
+        empty(plan.num_experts, dtype=torch.float32) if plan.correction else None,
+    )
+    triton_normed.route(empty(tokens, hidden), scored, plan, empty(tokens, dtype=torch.bool), eight_bits=eight_bits)
+
+
 def decodes() -> None:
     """Routing; few tokens of Qwen3-30B-A3B with and without dependent launches, and a rank of eight of DeepSeek-V3."""
     absent_gpu()
@@ -123,6 +141,10 @@ def decodes() -> None:
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         launch(16 if dependent else 1, 128, 8, 2048, 768)
+    for tokens in (1, 16):
+        launch_router(QWEN, tokens, 2048, eight_bits=tokens > 1)
+        launch_router(replace(DEEPSEEK, num_experts=64, top_k=6), tokens, 2048)
+    launch_router(DEEPSEEK, 4, 7168, eight_bits=True)
     launch(64, 32, 8, 7168, 2048, mapped=True)
     for tokens in (1, 16):
         launch(tokens, 32, 4, 2880, 2880, form=GPT_OSS)

@@ -118,7 +118,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
-    "routing": {"triton": TRITON, "ref": REFERENCE},
+    "routing": {"triton": replace(TRITON, features=frozenset({"norm"})), "ref": REFERENCE},
     "quantize": {"ref": REFERENCE},
     "experts": {
         "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join"}),

@@ -6,13 +6,16 @@ back.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.args.experts import MoEArgs
+from quire.contracts.scheme import Wire
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.pack.matrix import Weight, empty_weight
@@ -24,6 +27,7 @@ from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -45,6 +49,10 @@ class Router(nn.Module):
         self.scale: Tensor | None = None  # of the norm, over the root of the hidden size
         self.stored: Tensor | None = None  # the same as the checkpoint has it
         self.expert_scale: Tensor | None = None
+        self.joined: ModuleType | None = None  # kernel that norms, scores and chooses at once
+        if "norm" in build.kernels.features("routing") and build.linears[at].layout == "cuda":
+            self.joined = importlib.import_module("quire.kernels.routing.triton_normed")
+            self.counters: Tensor = self.joined.empty_counters(build.device)
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Pack the weight, and move weight, bias, correction and scales to the layer's device. See `Loads`.
@@ -72,6 +80,32 @@ class Router(nn.Module):
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
         weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.expert_scale)
         return weights, ids
+
+    def joins(self, x: Tensor, norm: Norm | None) -> bool:
+        """Return True when `normed` can take the rows x [T, hidden] of the residual stream."""
+        if self.joined is None or not self.joined.ENABLED or norm is None or norm.args.centered or self.eps:
+            return False
+        fits: bool = self.joined.fits(x, self.packed.weight, self.routing)
+        return fits
+
+    def normed(
+        self, x: Tensor, norm: Norm, live: Tensor | None, wire: Wire | None
+    ) -> tuple[Tensor, QuantizedRows | None, Routed]:
+        """Return norm(x) of x [T, hidden], the same in the form of `wire` (None: not), and `forward` of it."""
+        assert self.joined is not None, "see `joins`"
+        scored = self.joined.Scored(
+            norm.weight,
+            norm.eps,
+            self.packed.weight,
+            self.packed.bias,
+            self.counters,
+            self.exact,
+            self.correction,
+            self.expert_scale,
+        )
+        powers = wire is not None and wire.powers
+        y, rows, *routed = self.joined.route(x, scored, self.routing, live, eight_bits=wire is not None, powers=powers)
+        return y, rows, (routed[0], routed[1])
 
 
 class Experts(nn.Module):
@@ -123,6 +157,13 @@ class Experts(nn.Module):
         return dict(
             zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)), strict=True)
         )
+
+    def wire(self, rows: int) -> Wire | None:
+        """Return the form in which the kernel takes `rows` rows that are quantized already; None: it quantizes them."""
+        scheme = self.schemes["gate_up"]
+        if scheme is None or "quantized rows" not in self.plan.features or rows <= self.kernel.MOST_FEW:
+            return None
+        return scheme.wire if scheme.wire.group else None
 
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
@@ -189,17 +230,38 @@ class MoE(nn.Module):
 
         residual   None: x
         """
-        residual, read = x if residual is None else residual, branch.read(x)
+        residual = x if residual is None else residual
+        if self.choose is None and branch.plain and self.router.joins(x, branch.before):
+            assert branch.before is not None
+            wire = self.experts.wire(len(x)) if self._alone else None
+            read, narrow, routed = self.router.normed(x, branch.before, ctx.live, wire)
+            return self.added(read if narrow is None else narrow, read, residual, ctx, routed)
+        read = branch.read(x)
         scored = x if self.router.eps else read
         if branch.plain:
             return self.added(read, scored, residual, ctx)
         return branch.join(self.added(read, scored, torch.zeros_like(residual), ctx), residual)
 
-    def added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`. scored: what the router reads."""
+    @property
+    def _alone(self) -> bool:
+        """True if nothing but the routed experts of this rank reads their input, as it is."""
+        return self.shared is None and self.exchange is None and not self.weigh_inputs
+
+    def added(
+        self,
+        x: Tensor | QuantizedRows,
+        scored: Tensor,
+        hidden: Tensor,
+        ctx: StepContext,
+        routed: Routed | None = None,
+    ) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
+
+        scored   input of the router;  routed  its result, if the router has run
+        """
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = (self.choose or self.router)(scored, ctx.live)
+            weights, ids = routed or (self.choose or self.router)(scored, ctx.live)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:
