@@ -120,11 +120,12 @@ def launch_router(plan: Routing, tokens: int, hidden: int, *, eight_bits: bool =
         1e-6,
         empty(plan.num_experts, hidden),
         None,
-        empty(512, dtype=torch.int32),
+        empty(544, dtype=torch.int32),
         True,
         empty(plan.num_experts, dtype=torch.float32) if plan.correction else None,
     )
-    triton_normed.route(empty(tokens, hidden), scored, plan, empty(tokens, dtype=torch.bool), eight_bits=eight_bits)
+    forms = triton_normed.Forms(eight_bits=eight_bits, sorts=tokens > 1)
+    triton_normed.route(empty(tokens, hidden), scored, plan, empty(tokens, dtype=torch.bool), forms)
 
 
 def decodes() -> None:

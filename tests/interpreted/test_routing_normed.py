@@ -13,6 +13,8 @@ from torch import Tensor
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.args.experts import Routing
 from quire.kernels import triton_runtime
+from quire.kernels.experts import triton as experts
+from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.norm import ref as norm
 from quire.kernels.quantize.triton import GROUP, quantize
 from quire.kernels.routing import ref, triton_normed
@@ -72,8 +74,8 @@ def make(plan: Routing, rows: int, columns: int, *, exact: bool, biased: bool) -
 def test_as_norm_product_and_choice(plan: Routing, rows: int, columns: int, exact: bool, biased: bool) -> None:
     """The three operations give the same rows and weights, to the last bits of sums, and the same experts."""
     x, scored = make(plan, rows, columns, exact=exact, biased=biased)
-    y, narrow, weights, ids = triton_normed.route(x, scored, plan, eight_bits=False)
-    assert narrow is None
+    y, narrow, weights, ids = triton_normed.route(x, scored, plan)
+    assert narrow is None and isinstance(ids, Tensor)
     torch.testing.assert_close(y, norm.rms_norm(x, scored.norm, scored.eps), rtol=8e-3, atol=0)
     logits = y.float() @ scored.weight.float().t() + (0 if scored.bias is None else scored.bias.float())
     given = logits if exact else logits.bfloat16()
@@ -91,7 +93,7 @@ def test_as_norm_product_and_choice(plan: Routing, rows: int, columns: int, exac
 def test_again_the_same_bits_and_rows_that_are_not_live() -> None:
     x, scored = make(QWEN3, 4, 256, exact=True, biased=False)
     live = torch.tensor([True, False, True, False])
-    first, second = (triton_normed.route(x, scored, QWEN3, live, eight_bits=False) for _ in range(2))
+    first, second = (triton_normed.route(x, scored, QWEN3, live) for _ in range(2))
     for one, other in zip(first[2:], second[2:], strict=True):
         assert torch.equal(one, other)
     assert (first[3] < 0).all(1).tolist() == (~live).tolist()
@@ -102,10 +104,24 @@ def test_ties_and_no_numbers() -> None:
     x, scored = make(QWEN3, 2, 256, exact=True, biased=False)
     scored.weight.zero_()
     x[1] = float("nan")
-    _, _, weights, ids = triton_normed.route(x, scored, QWEN3, eight_bits=False)
-    assert ids[0].tolist() == list(range(8)) and len(set(ids[1].tolist())) == 8
+    _, _, weights, ids = triton_normed.route(x, scored, QWEN3)
+    assert isinstance(ids, Tensor) and ids[0].tolist() == list(range(8)) and len(set(ids[1].tolist())) == 8
     torch.testing.assert_close(weights[0], torch.full([8], 0.125))
     assert weights[1].isnan().all()
+
+
+@pytest.mark.parametrize("plan", [QWEN3, SIGMOID])
+def test_sorted_pairs(plan: Routing) -> None:
+    """Order and starts are those of the kernel that sorts, also with rows that choose no experts; then again."""
+    x, scored = make(plan, 6, 256, exact=True, biased=False)
+    live = torch.tensor([True, False, True, True, False, True])
+    for _ in range(2):
+        ids = triton_normed.route(x, scored, plan, live, triton_normed.Forms(sorts=True))[3]
+        assert isinstance(ids, SortedIds) and ids.ids.shape == (6, plan.top_k)
+        order, starts = experts._sort(ids.ids, None, plan.num_experts)
+        assert torch.equal(ids.starts, starts)
+        assert torch.equal(ids.order[: starts[-1]], order[: starts[-1]])
+        assert not scored.counters.any()
 
 
 @pytest.mark.parametrize("powers", [False, True])
@@ -113,16 +129,16 @@ def test_ties_and_no_numbers() -> None:
 def test_eight_bits(rows: int, powers: bool) -> None:
     """Codes and scales have the bits that `quantize` makes of the normed rows."""
     x, scored = make(QWEN3, rows, 384, exact=False, biased=False)
-    y, narrow, _, _ = triton_normed.route(x, scored, QWEN3, eight_bits=True, powers=powers)
+    y, narrow, _, _ = triton_normed.route(x, scored, QWEN3, None, triton_normed.Forms(eight_bits=True, powers=powers))
     codes, scales = quantize(y, GROUP, powers=powers)
     assert narrow is not None and narrow.scales.shape == (rows, 3)
     assert torch.equal(narrow.values.view(torch.uint8), codes[:rows].view(torch.uint8))
     assert torch.equal(narrow.scales, scales[:, :rows].t())
 
 
-@pytest.mark.parametrize(("family", "rows"), [("qwen3_moe", 1), ("qwen3_moe", 4), ("deepseek_v2", 1)])
+@pytest.mark.parametrize(("family", "rows"), [("qwen3_moe", 1), ("qwen3_moe", 4), ("qwen3_moe", 8), ("deepseek_v2", 1)])
 def test_layer(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer with experts gives the results of the separate kernels, with two launches less."""
+    """A layer with experts gives the results of the separate kernels, with two launches less, or three if it sorts."""
     args = parse_checkpoint_config(tiny_config(Tiny(family=family)))
     ops = operations(args)
     kernels = select_kernels("cuda", "bfloat16", ops=ops, head_dim=max(one.head_dim for one in args.attending))
@@ -141,6 +157,6 @@ def test_layer(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.inference_mode(), launches() as made:
             found.append(block.mlp(x.clone(), block.mlp_branch, ctx))
         counts.append(made.total())
-    assert counts[0] - counts[1] == 2 and made["_normed_kernel"] == 1, made
-    assert made["_norm_kernel"] == made["_route_kernel"] == 0, made
+    assert counts[0] - counts[1] == 2 + (rows > 4) and made["_normed_kernel"] == 1, made
+    assert made["_norm_kernel"] == made["_route_kernel"] == made["_sort_kernel"] == 0, made
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))

@@ -121,10 +121,10 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "routing": {"triton": replace(TRITON, features=frozenset({"norm"})), "ref": REFERENCE},
     "quantize": {"ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2"}),
+        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "sorted ids"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "sorted ids"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
-                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
+                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows", "sorted ids"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},
                                       lacks=_WIDE_GROUPS),
         "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},

@@ -18,6 +18,7 @@ from quire.args.experts import MoEArgs
 from quire.contracts.scheme import Wire
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
+from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
@@ -33,6 +34,7 @@ from quire.layers.norm import Norm
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
 BESIDE = range(5, 257)
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
+Chosen = tuple[Tensor, Tensor | SortedIds]  # the same, perhaps with sorted pairs
 
 
 class Router(nn.Module):
@@ -89,9 +91,12 @@ class Router(nn.Module):
         return fits
 
     def normed(
-        self, x: Tensor, norm: Norm, live: Tensor | None, wire: Wire | None
-    ) -> tuple[Tensor, QuantizedRows | None, Routed]:
-        """Return norm(x) of x [T, hidden], the same in the form of `wire` (None: not), and `forward` of it."""
+        self, x: Tensor, norm: Norm, live: Tensor | None, wire: Wire | None, *, sorts: bool
+    ) -> tuple[Tensor, QuantizedRows | None, Chosen]:
+        """Return norm(x) of x [T, hidden], the same in the form of `wire` (None: not), and `forward` of it.
+
+        sorts   the pairs (token, chosen expert) are sorted, if they are few enough
+        """
         assert self.joined is not None, "see `joins`"
         scored = self.joined.Scored(
             norm.weight,
@@ -103,9 +108,10 @@ class Router(nn.Module):
             self.correction,
             self.expert_scale,
         )
-        powers = wire is not None and wire.powers
-        y, rows, *routed = self.joined.route(x, scored, self.routing, live, eight_bits=wire is not None, powers=powers)
-        return y, rows, (routed[0], routed[1])
+        sorts = sorts and len(x) * self.routing.top_k <= self.joined.MOST_SORTED
+        forms = self.joined.Forms(wire is not None, wire is not None and wire.powers, sorts)
+        y, narrow, weights, ids = self.joined.route(x, scored, self.routing, live, forms)
+        return y, narrow, (weights, ids)
 
 
 class Experts(nn.Module):
@@ -165,6 +171,10 @@ class Experts(nn.Module):
             return None
         return scheme.wire if scheme.wire.group else None
 
+    def sorts(self, rows: int) -> bool:
+        """Return True if the kernel sorts the pairs (token, chosen expert) of so many rows, unless they are sorted."""
+        return "sorted ids" in self.plan.features and rows > self.kernel.MOST_FEW
+
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
         return self.kernel.empty(self.num_experts, self._one("gate_up"), self._one("down"), self.device, self.form)
@@ -178,7 +188,7 @@ class Experts(nn.Module):
         self,
         x: Tensor | QuantizedRows,
         weights: Tensor,
-        ids: Tensor,
+        ids: Tensor | SortedIds,
         residual: Tensor | None,
         *join: Callable[[], bool],
     ) -> Tensor:
@@ -234,7 +244,8 @@ class MoE(nn.Module):
         if self.choose is None and branch.plain and self.router.joins(x, branch.before):
             assert branch.before is not None
             wire = self.experts.wire(len(x)) if self._alone else None
-            read, narrow, routed = self.router.normed(x, branch.before, ctx.live, wire)
+            sorts = self._places and self.experts.sorts(len(x))
+            read, narrow, routed = self.router.normed(x, branch.before, ctx.live, wire, sorts=sorts)
             return self.added(read if narrow is None else narrow, read, residual, ctx, routed)
         read = branch.read(x)
         scored = x if self.router.eps else read
@@ -247,13 +258,18 @@ class MoE(nn.Module):
         """True if nothing but the routed experts of this rank reads their input, as it is."""
         return self.shared is None and self.exchange is None and not self.weigh_inputs
 
+    @property
+    def _places(self) -> bool:
+        """True if the router's numbers of experts are places on this rank, and nothing else reads them."""
+        return self.slots is None and self.exchange is None and self.experts.expert_map is None and not self.on_routing
+
     def added(
         self,
         x: Tensor | QuantizedRows,
         scored: Tensor,
         hidden: Tensor,
         ctx: StepContext,
-        routed: Routed | None = None,
+        routed: Chosen | None = None,
     ) -> Tensor:
         """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
 
@@ -263,13 +279,16 @@ class MoE(nn.Module):
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
             weights, ids = routed or (self.choose or self.router)(scored, ctx.live)
             if self.on_routing is not None:
+                assert isinstance(ids, Tensor)
                 self.on_routing(weights, ids)
             if self.slots is not None:
+                assert isinstance(ids, Tensor)
                 ids = self.slots.take(ids)
             own = x  # the experts' input
             if self.weigh_inputs:
                 own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
             if self.exchange is not None:
+                assert isinstance(ids, Tensor) and isinstance(own, Tensor)
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)

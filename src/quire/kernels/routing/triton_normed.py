@@ -20,6 +20,7 @@ from quire.args.experts import Routing
 from quire.config.env import fewer_launches
 from quire.contracts.scheme import GROUP
 from quire.kernels import pdl
+from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import magnitude, scale_of, to_eight_bits
@@ -31,6 +32,7 @@ MOST_ROWS = 16
 MOST_COMPARED = 128  # experts up to which each key is compared with all others; with more, registers are spilled
 MOST_COLUMNS = 8192  # a program holds a row in registers
 PROGRAMS = 128  # of all tokens together
+MOST_SORTED = 128  # pairs (token, chosen expert): each is compared with all others
 APART = 32  # numbers between two counters: each has a line of memory of its own
 
 
@@ -56,8 +58,11 @@ class Scored:
 
 
 def empty_counters(device: torch.device) -> Tensor:
-    """Return the counters of a router: programs of each token that have ended. The last one sets its token's to 0."""
-    return torch.zeros(MOST_ROWS * APART, dtype=torch.int32, device=device)
+    """Return the counters of a router: programs of each token that have ended, and tokens whose experts are chosen.
+
+    The last program, or token, sets the counter to 0.
+    """
+    return torch.zeros((MOST_ROWS + 1) * APART, dtype=torch.int32, device=device)
 
 
 def fits(x: Tensor, weight: object, routing: Routing) -> bool:
@@ -72,21 +77,38 @@ def fits(x: Tensor, weight: object, routing: Routing) -> bool:
     )
 
 
-def route(
-    x: Tensor, scored: Scored, routing: Routing, live: Tensor | None = None, *, eight_bits: bool, powers: bool = False
-) -> tuple[Tensor, QuantizedRows | None, Tensor, Tensor]:
-    """Norm x [T, K] of at most 16 rows, and choose experts; return (normed, rows in 8 bits or None, weights, ids).
+@dataclass(frozen=True)
+class Forms:
+    """The forms in which the experts take their rows.
 
     eight_bits   return the normed rows in e4m3 as well, with a scale for each 128 columns; K is a multiple of 128
     powers       these scales are rounded up to powers of two
+    sorts        return sorted pairs, of at most MOST_SORTED
     """
+
+    eight_bits: bool = False
+    powers: bool = False
+    sorts: bool = False
+
+
+PLAIN = Forms()
+
+
+def route(
+    x: Tensor, scored: Scored, routing: Routing, live: Tensor | None = None, forms: Forms = PLAIN
+) -> tuple[Tensor, QuantizedRows | None, Tensor, Tensor | SortedIds]:
+    """Norm x [T, K] of at most 16 rows, and choose experts; return (normed, rows in 8 bits or None, weights, ids)."""
     (rows, columns), k, experts, device = x.shape, routing.top_k, routing.num_experts, x.device
     normed = torch.empty((rows, columns), dtype=x.dtype, device=device)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     weights = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int32, device=device)
-    codes = scales = None
-    if eight_bits:
+    codes = scales = order = starts = None
+    if forms.sorts:
+        assert rows * k <= MOST_SORTED, f"{rows} rows of {k} experts"
+        order = torch.empty(rows * k, dtype=torch.int32, device=device)
+        starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    if forms.eight_bits:
         assert columns % GROUP == 0, f"{columns} columns"
         codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty((columns // GROUP, rows), dtype=torch.float32, device=device)
@@ -108,6 +130,8 @@ def route(
         scored.counters,
         weights,
         ids,
+        order,
+        starts,
         x.stride(0),
         rows,
         scored.eps,
@@ -119,8 +143,11 @@ def route(
         each // cols,
         parts,
         APART,
+        MOST_ROWS,
         scored.exact,
-        powers,
+        forms.powers,
+        bucket(rows * k) if forms.sorts else 0,
+        bucket(experts),
         bucket(size) * bucket(routing.num_groups) <= MOST_COMPARED,
         k,
         experts,
@@ -137,10 +164,11 @@ def route(
         num_warps=min(16, max(4, wide // 256)),
         **pdl.options(in_pdl),
     )
-    return normed, None if codes is None else QuantizedRows(codes, scales.t(), x.dtype), weights, ids
+    narrow = None if codes is None or scales is None else QuantizedRows(codes, scales.t(), x.dtype)
+    return normed, narrow, weights, ids if order is None or starts is None else SortedIds(ids, order, starts)
 
 
-@jit(do_not_specialize=["stride_s"])
+@jit(do_not_specialize=["rows"])
 def _normed_kernel(
     x,
     norm,
@@ -156,8 +184,10 @@ def _normed_kernel(
     counters,
     weights,
     ids,
+    order,
+    starts,
     stride,
-    stride_s,
+    rows,
     eps,
     normalize_eps,
     scaling,
@@ -167,8 +197,11 @@ def _normed_kernel(
     STEPS: tl.constexpr,
     PARTS: tl.constexpr,
     APART: tl.constexpr,
+    MOST: tl.constexpr,
     EXACT: tl.constexpr,
     POWERS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SPAN: tl.constexpr,
     COMPARES: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -191,11 +224,13 @@ def _normed_kernel(
     norm, eps            [K] weight of the RMS norm; added to the mean square
     weight, bias         [EXPERTS, K] contiguous; [EXPERTS] or None
     normed               [T, K] contiguous, output
-    codes, scales        [T, K] e4m3; [K / 128, T] float32, stride_s from group to group: outputs, or both None
-    logits, counters     [T, EXPERTS] float32, scratch; [T] int32, APART numbers from token to token, zeros
+    codes, scales        [T, K] e4m3; [K / 128, T] float32: outputs, or both None
+    logits, counters     [T, EXPERTS] float32, scratch; see `empty_counters`, APART numbers from one to the next
+    order, starts        see `SortedIds`: outputs, or both None;  rows  T
     live .. BY_LOGITS    as in `triton._route_kernel`; normalize_eps is its `eps`, TOP_K its K
     K, WIDE              inputs; padded to a power of two
     EXACT, POWERS        logits are not rounded; scales are powers of two
+    PAIRS, SPAN          T * TOP_K and EXPERTS, padded to a power of two; used where pairs are sorted
     COMPARES             an expert's place is the number of keys above its own; False: the largest is taken TOP_K times
     """
     if PDL:
@@ -235,7 +270,7 @@ def _normed_kernel(
         group = tl.arange(0, WIDE // 128)
         parted = tl.reshape(values, [WIDE // 128, 128])
         scale = scale_of(tl.max(magnitude(parted), 1), 448, POWERS)
-        tl.store(scales + group * stride_s + row, scale, mask=(group < K // 128) & (group % PARTS == part))
+        tl.store(scales + group * rows + row, scale, mask=(group < K // 128) & (group % PARTS == part))
         narrow = tl.reshape(to_eight_bits(parted, scale[:, None], 448), [1, WIDE])
         tl.store(codes + row * K + lane, narrow, mask=own)
     if before == PARTS - 1:
@@ -267,3 +302,28 @@ def _normed_kernel(
         if live is not None:
             flat = tl.where(tl.load(live + row), flat, -1)
         tl.store(ids + row * TOP_K + place, flat, mask=chosen)
+        if order is not None:
+            tl.debug_barrier()  # the token's experts are written before it is counted
+            tokens = counters + MOST * APART
+            if tl.atomic_add(tokens, 1, sem="acq_rel") == rows - 1:
+                tl.store(tokens, 0)
+                _sort(ids, order, starts, rows * TOP_K, EXPERTS, PAIRS, SPAN)
+
+
+@jit
+def _sort(ids, order, starts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SPAN: tl.constexpr):
+    """Sort up to PAIRS pairs by expert, in one program. See `SortedIds`; SPAN  EXPERTS, padded to a power of two."""
+    pair, span = tl.arange(0, PAIRS), tl.arange(0, SPAN)
+    HALF: tl.constexpr = (PAIRS + 1) // 2  # of the other pairs, so that comparisons have registers
+    found = tl.load(ids + pair, mask=pair < pairs, other=-1, cache_modifier=".cg")
+    mine = tl.where(found < 0, SPAN, found) * PAIRS + pair  # pairs of no expert come last
+    at, first = tl.zeros([PAIRS], tl.int32), tl.zeros([SPAN], tl.int32)
+    for start in range(0, PAIRS, HALF):
+        other = start + tl.arange(0, HALF)
+        theirs = tl.load(ids + other, mask=other < pairs, other=-1, cache_modifier=".cg")
+        theirs = tl.where(theirs < 0, SPAN, theirs) * PAIRS + other
+        at += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
+        first += tl.sum((theirs[None, :] < span[:, None] * PAIRS).to(tl.int32), 1)
+    tl.store(order + at, pair, mask=found >= 0)
+    tl.store(starts + span, first, mask=span < EXPERTS)
+    tl.store(starts + EXPERTS, tl.sum((found >= 0).to(tl.int32), 0))
