@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.args.experts import Routing
+from quire.contracts.scheme import Scheme
 from quire.kernels import triton_runtime
+from quire.kernels.experts import scaled
 from quire.kernels.experts import triton as experts
 from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.norm import ref as norm
@@ -21,13 +24,14 @@ from quire.kernels.routing import ref, triton_normed
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, StepContext
-from quire.layers.decoder import Decoder
+from quire.layers.decoder import Decoder, DecoderBlock
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 
 from ..support.filled_models import experts_plan, fill, normal
 from ..support.launches import launches
+from ..support.quantized_cases import make_matrix
 from ..support.tiny_models import Tiny, tiny_config
 
 if not triton_runtime.INTERPRETED:
@@ -136,10 +140,9 @@ def test_eight_bits(rows: int, powers: bool) -> None:
     assert torch.equal(narrow.scales, scales[:, :rows].t())
 
 
-@pytest.mark.parametrize(("family", "rows"), [("qwen3_moe", 1), ("qwen3_moe", 4), ("qwen3_moe", 8), ("deepseek_v2", 1)])
-def test_layer(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer with experts gives the results of the separate kernels, with two launches less, or three if it sorts."""
-    args = parse_checkpoint_config(tiny_config(Tiny(family=family)))
+def made_block(family: str, **changes: int) -> DecoderBlock:
+    """Return a layer with experts of a random model in bfloat16, with the kernels of a GPU."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family=family)) | changes)
     ops = operations(args)
     kernels = select_kernels("cuda", "bfloat16", ops=ops, head_dim=max(one.head_dim for one in args.attending))
     params = layout(args)
@@ -147,9 +150,14 @@ def test_layer(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = experts_plan(args, "bfloat16", "cuda", "")
     named = {param.name: param for param in params}
     model = Decoder(args, params, Build(torch.bfloat16, torch.device("cpu"), kernels, named, linears, moe=moe))
-    fill(model, normal(0.3))
-    block = next(layer for layer in model.layers if layer.experts is not None)
-    x = torch.randn(rows, args.hidden_size).bfloat16()
+    fill(model, normal(0.1))
+    return next(layer for layer in model.layers if layer.experts is not None)
+
+
+def compare(block: DecoderBlock, rows: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Compare a block's experts with the separate kernels. Return the number of launches that are saved."""
+    assert block.mlp is not None and block.experts is not None
+    x = torch.randn(rows, block.experts.hidden_size).bfloat16()
     ctx = StepContext(torch.arange(rows), (), [])
     found, counts = [], []
     for enabled in (False, True):
@@ -157,6 +165,31 @@ def test_layer(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.inference_mode(), launches() as made:
             found.append(block.mlp(x.clone(), block.mlp_branch, ctx))
         counts.append(made.total())
-    assert counts[0] - counts[1] == 2 + (rows > 4) and made["_normed_kernel"] == 1, made
-    assert made["_norm_kernel"] == made["_route_kernel"] == made["_sort_kernel"] == 0, made
+    left = [made[f"_{name}_kernel"] for name in ("norm", "route", "sort", "quantize")]
+    assert made["_normed_kernel"] == 1 and not any(left), made
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))
+    return counts[0] - counts[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "saved"), [("qwen3_moe", 1, 2), ("qwen3_moe", 4, 2), ("qwen3_moe", 8, 3), ("deepseek_v2", 1, 2)]
+)
+def test_layer(family: str, rows: int, saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with experts gives the results of the separate kernels, with fewer launches."""
+    assert compare(made_block(family), rows, monkeypatch) == saved
+
+
+@pytest.mark.parametrize(("rows", "saved"), [(1, 2), (6, 4)])
+def test_layer_of_eight_bits(rows: int, saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of FP8 blocks get their rows in 8 bits."""
+    block = made_block("qwen3_moe", hidden_size=128)
+    own = block.experts.experts
+    scheme = Scheme(values="e4m3", block=(128, 128), inputs="group")
+    cpu, count = torch.device("cpu"), own.num_experts
+    pairs = [(make_matrix(scheme, 256, 128, cpu), make_matrix(scheme, 128, 128, cpu)) for _ in range(count)]
+    own.kernel, own.packed = scaled, scaled.empty(count, *pairs[0], cpu)
+    for place, pair in enumerate(pairs):
+        scaled.put(own.packed, place, *pair)
+    own.schemes = {"gate_up": scheme, "down": scheme}
+    own.plan = replace(own.plan, features=("quantized rows", "sorted ids"))
+    assert compare(block, rows, monkeypatch) == saved

@@ -169,7 +169,8 @@ class Experts(nn.Module):
         scheme = self.schemes["gate_up"]
         if scheme is None or "quantized rows" not in self.plan.features or rows <= self.kernel.MOST_FEW:
             return None
-        return scheme.wire if scheme.wire.group else None
+        group = scheme.wire.group
+        return scheme.wire if group and self.shapes["gate_up"][1] % group == 0 else None
 
     def sorts(self, rows: int) -> bool:
         """Return True if the kernel sorts the pairs (token, chosen expert) of so many rows, unless they are sorted."""
