@@ -18,6 +18,7 @@ from quire.answers.grammar import GrammarCompiler
 from quire.answers.grammar_trial import GrammarTrial
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import PoolingPlan
+from quire.assemble.adapter_slots import adapter_slots
 from quire.assemble.early_checks import check_early
 from quire.assemble.feature_lines import OFF, turned_on
 from quire.assemble.loaded import Loading, Parts
@@ -396,6 +397,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         compiler=compiler,
         store=store,
     )
+    core.scheduler.roster.adapters = adapter_slots(plan)
     try:
         return publish_events(core, config, replica)
     except ConfigError:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.config.bundled import NAME
-from quire.config.engine import EngineConfig, by_part, check_types, flat_names, option
+from quire.config.engine import EngineConfig, by_part, check_types, flat_names
+from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
 WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (the running ones included), not ten times

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import EngineDead, QueueFull, UserError
 from quire.contracts.output import (
     BY_HANDLE,
@@ -154,6 +155,10 @@ class Replicas:
         for finish in outputs.finished:
             self._homes.pop(finish.handle, None)
         return outputs
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raise an error if the replicas serve no adapters, or the adapter does not fit the model."""
+        self.cores[0].check_adapter(adapter)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""

@@ -30,6 +30,7 @@ from quire.kernels.select import (
     choose_kernels,
     choose_linears,
 )
+from quire.plan.adapters import SlotPlan, plan_slots
 from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import check_sequences, resolve_batch
@@ -176,6 +177,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return resolve_offload(self.config)
 
     @property
+    def adapters(self) -> SlotPlan | None:
+        """The memory of an adapter's slot on this rank; None: requests cannot name adapters."""
+        config = self.config.adapters
+        return plan_slots(self.args, self.params, config, self.machine.device) if config.enable_lora else None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         own = unpacked_bytes(self.params, self.dtype.dtype)
@@ -304,7 +311,7 @@ def resolve_engine(
     kernels = choose_kernels(
         device,
         dtype.dtype,
-        ops=operations(args, blends),
+        ops=operations(args, blends, config.adapters.enable_lora),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
         attention_features=attention_features(inputs, args),
@@ -336,7 +343,7 @@ def resolve_engine(
         mesh=Mesh(parallel=parallel, rank=rank),
         params=keep_stored(params, dtype, kernels, moe),
         kernels=kernels,
-        linears=linear_plans(args, params, kernels),
+        linears=linear_plans(args, params, kernels, adapted=config.adapters.enable_lora),
         moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),

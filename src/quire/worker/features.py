@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quire.contracts.step import I32, StepPlan
+from quire.kernels.lora import AdapterRows
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.kernels.step.upload import Change
 from quire.layers.context import StepContext
@@ -83,6 +84,10 @@ class StepFeature:
     ) -> None:
         """Launch work on the output of the layers, hidden [T, hidden], before the final norm. Recorded."""
 
+    def head(self, shape: StepShape) -> AdapterRows | None:
+        """Return the adapters of the rows of the head; None: no row has one. Recorded for a step of decodes."""
+        return None
+
     def computed(self, plan: StepPlan, hidden: Tensor) -> Results | None:
         """Launch work on the hidden states of a step with prompts. Return a function that gives results, or None.
 
@@ -132,6 +137,7 @@ class Features:
     context: Hooked
     run_layers: Hooked
     layers_done: Hooked
+    head: Hooked
     computed: Hooked
     logits: Hooked
     sampled: Hooked

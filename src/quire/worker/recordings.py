@@ -78,7 +78,7 @@ class LayerRecordings(Recorder):
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
         sequences = 0 if ctx.states is None else len(ctx.states.slots)
         kind = len(hidden), any(meta.shared is not None for meta in ctx.attention), sequences
-        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles and ctx.adapters is None
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
@@ -124,6 +124,7 @@ class LayerRecordings(Recorder):
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",
+            "steps with adapters": "their products are PyTorch's",
         }
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, *_), why in sorted(self.obstacles.items())}
 
