@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from quire.adapters.slots import AdapterRules, adapter_rules
 from quire.contracts.adapters import Adapter
 from quire.engine.adapters import AdapterSlots
-from quire.plan.adapters import AdapterRules, adapter_rules
 from quire.plan.engine import EnginePlan
 from quire.weights.adapter_files import read_adapter
 

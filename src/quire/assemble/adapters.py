@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
+from quire.adapters.slots import SlotPlan, adapter_rules
 from quire.kernels.lora import AdapterWeights
 from quire.layers.adapters import AdaptedExpansion, AdaptedProduct, AdapterBank, attach
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
-from quire.plan.adapters import SlotPlan, adapter_rules
 from quire.plan.engine import EnginePlan
 from quire.worker.adapter_slices import read_held
 
@@ -33,7 +33,7 @@ def add_slots(model: Decoder, plan: EnginePlan, slots: SlotPlan) -> AdapterBank:
             a=bank.view(linear.at_a, len(linear.modules) * rank, linear.width),
             b=bank.view(linear.at_b, linear.rows, rank),
             ranks=ranks,
-            runs=tuple((run.module, run.first, run.count) for run in linear.runs),
+            runs=tuple((run.module, run.first, run.rows) for run in linear.runs),
         )
         if (expansion := owners.get(linear.at)) is not None:
             products[linear.at] = AdaptedExpansion(weights, expansion.heads(linear.rows), expansion.nope_dim)

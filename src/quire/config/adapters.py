@@ -1,5 +1,6 @@
 """Options of adapters (LoRA): small matrices that are added to the weights for the requests that name them."""
 
+import json
 from dataclasses import dataclass
 
 from quire.config.option import option
@@ -49,3 +50,49 @@ def check_adapters(config: AdapterConfig) -> None:
         )
     if not all(config.lora_target_modules):
         raise ConfigError("lora_target_modules: a name must not be empty: leave the option out for all modules.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedAdapterConfig:
+    """Names of adapters."""
+
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapters that requests may name as their model: NAME=PATH, or JSON such as "
+        '{"name": "sql", "path": "/adapters/sql"}; a path is a folder or an id on the hub',
+    )
+    lora_folder: str | None = option(
+        None, "folder of adapters: a request may name any folder in it as its model, which is read at first use"
+    )
+    allow_runtime_lora_updating: bool = option(
+        False, "let /v1/load_lora_adapter and /v1/unload_lora_adapter change the names of adapters: for trusted callers"
+    )
+
+
+def read_modules(given: tuple[str, ...]) -> dict[str, str]:
+    """Return name -> path of the adapters of `lora_modules`. Raises `ConfigError`."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, path = _read_module(text)
+        if name in found:
+            raise ConfigError(f"lora_modules names {name!r} twice: leave one out.")
+        found[name] = path
+    return found
+
+
+def _read_module(text: str) -> tuple[str, str]:
+    wrong = ConfigError(f'lora_modules={text!r}: give NAME=PATH, or {{"name": "...", "path": "..."}}.')
+    if not text.lstrip().startswith("{"):
+        name, equal, path = text.partition("=")
+        if not (name and equal and path):
+            raise wrong
+        return name, path
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise wrong from None
+    unknown = sorted(value.keys() - {"name", "path", "base_model_name"})
+    name, path = value.get("name"), value.get("path")
+    if unknown or not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise wrong
+    return name, path

@@ -9,7 +9,6 @@ from quire.config.checkpoints import read_places
 from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
-
 CPU_TOKENS = 2048  # token budget of a step
 SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")

@@ -103,7 +103,7 @@ class AdapterSlots:
         return jobs
 
     def finished(self, reports: Iterable[AdapterLoaded]) -> tuple[list[Request], list[tuple[Request, RequestFailed]]]:
-        """Apply the reports of loads. Return the requests that hold their adapter now, and those that cannot have it."""
+        """Apply reports of loads. Return the requests that hold their adapter now, and those that cannot have it."""
         ready, failed = list[Request](), list[tuple[Request, RequestFailed]]()
         for report in reports:
             slot, adapter = self._loading.pop(report.id)
@@ -135,7 +135,7 @@ class AdapterSlots:
 
     def check_slots(self, live: Iterable[Request]) -> None:
         """Assert that each slot has one use, and that exactly the live requests hold adapters or wait for them."""
-        used = [one.slot for one in (*self._resident.values(), *self._loading.values())]
+        used = [one.slot for one in self._resident.values()] + [one.slot for one in self._loading.values()]
         assert sorted(used + self._free) == list(range(self._num_slots)), "a slot has no use, or two"
         held = {handle for one in self._resident.values() for handle in one.holders}
         waiting = {handle for some in self._waiting.values() for handle in some}
@@ -174,7 +174,7 @@ class AdapterSlots:
         self._num_jobs += 1
         self._held[adapter.digest] = None
         self._held.move_to_end(adapter.digest)
-        used = {one.adapter.digest for one in (*self._resident.values(), *self._loading.values())} | {adapter.digest}
+        used = {*self._resident, *(one.adapter.digest for one in self._loading.values()), adapter.digest}
         spare = [digest for digest in self._held if digest not in used]
         forget = tuple(spare[: max(0, len(self._held) - self._num_held)])
         for digest in forget:

@@ -10,14 +10,13 @@ import msgspec
 
 from quire.answers.grammar import GrammarCompiler
 from quire.config.engine import SchedulerConfig
-from quire.contracts.adapters import NO_ADAPTERS, Adapter
+from quire.contracts.adapters import NO_ADAPTERS
 from quire.contracts.adapters import TAG as ADAPTER
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
 from quire.contracts.step import I32, NO_MASKS, StepCopies, StepPlan, StepResult, StepSync
-from quire.engine.adapters import AdapterSlots
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
 from quire.engine.live_recorder import LiveRecorder
@@ -99,13 +98,8 @@ class EngineCore:
 
     @property
     def _copying(self) -> bool:
-        loading = self.adapters is not None and self.adapters.busy
+        loading = self._roster.adapters is not None and self._roster.adapters.busy
         return loading or (self._store is not None and self._store.busy(writes=self.flushing))
-
-    @property
-    def adapters(self) -> AdapterSlots | None:
-        """The slots of adapters; None: requests name none."""
-        return self._roster.adapters
 
     @property
     def handles(self) -> list[int]:
@@ -134,7 +128,7 @@ class EngineCore:
                 f"{self.facts.block_size} tokens: shorten the prompt, lower max_tokens, or start the engine with a "
                 "higher gpu_memory_utilization or kv_cache_memory_bytes."
             )
-        if new.adapter is not None and self.adapters is None:
+        if new.adapter is not None and self._roster.adapters is None:
             raise InvalidParameter(NO_ADAPTERS, param="model")
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
@@ -219,7 +213,7 @@ class EngineCore:
         self._step += 1
         if sync is not None:
             planned.plan = msgspec.structs.replace(planned.plan, sync=sync)
-        if self.adapters is not None and (jobs := self.adapters.take_jobs()):
+        if self._roster.adapters is not None and (jobs := self._roster.adapters.take_jobs()):
             features = msgspec.structs.replace(planned.plan.features, adapters=jobs)
             planned.plan = msgspec.structs.replace(planned.plan, features=features)
         if self._store is not None:
@@ -283,12 +277,6 @@ class EngineCore:
         self._roster.on_move = [] if self.recorder is None else [self.recorder.moved]
         self._finisher.on_end = [] if self.recorder is None else [self.recorder.ended]
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        """Raise an error if the engine serves no adapters, or the adapter does not fit the model."""
-        if self.adapters is None:
-            raise InvalidParameter(NO_ADAPTERS, param="model")
-        self.adapters.check(adapter)
-
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, in all tiers; running requests keep their blocks.
 
@@ -317,8 +305,8 @@ class EngineCore:
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
         self._roster.check()
-        if self.adapters is not None:
-            self.adapters.check_slots(self._requests.values())
+        if self._roster.adapters is not None:
+            self._roster.adapters.check_slots(self._requests.values())
         running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
         assert len(running) == len(self.scheduler.table)
         assert len(self._grammars) == sum(r.new.grammar is not None for r in self._requests.values())
@@ -366,15 +354,15 @@ class EngineCore:
         self._store.finished(result.copied)
         came, late = self._store.take_ready()
         for handle in came + late:
-            self._roster.blocks_came(self._requests[handle], again=handle in came)
+            self._roster.came(self._requests[handle], again=handle in came)
 
     def _note_adapters(self, result: StepResult) -> None:
         """Apply the reports of loads: queue the requests that waited for an adapter, or end them if it cannot come."""
-        if self.adapters is None or not result.loaded:
+        if self._roster.adapters is None or not result.loaded:
             return
-        ready, failed = self.adapters.finished(result.loaded)
+        ready, failed = self._roster.adapters.finished(result.loaded)
         for request in ready:
-            self._roster.adapter_came(request)
+            self._roster.came(request)
         for request, error in failed:
             del self._requests[request.new.handle]
             self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=error))

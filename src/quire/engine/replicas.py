@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.contracts.adapters import Adapter
-from quire.contracts.errors import EngineDead, QueueFull, UserError
+from quire.contracts.adapters import NO_ADAPTERS, Adapter
+from quire.contracts.errors import EngineDead, InvalidParameter, QueueFull, UserError
 from quire.contracts.output import (
     BY_HANDLE,
     NO_TOKENS,
@@ -155,10 +155,6 @@ class Replicas:
         for finish in outputs.finished:
             self._homes.pop(finish.handle, None)
         return outputs
-
-    def check_adapter(self, adapter: Adapter) -> None:
-        """Raise an error if the replicas serve no adapters, or the adapter does not fit the model."""
-        self.cores[0].check_adapter(adapter)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""
@@ -416,6 +412,14 @@ def _nobody(seconds: float | None) -> object:
 
 
 Core = EngineCore | Replicas  # an engine core, whoever asks it
+
+
+def check_adapter(core: Core, adapter: Adapter) -> None:
+    """Raise an error if an engine serves no adapters, or the adapter does not fit its model."""
+    adapters = (core.cores[0] if isinstance(core, Replicas) else core).scheduler.roster.adapters
+    if adapters is None:
+        raise InvalidParameter(NO_ADAPTERS, param="model")
+    adapters.check(adapter)
 
 
 def flush(core: Core) -> None:

@@ -155,13 +155,6 @@ class Roster:
             self._line_up(request)
             self.tell(request, RequestState.BLOCKED)
 
-    def adapter_came(self, request: Request) -> None:
-        """Queue a request that waited for its adapter."""
-        self.num_blocked -= 1
-        request.to(RequestState.WAITING)
-        self.queue.push(request)
-        self.tell(request, RequestState.BLOCKED)
-
     def await_blocks(self, request: Request) -> None:
         """Take the first request of the queue out of it, until KV blocks of other tiers are on the device."""
         self.queue.pop()
@@ -170,8 +163,11 @@ class Roster:
         self.num_blocked += 1
         self.tell(request, RequestState.WAITING)
 
-    def blocks_came(self, request: Request, *, again: bool) -> None:
-        """Queue a request that waited for KV blocks of other tiers. `again`: it may wait for more of them."""
+    def came(self, request: Request, *, again: bool = True) -> None:
+        """Queue a request that waited for KV blocks of other tiers, or for its adapter.
+
+        again   False: it waits for no more blocks
+        """
         self.num_blocked -= 1
         request.num_fetches = request.num_fetches if again else MOST_FETCHES
         request.to(RequestState.WAITING)

@@ -44,7 +44,7 @@ class AdapterFolders:
         return [path for name in (CONFIG, WEIGHTS) if (path := folder / name).is_file()]
 
     def _folder(self, path: str) -> Path:
-        """Return the folder of an adapter. Of a repository its config comes first, and is checked before its weights."""
+        """Return the folder of an adapter. In a repository the config is checked before the weights."""
         folder = Path(path).expanduser()
         if folder.is_dir():
             return folder.resolve()
@@ -89,10 +89,10 @@ class NamedAdapters:
         if not request.lora_path:
             if known is None:
                 raise InvalidParameter(
-                    f"adapter {shown(request.lora_name)} is unknown: give its folder as lora_path.", param="lora_request"
+                    f"adapter {shown(request.lora_name)} is unknown: give its folder as lora_path.",
+                    param="lora_request",
                 )
             return known, False
         found = self._folders.find(request.lora_name, request.lora_path)
         self._names[request.lora_name] = found
         return found, known is None or known.digest != found.digest
-

@@ -57,7 +57,9 @@ def beam_search(
         flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
         if not flat:
             break
-        outputs = generate([Prompt(token_ids=list(b.tokens), cache_salt=b.salt, adapter=b.adapter) for _, b in flat], step)
+        outputs = generate(
+            [Prompt(token_ids=list(b.tokens), cache_salt=b.salt, adapter=b.adapter) for _, b in flat], step
+        )
         candidates: list[list[_Beam]] = [[] for _ in starts]
         for (i, beam), output in zip(flat, outputs, strict=True):
             candidates[i] += _grown(beam, output, eos)
@@ -74,9 +76,7 @@ def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Bea
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     return [
-        replace(
-            beam, tokens=(*beam.tokens, token), logprob=beam.logprob + entry.logprob, finished=token in eos
-        )
+        replace(beam, tokens=(*beam.tokens, token), logprob=beam.logprob + entry.logprob, finished=token in eos)
         for token, entry in logprobs[0].items()
     ]
 

@@ -170,10 +170,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: Adapters = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`."""
+        """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`.
+
+        others   `lora_request`, and the arguments that `generate` refuses by name
+        """
+        lora_request: Adapters = others.pop("lora_request", None)
         check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -278,7 +281,9 @@ class LLM:
     def _adapted(self, prompts: list[Prompt], given: Adapters) -> list[Prompt]:
         """Return the prompts with the adapters of `lora_request`; those of new ones are checked against the model."""
         asked = read_requests(given, len(prompts))
-        found = {one: check_adapter(self.engine, self._adapters, one) for one in dict.fromkeys(asked) if one is not None}
+        found = {
+            one: check_adapter(self.engine, self._adapters, one) for one in dict.fromkeys(asked) if one is not None
+        }
         return [
             prompt if one is None else replace(prompt, adapter=found[one])
             for prompt, one in zip(prompts, asked, strict=True)

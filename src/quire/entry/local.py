@@ -6,6 +6,7 @@ from typing import Any
 from quire.assemble.engine import Engine
 from quire.contracts.adapters import Adapter, LoRARequest
 from quire.contracts.errors import InvalidParameter
+from quire.engine.replicas import check_adapter as check_fit
 from quire.entry.adapters import NamedAdapters
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt, piece_prompt
@@ -31,7 +32,7 @@ def check_adapter(engine: Engine, named: NamedAdapters, request: LoRARequest) ->
     """Return the adapter of a request. Raises a `UserError` if it cannot be read, or does not fit the model."""
     adapter, new = named.find(request)
     if new:
-        engine.core.check_adapter(adapter)
+        check_fit(engine.core, adapter)
     return adapter
 
 

@@ -30,7 +30,6 @@ from quire.kernels.select import (
     choose_kernels,
     choose_linears,
 )
-from quire.plan.adapters import SlotPlan, plan_slots
 from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import check_sequences, resolve_batch
@@ -175,12 +174,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def offload(self) -> OffloadPlan:
         """The tiers of KV blocks below the device."""
         return resolve_offload(self.config)
-
-    @property
-    def adapters(self) -> SlotPlan | None:
-        """The memory of an adapter's slot on this rank; None: requests cannot name adapters."""
-        config = self.config.adapters
-        return plan_slots(self.args, self.params, config, self.machine.device) if config.enable_lora else None
 
     @property
     def weight_bytes(self) -> int:

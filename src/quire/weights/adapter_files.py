@@ -2,7 +2,8 @@
 
 y += scale * B (A x), with A = `lora_A.weight` [r, inputs] and B = `lora_B.weight` [outputs, r]. The tensors, not
 `target_modules`, say which modules an adapter changes. scale = alpha / r, or alpha / sqrt(r) with `use_rslora`; r and
-alpha may differ by module (`rank_pattern`, `alpha_pattern`). Source: github.com/huggingface/peft, tuners/lora. No torch.
+alpha may differ by module (`rank_pattern`, `alpha_pattern`). Source: github.com/huggingface/peft, tuners/lora.
+No torch.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 from quire.contracts.adapters import Adapter
 from quire.contracts.errors import AdapterError, WeightsError, shown
 from quire.contracts.text_table import read_rows
-from quire.weights.files import AGAIN, StoredTensor, read_header
+from quire.weights.files import AGAIN, StoredTensor, known_name, read_header
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG = 4 << 20  # bytes
@@ -70,12 +71,12 @@ def tail_of(module: str) -> str:
 
     Wrappers of models put other names before it. A module outside of the layers has its last name, such as "lm_head".
     """
-    found = _LAYER.search(module)
+    found = _LAYER.search(known_name(f"{module}.weight").removesuffix(".weight"))
     return found[1] if found else module.rpartition(".")[2]
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read config and header of an adapter. Raises `AdapterError` that names the file, the key or tensor, and the fix."""
+    """Read config and header of an adapter. Raises `AdapterError` that names the file, the key or tensor, the fix."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS
     if not path.is_file():
@@ -176,7 +177,9 @@ def _module(path: Path, config: Mapping[str, Any], stored: str, pair: Mapping[st
         raise AdapterError(f"{path} has no {stored}.lora_{missing.pop()}.weight: {AGAIN}")
     a, b = pair["A"], pair["B"]
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
-        raise AdapterError(f"{path}: {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not fit together: {AGAIN}")
+        raise AdapterError(
+            f"{path}: {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not fit together: {AGAIN}"
+        )
     rank = a.shape[0]
     told = _by_pattern(config.get("rank_pattern"), name, config["r"])
     if told != rank:

@@ -1,22 +1,24 @@
-"""The matrices of an adapter as a slot holds them: read from files, cut and ordered as the linear layers of a rank are."""
+"""The matrices of an adapter as a slot holds them: read from files, cut and ordered as the layers of a rank are."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quire.adapters.slots import AdaptedLinear, AdapterRules, SlotPlan
 from quire.contracts.adapters import Adapter
 from quire.contracts.errors import AdapterError
 from quire.kernels.pack.convert import ordered
 from quire.layers.adapters import HeldAdapter
-from quire.plan.adapters import AdaptedLinear, AdapterRules, SlotPlan
 from quire.weights.adapter_files import AdaptedModule, AdapterFiles, digest_of, read_adapter
 from quire.weights.files import AGAIN, StoredTensor
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def read_held(adapter: Adapter, rules: AdapterRules, plan: SlotPlan, dtype: torch.dtype, *, pinned: bool) -> HeldAdapter:
+def read_held(
+    adapter: Adapter, rules: AdapterRules, plan: SlotPlan, dtype: torch.dtype, *, pinned: bool
+) -> HeldAdapter:
     """Read this rank's part of an adapter. pinned: memory that a GPU reads without help
 
     Raises `AdapterError` if the adapter does not fit, or its files are not those that were summed.
@@ -24,7 +26,7 @@ def read_held(adapter: Adapter, rules: AdapterRules, plan: SlotPlan, dtype: torc
     folder = Path(adapter.folder)
     if digest_of(folder) != adapter.digest:
         raise AdapterError(
-            f"the files of adapter {adapter.name!r} in {folder} have changed since they were named: name the adapter anew."
+            f"the files of adapter {adapter.name!r} in {folder} have changed since they were read: load it anew."
         )
     files = read_adapter(folder)
     rules.check(files)
@@ -43,13 +45,13 @@ def _fill(linear: AdaptedLinear, files: AdapterFiles, rank: int, numbers: Tensor
     found: dict[int, tuple[AdaptedModule, Tensor]] = {}
     for number, module in enumerate(linear.modules):
         if (own := files.modules.get(module.tail)) is not None:
-            a[number, : own.rank] = _read(own.a).narrow(1, module.first, module.count)
+            a[number, : own.rank] = _read(own.a).narrow(1, module.first, module.taken)
             found[number] = own, _read(own.b).float() * own.scale
     for run in linear.runs:
         if run.module in found:
             own, whole = found[run.module]
             rows = whole if run.part.axis else whole.narrow(0, run.part.start, run.part.count)
-            b[run.first : run.first + run.count, : own.rank] = ordered(rows, run.part)
+            b[run.first : run.first + run.rows, : own.rank] = ordered(rows, run.part)
     return max((own.rank for own, _ in found.values()), default=0)
 
 

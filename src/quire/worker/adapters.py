@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.contracts.adapters import AdapterLoad, AdapterLoaded
 from quire.contracts.errors import UserError
@@ -109,9 +108,11 @@ class StepAdapters(StepFeature):
     captured    True: steps are captured, so they read the rows' adapters at fixed addresses
     """
 
-    def __init__(self, loader: AdapterLoader, num_slots: int, tokens: int, device: torch.device, *, captured: bool) -> None:
+    def __init__(
+        self, loader: AdapterLoader, num_slots: int, tokens: int, device: torch.device, *, captured: bool
+    ) -> None:
         self._loader, self._device, self._captured = loader, device, captured
-        self.parts = (loader,)
+        self.parts, self.head = (loader,), self._head
         self._of_slot = np.full(num_slots + 1, -1, np.int32)  # adapter of each request's slot
         self._rows, self._heads = NONE, NONE  # adapters of the rows of the step, and of its sampled rows
         self._groups: Groups = ()
@@ -142,7 +143,11 @@ class StepAdapters(StepFeature):
         if np.array_equal(self._sent[0], self._rows):
             return []
         self._sent = self._rows, order
-        return [Change(self._slots, 0, self._rows), Change(self._order, 0, order), Change(self._tiles, 0, tiles.ravel())]
+        return [
+            Change(self._slots, 0, self._rows),
+            Change(self._order, 0, order),
+            Change(self._tiles, 0, tiles.ravel()),
+        ]
 
     def before(self, plan: StepPlan) -> None:
         """Begin the loads of the plan: all earlier steps are launched."""
@@ -157,7 +162,7 @@ class StepAdapters(StepFeature):
         """Return the context with the adapters of the rows, in a step with an adapter."""
         return replace(ctx, adapters=self._of_rows(self._rows, shape)) if shape.adapted else ctx
 
-    def head(self, shape: StepShape) -> AdapterRows | None:
+    def _head(self, shape: StepShape) -> AdapterRows | None:
         """Return the adapters of the sampled rows, in a step with an adapter."""
         if not shape.adapted:
             return None

@@ -42,11 +42,13 @@ class StepFeature:
     recorders record and replay: they read no value of a plan, and get the sizes of the step.
 
     late       work that small steps put off; None: there is none
+    head       returns the adapters of the rows of the head, or None if no row has one; recorded for a step of decodes
     parts      objects whose calls belong to the feature; a trace shows them, too
     controls   operation by name -> function that does it, between two steps; see `Executor.control`
     """
 
     late: LateWork | None = None
+    head: Callable[[StepShape], AdapterRows | None] | None = None
     parts: tuple[object, ...] = ()
     controls: Mapping[str, Callable[..., object]] = {}
 
@@ -83,10 +85,6 @@ class StepFeature:
         self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
     ) -> None:
         """Launch work on the output of the layers, hidden [T, hidden], before the final norm. Recorded."""
-
-    def head(self, shape: StepShape) -> AdapterRows | None:
-        """Return the adapters of the rows of the head; None: no row has one. Recorded for a step of decodes."""
-        return None
 
     def computed(self, plan: StepPlan, hidden: Tensor) -> Results | None:
         """Launch work on the hidden states of a step with prompts. Return a function that gives results, or None.
@@ -137,7 +135,6 @@ class Features:
     context: Hooked
     run_layers: Hooked
     layers_done: Hooked
-    head: Hooked
     computed: Hooked
     logits: Hooked
     sampled: Hooked
@@ -166,6 +163,7 @@ class Features:
     def _set(self, features: Hooked) -> None:
         self.all = features
         self.late = tuple(feature.late for feature in features if feature.late is not None)
+        self.heads = tuple(feature.head for feature in features if feature.head is not None)
         for name in HOOKS:
             has = (one for one in features if getattr(type(one), name) is not getattr(StepFeature, name))
             setattr(self, name, tuple(has))

@@ -136,7 +136,7 @@ class Programs:
     def head(self, sampled: Tensor, shape: StepShape) -> None:
         """Launch the final norm and the head: hidden states [R, hidden] -> logits [R, V]."""
         static = self.recorder.static
-        rows = next(filter(None, (feature.head(shape) for feature in self.features.head)), None)
+        rows = next(filter(None, (of(shape) for of in self.features.heads)), None)
         logits = self.model.head(self.model.norm(sampled), self._logits[: len(sampled)] if static else None, rows)
         if not static:
             self._logits = logits

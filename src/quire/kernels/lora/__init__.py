@@ -1,4 +1,4 @@
-"""Adapters (LoRA; Hu et al., 2021) of a linear layer: y += B (A x) for the rows that have an adapter, each with its own.
+"""Adapters (LoRA; Hu et al., 2021) of a linear layer: y += B (A x), for each row by its own adapter, if it has one.
 
 add(y [T, N], x [T, K], weights, rows)
     Adds to y in place: y[t, n] += sum over j of B[slot, n, j] * (A[slot, module(n) * R + j] . x[t]), summed in float32,
@@ -60,7 +60,9 @@ class AdapterRows:
 Groups = tuple[tuple[int, int, int], ...]
 
 
-def group_rows(slots: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> "tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Groups]":
+def group_rows(
+    slots: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+) -> "tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Groups]":
     """Return the indices of the rows with an adapter, slot by slot, and (slot, first index, end) of each slot."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     order = order[np.searchsorted(slots[order], 0) :]
@@ -71,9 +73,7 @@ def group_rows(slots: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> "tuple[np
 
 def tiles_of(groups: Groups) -> list[tuple[int, int, int]]:
     """Return the tiles of groups, see `AdapterRows`."""
-    return [
-        (slot, first, min(TILE, end - first)) for slot, begin, end in groups for first in range(begin, end, TILE)
-    ]
+    return [(slot, first, min(TILE, end - first)) for slot, begin, end in groups for first in range(begin, end, TILE)]
 
 
 def grouped(slots: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> AdapterRows:

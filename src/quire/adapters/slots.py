@@ -12,6 +12,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.config.adapters import AdapterConfig
 from quire.contracts.errors import AdapterError, listed
 from quire.contracts.params import Param, Part
+from quire.plan.engine import EnginePlan
 from quire.plan.layout import layout
 from quire.plan.linears import NOT_LINEAR, is_linear
 from quire.weights.adapter_files import AdapterFiles, tail_of
@@ -24,22 +25,22 @@ SUFFIX = ".weight"
 class Module(NamedTuple):
     """A module of the model: a stored matrix [outputs, inputs], by the tail of its name.
 
-    first, count   columns of A that the rank reads
+    first, taken   columns of A that the rank reads
     """
 
     tail: str
     outputs: int
     inputs: int
     first: int
-    count: int
+    taken: int
 
 
-class Run(NamedTuple):
-    """Rows first .. first + count - 1 of a linear layer, which belong to a module. part: the slice of its rows"""
+class ModuleRows(NamedTuple):
+    """Rows first .. first + rows - 1 of a linear layer, which belong to a module. part: the slice of its rows"""
 
     module: int
     first: int
-    count: int
+    rows: int
     part: Part
 
 
@@ -55,7 +56,7 @@ class AdaptedLinear(NamedTuple):
 
     at: str
     modules: tuple[Module, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ModuleRows, ...]
     rows: int
     width: int
     at_a: int = 0
@@ -68,6 +69,16 @@ class SlotPlan(NamedTuple):
     rank: int
     size: int
     linears: tuple[AdaptedLinear, ...]
+
+    def num_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a slot, in a dtype of so many bytes."""
+        return self.size * item_bytes
+
+
+def slot_plan(plan: EnginePlan) -> SlotPlan | None:
+    """Return the memory of a slot on the rank of a plan; None: its engine serves no adapters."""
+    config = plan.config.adapters
+    return plan_slots(plan.args, plan.params, config, plan.machine.device) if config.enable_lora else None
 
 
 def plan_slots(args: ModelArgs, params: Iterable[Param], config: AdapterConfig, device: str) -> SlotPlan:
@@ -84,9 +95,7 @@ def plan_slots(args: ModelArgs, params: Iterable[Param], config: AdapterConfig, 
     return SlotPlan(rank, size, tuple(made))
 
 
-def adapted_linears(
-    args: ModelArgs, params: Iterable[Param], targets: Sequence[str] = ()
-) -> Iterator[AdaptedLinear]:
+def adapted_linears(args: ModelArgs, params: Iterable[Param], targets: Sequence[str] = ()) -> Iterator[AdaptedLinear]:
     """Yield the linear layers that adapters may change. targets: last names of their modules; (): all
 
     Layers that draft are those of the base model, so no adapter changes them. Nor does any change the embedding.
@@ -111,14 +120,14 @@ def _adaptable(args: ModelArgs, param: Param) -> bool:
 
 
 def _linear(param: Param, head: bool, targets: Sequence[str]) -> AdaptedLinear | None:
-    modules, runs, first = dict[str, Module](), list[Run](), 0
+    modules, runs, first = dict[str, Module](), list[ModuleRows](), 0
     for part in param.parts:
         tail = HEAD if head else tail_of(part.stored.removesuffix(SUFFIX))
         outputs, inputs = part.matrix
         if not targets or tail.rpartition(".")[2] in targets:
             columns = (part.start, part.count) if part.axis else (0, inputs)
             modules.setdefault(tail, Module(tail, outputs, inputs, *columns))
-            runs.append(Run(list(modules).index(tail), first, part.rows, part))
+            runs.append(ModuleRows(list(modules).index(tail), first, part.rows, part))
         first += part.rows
     if not runs:
         return None
@@ -148,7 +157,7 @@ class AdapterRules(NamedTuple):
             where = f"{files.folder}: {module.name}"
             if tail in self.others:
                 raise AdapterError(
-                    f"{where} is not among lora_target_modules: add {tail.rpartition('.')[2]} to them, or leave them out."
+                    f"{where} is not among lora_target_modules: add {tail.rpartition('.')[2]}, or leave the option out."
                 )
             if tail not in self.sizes:
                 if ".experts." in tail:
@@ -179,6 +188,8 @@ def adapter_rules(args: ModelArgs, config: AdapterConfig) -> AdapterRules:
     own = [one for one in every if not targets or one.tail.rpartition(".")[2] in targets]
     if targets and not own:
         known = sorted({one.tail.rpartition(".")[2] for one in every})
-        raise AdapterError(f"lora_target_modules: {listed(targets)}: this model has {', '.join(known)}: name some of these.")
+        raise AdapterError(
+            f"lora_target_modules: {listed(targets)}: this model has {', '.join(known)}: name some of these."
+        )
     sizes = {one.tail: (one.outputs, one.inputs) for one in own}
     return AdapterRules(sizes, frozenset(one.tail for one in every) - sizes.keys(), config.max_lora_rank)

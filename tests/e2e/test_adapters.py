@@ -1,0 +1,211 @@
+"""Adapters beside checkpoints into which they are merged by hand, in float32: logits within 1e-4, and greedy tokens.
+
+Batches mix the base model and adapters of several ranks. `--full` runs every family, and some of them on ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams
+from quire.kernels.lora import ref
+
+from ..support.adapters import merge, named, write_adapter
+from ..support.full import FULL, full_rows
+from ..support.tiny_models import FAMILIES
+
+ATOL, NUM_TOKENS = 1e-4, 64 if FULL else 16
+RANKS = (3, 1, 16, 8, 2, 5, 7, 4)  # of the adapters
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=-1)
+ROWS = [("qwen3", {}), ("deepseek_v3", {})]
+MORE = [(family, {}) for family in FAMILIES if family not in ("qwen3", "deepseek_v3")] + [
+    (family, {size: 2})
+    for family in ("qwen3", "deepseek_v2", "mixtral", "phi3", "qwen3_next")
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+]
+
+
+class Merged:
+    """A checkpoint, adapters for it, and the answers of the base model (0) and of each adapter (from 1 on)."""
+
+    def __init__(self, folder: Path, tmp: Path, count: int, **adapter: Any) -> None:
+        self.folder = folder
+        self.adapters = [
+            write_adapter(folder, tmp / f"a{seed}", rank=rank, seed=seed, size=0.06, head=True, **adapter)
+            for seed, rank in enumerate(RANKS[:count])
+        ]
+        self.folders = [folder, *(merge(folder, one, tmp / f"merged-{one.name}") for one in self.adapters)]
+        self.requests: list[LoRARequest | None] = [None, *map(named, self.adapters)]
+
+    def answers(
+        self, engine: Callable[..., LLM], prompts: Sequence[list[int]], params: SamplingParams
+    ) -> list[list[RequestOutput]]:
+        found = []
+        for folder in self.folders:
+            llm = engine(folder, max_logprobs=-1)
+            found.append(llm.generate(prompts, params, use_tqdm=False))
+            llm.close()
+        return found
+
+
+@pytest.fixture
+def merged(tiny: Any, oracle: Any, tmp_path: Path) -> Callable[..., Merged]:
+    """Makes adapters for a family's checkpoint."""
+
+    def make(family: str = "qwen3", count: int = 3, **more: Any) -> Merged:
+        return Merged(oracle(tiny(family=family, **more.pop("spec", {}))).folder, tmp_path, count, **more)
+
+    return make
+
+
+def mixed(count: int, prompts: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """Pairs of a prompt and an adapter such that neighbours differ in both."""
+    return [(prompt, (prompt + turn) % (count + 1)) for turn in range(count + 1) for prompt in range(len(prompts))]
+
+
+def scores(output: RequestOutput) -> np.ndarray:
+    assert output.prompt_logprobs is not None
+    rows = [row for row in output.prompt_logprobs[1:] if row is not None]
+    return np.array([[row[i].logprob for i in range(len(row))] for row in rows])
+
+
+def check(case: Merged, engine: Callable[..., LLM], prompts: Sequence[list[int]], greedy: Any, llm: LLM) -> None:
+    """Compare the greedy tokens of mixed batches, twice, then the log-probabilities of all prompt tokens."""
+    pairs = mixed(len(case.adapters), prompts)
+    given, asked = [prompts[prompt] for prompt, _ in pairs], [case.requests[number] for _, number in pairs]
+    expected = case.answers(engine, prompts, greedy(NUM_TOKENS))
+    for _ in range(2):
+        found = llm.generate(given, greedy(NUM_TOKENS), use_tqdm=False, lora_request=asked)
+        for (prompt, number), output in zip(pairs, found, strict=True):
+            assert output.outputs[0].token_ids == expected[number][prompt].outputs[0].token_ids, (prompt, number)
+    truth = case.answers(engine, prompts, SCORED)
+    found = llm.generate(given, SCORED, use_tqdm=False, lora_request=asked)
+    for (prompt, number), output in zip(pairs, found, strict=True):
+        if len(prompts[prompt]) > 1:
+            np.testing.assert_allclose(scores(output), scores(truth[number][prompt]), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [*ROWS, *full_rows(MORE)], ids=str)
+def test_mixed_batches_answer_as_merged_weights(
+    family: str, ranks: dict[str, int], merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+) -> None:
+    case = merged(family)
+    check(case, engine, prompts, greedy, engine(case.folder, **LORA, max_loras=3, **ranks))
+
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 16, "max_logprobs": -1}
+
+
+@pytest.mark.parametrize("tied", [False, *full_rows([True])])
+def test_eight_adapters_with_drafts_preemption_and_few_slots(
+    tied: bool, merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+) -> None:
+    """Three slots for eight adapters, blocks for half of the requests, and drafts, which are those of the base."""
+    case = merged(count=8, spec={"tied": tied}, use_rslora=True, alpha_pattern={"o_proj": 3})
+    llm = engine(
+        case.folder,
+        **LORA,
+        max_loras=3,
+        max_cpu_loras=5,
+        num_gpu_blocks_override=40,
+        block_size=8,
+        async_depth=2,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )
+    check(case, engine, prompts[:4], greedy, llm)
+    stats = llm.engine.core.scheduler.roster.adapters.stats()
+    assert stats.loads > 8 and stats.failed == 0
+
+
+def test_some_halves_of_fused_layers(merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any) -> None:
+    """q and v without k, up without gate, and modules of other ranks."""
+    chosen = lambda name: name.endswith(("q_proj.weight", "v_proj.weight", "up_proj.weight"))  # noqa: E731
+    case = merged(count=2, chosen=chosen, rank_pattern={"v_proj": 2})
+    llm = engine(case.folder, **LORA, max_loras=2, lora_target_modules=("q_proj", "v_proj", "up_proj", "lm_head"))
+    check(case, engine, prompts[:3], greedy, llm)
+
+
+def test_two_rows_that_change_their_adapters_are_noticed(
+    merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison is red for an engine that mixes up two rows of a step."""
+
+    def swapped(y: Any, x: Any, weights: Any, rows: Any, add: Any = ref.add) -> None:
+        order = rows.order.clone()
+        if len(rows.groups) > 1:
+            first, second = rows.groups[0][1], rows.groups[1][1]
+            order[[first, second]] = order[[second, first]]
+        add(y, x, weights, type(rows)(rows.slots, order, rows.tiles, rows.groups))
+
+    case = merged(count=2)
+    monkeypatch.setattr(ref, "add", swapped)
+    with pytest.raises(AssertionError):
+        check(case, engine, prompts[:3], greedy, engine(case.folder, **LORA, max_loras=2))
+
+
+def test_beams_embeddings_and_streams_of_an_adapter(
+    merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+) -> None:
+    from quire import BeamSearchParams
+
+    case = merged(count=1)
+    base, other = (engine(folder, max_logprobs=-1) for folder in case.folders)
+    llm, adapter = engine(case.folder, **LORA), case.requests[1]
+    beams = BeamSearchParams(beam_width=2, max_tokens=5)
+    for wanted, asked in ((base, None), (other, adapter)):
+        (expected,), (found,) = (
+            wanted.beam_search([prompts[3]], beams),
+            llm.beam_search([prompts[3]], beams, lora_request=asked),
+        )
+        assert [one.tokens for one in found.sequences] == [one.tokens for one in expected.sequences]
+        vectors = [
+            one.embed([prompts[3]], use_tqdm=False, **more)[0].outputs.embedding
+            for one, more in ((wanted, {}), (llm, {"lora_request": asked}))
+        ]
+        np.testing.assert_allclose(*vectors, atol=ATOL)
+        *_, last = llm.stream(prompts[2], greedy(6), lora_request=asked)
+        assert last.outputs[0].token_ids == wanted.generate([prompts[2]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_errors_name_the_fix(merged: Any, engine: Callable[..., LLM], prompts: Any, tmp_path: Path) -> None:
+    case = merged(count=2)
+    one = case.requests[2]
+    with pytest.raises(ValueError, match="--enable-lora"):
+        engine(case.folder).generate(prompts[:1], lora_request=one)
+    llm = engine(case.folder, enable_lora=True, max_lora_rank=2)
+    for request, words in (
+        (case.requests[1], "has rank 3, and max_lora_rank=2: raise --max-lora-rank"),
+        (LoRARequest("gone", 1, str(tmp_path / "gone")), "does not exist: give the folder of an adapter"),
+        (LoRARequest("unnamed"), "adapter 'unnamed' is unknown: give its folder as lora_path"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.generate(prompts[:1], lora_request=request)
+    other = write_adapter(case.folder, tmp_path / "other", rank=1, chosen=lambda name: "q_proj" in name)
+    small = engine(case.folder, enable_lora=True, lora_target_modules=("k_proj",))
+    with pytest.raises(ValueError, match="q_proj is not among lora_target_modules: add q_proj"):
+        small.generate(prompts[:1], lora_request=named(other))
+    assert llm.generate(prompts[:1], SamplingParams(max_tokens=2), lora_request=[one], use_tqdm=False)[0].finished
+
+
+def test_files_that_change_fail_the_requests_of_the_adapter_alone(
+    merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+) -> None:
+    """They are read a second time when the adapter is loaded, after another one took its slot."""
+    case = merged(count=2)
+    llm = engine(case.folder, **LORA, max_loras=1)
+    first, second = case.requests[1:]
+    before = llm.generate(prompts[:1], greedy(5), lora_request=[first], use_tqdm=False)
+    llm.generate(prompts[:1], greedy(5), lora_request=[second], use_tqdm=False)
+    config = case.adapters[0] / "adapter_config.json"
+    text = config.read_text()
+    known = LoRARequest(first.lora_name)  # the content that was read
+    config.write_text(text + " ")
+    failed, fine = llm.generate(prompts[:2], greedy(5), lora_request=[known, None], use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error" and "have changed" in (failed.outputs[0].error or "")
+    assert fine.outputs[0].finish_reason == "length"
+    config.write_text(text)
+    again = llm.generate(prompts[:1], greedy(5), lora_request=[known], use_tqdm=False)
+    assert again[0].outputs[0].token_ids == before[0].outputs[0].token_ids
