@@ -167,7 +167,10 @@ def test_beams_embeddings_and_streams_of_an_adapter(
         ]
         np.testing.assert_allclose(*vectors, atol=ATOL)
         *_, last = llm.stream(prompts[2], greedy(6), lora_request=asked)
-        assert last.outputs[0].token_ids == wanted.generate([prompts[2]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
+        assert (
+            last.outputs[0].token_ids
+            == wanted.generate([prompts[2]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
+        )
 
 
 def test_errors_name_the_fix(merged: Any, engine: Callable[..., LLM], prompts: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _adapters(plan: EnginePlan) -> str:
         return ""
     size = slots.num_bytes(ITEM_BYTES[plan.dtype.dtype])
     return (
-        f"{config.num_slots} on the device, {size / 2**20:,.1f} MiB each on a rank (up to rank {config.max_lora_rank}), "
+        f"{config.num_slots} on the device, {size / 2**20:,.1f} MiB each on a rank (to rank {config.max_lora_rank}), "
         f"{config.num_held} in host memory"
     )
 

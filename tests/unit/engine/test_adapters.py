@@ -120,14 +120,14 @@ def test_random_requests(Rig: Any, depth: int, seed: int) -> None:
     """Many adapters, few slots, few blocks, loads of any length, some of which fail: each answer is its adapter's."""
     dice = random.Random(seed)
     slots = dice.randint(1, 4)
-    rig = Rig(depth, adapters=(slots, slots + dice.randint(0, 3)), loads=[dice.randint(0, 5) for _ in range(7)], blocks=24,
-              slots=dice.randint(2, 6))  # fmt: skip
+    loads, slots_of = [dice.randint(0, 5) for _ in range(7)], (slots, slots + dice.randint(0, 3))
+    rig = Rig(depth, adapters=slots_of, loads=loads, blocks=24, slots=dice.randint(2, 6))
     names = [f"a{number}" for number in range(12)]
     rig.mock.broken |= {adapter(name).digest for name in names[:2]}
     for _ in range(80):
         name = dice.choice(["", *names])
-        handle = rig.add([dice.randint(0, 2) for _ in range(dice.randint(1, 12))], dice.randint(1, 9),
-                         adapter=adapter(name) if name else None)  # fmt: skip
+        prompt = [dice.randint(0, 2) for _ in range(dice.randint(1, 12))]
+        handle = rig.add(prompt, dice.randint(1, 9), adapter=adapter(name) if name else None)
         if dice.random() < 0.1:
             rig.step(dice.randint(0, 3))
             if handle in rig.requests:
