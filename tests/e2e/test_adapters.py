@@ -133,15 +133,15 @@ def test_two_rows_that_change_their_adapters_are_noticed(
 ) -> None:
     """The comparison is red for an engine that mixes up two rows of a step."""
 
-    def swapped(y: Any, x: Any, weights: Any, rows: Any, add: Any = ref.add) -> None:
+    def swapped(x: Any, weights: Any, rows: Any, first: int = 0, shrink: Any = ref.shrink) -> Any:
         order = rows.order.clone()
         if len(rows.groups) > 1:
             first, second = rows.groups[0][1], rows.groups[1][1]
             order[[first, second]] = order[[second, first]]
-        add(y, x, weights, type(rows)(rows.slots, order, rows.tiles, rows.groups))
+        return shrink(x, weights, type(rows)(rows.slots, order, rows.tiles, rows.groups), first)
 
     case = merged(count=2)
-    monkeypatch.setattr(ref, "add", swapped)
+    monkeypatch.setattr(ref, "shrink", swapped)
     with pytest.raises(AssertionError):
         check(case, engine, prompts[:3], greedy, engine(case.folder, **LORA, max_loras=2))
 

@@ -116,7 +116,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
-    "lora": {"ref": REFERENCE},
+    "lora": {"triton": TRITON, "ref": REFERENCE},
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},

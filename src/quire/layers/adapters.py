@@ -3,14 +3,15 @@
 Knows slots and matrices. Knows no files, no requests, and not which adapter is in a slot.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.contracts.adapters import Adapter
-from quire.kernels.lora import AdapterRows, AdapterWeights
+from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
+from quire.kernels.streams import Fork, side_stream
 
 
 class AdaptedProduct:
@@ -22,9 +23,26 @@ class AdaptedProduct:
     def __init__(self, kernel: Any, weights: AdapterWeights) -> None:
         self.weights, self._kernel = weights, kernel
 
-    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """Add B (A x) to y [T, N] in place, for the rows of x [T, K] that have an adapter."""
-        self._kernel.add(y, x, self.weights, rows)
+    def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
+        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter.
+
+        In a captured step A x runs beside the product.
+        """
+        with Fork(side_stream(x.device) if _captured(x) else None) as fork:
+            with fork.beside:
+                inner = self._kernel.shrink(x, self.weights, rows)
+            y = product()
+        self._kernel.expand(y, inner, self.weights, rows)
+        return y
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows, first: int = 0) -> None:
+        """Add B (A x) to y [T, N] in place. x: [T, K], or [T, modules, K], of the step's rows from `first` on"""
+        self._kernel.expand(y, self._kernel.shrink(x, self.weights, rows, first), self.weights, rows, first)
+
+
+def _captured(x: Tensor) -> bool:
+    """Return True while a CUDA graph is captured. In an eager step a fork would cost more than it hides."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class AdaptedExpansion:
@@ -33,34 +51,27 @@ class AdaptedExpansion:
     A key of head h is W_k c + B_k A c of a latent c, and a value W_v c + B_v A c. So a query's product with a latent
     gets q B_k A more, and a sum of values B_v A times the sum of latents. All tokens of a sequence have one adapter.
 
-    weights   matrices of all slots: A [slots, R, L], B [slots, H * (P + V), R]
+    weights   matrices of all slots: A [slots, 1, R, L], B [slots, H * (P + V), R]
     heads, nope_dim   H and P
     """
 
-    def __init__(self, weights: AdapterWeights, heads: int, nope_dim: int) -> None:
-        self._a, self._ranks, self._nope_dim = weights.a, weights.ranks, nope_dim
-        self._b = weights.b.unflatten(1, (heads, -1))
+    def __init__(self, kernel: Any, weights: AdapterWeights, heads: int, nope_dim: int) -> None:
+        a, b, width = weights.a[:, 0], weights.b, weights.b.shape[1] // heads
+        values, latents = width - nope_dim, a.shape[2]
+        keys = b.unflatten(1, (heads, width))[:, :, :nope_dim].transpose(2, 3)  # [slots, H, R, P]
+        queries = tuple(OutputRun(head, head * latents, latents, 0) for head in range(heads))
+        sums = tuple(OutputRun(head, head * values, values, head * width + nope_dim) for head in range(heads))
+        self._queries = AdaptedProduct(kernel, AdapterWeights(keys, a.transpose(1, 2), weights.ranks, queries))
+        every = weights.a.expand(-1, heads, -1, -1)
+        self._sums = AdaptedProduct(kernel, AdapterWeights(every, b, weights.ranks, sums))
 
     def add_queries(self, latents: Tensor, plain: Tensor, rows: AdapterRows, first: int) -> None:
         """Add q B_k A to latents [n, H, L] in place. plain: q [n, H, P] of the step's rows from `first` on"""
-        for slot, own in self._groups(rows, first, len(plain)):
-            inner = torch.einsum("nhp,hpr->nhr", plain[own].float(), self._b[slot, :, : self._nope_dim].float())
-            latents[own] += (inner @ self._a[slot].float()).to(latents.dtype)
+        self._queries.add(latents.flatten(1), plain, rows, first)
 
     def add_values(self, out: Tensor, sums: Tensor, rows: AdapterRows, first: int) -> None:
         """Add B_v A sums to out [n, H, V] in place. sums: [n, H, L] of the step's rows from `first` on"""
-        for slot, own in self._groups(rows, first, len(sums)):
-            inner = sums[own].float() @ self._a[slot].float().t()
-            made = torch.einsum("nhr,hvr->nhv", inner, self._b[slot, :, self._nope_dim :].float())
-            out[own] += made.to(out.dtype)
-
-    def _groups(self, rows: AdapterRows, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield each slot whose adapter changes the layer, and its rows among `count` rows from `first` on."""
-        for slot, begin, end in rows.groups:
-            own = rows.order[begin:end].long() - first
-            own = own[(own >= 0) & (own < count)]
-            if len(own) and int(self._ranks[slot]):
-                yield slot, own
+        self._sums.add(out.flatten(1), sums, rows, first)
 
 
 class HeldAdapter(NamedTuple):
@@ -101,5 +112,5 @@ def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpa
     for module in model.modules():
         at = getattr(module, "at", None) if hasattr(type(module), "adapted") else None
         if at is not None and (product := left.pop(at or "head", None)) is not None:
-            module.adapted = product
+            setattr(module, "adapted", product)  # noqa: B010 - of several classes
     assert not left, f"no layer has the adapters of {sorted(left)}"

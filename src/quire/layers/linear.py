@@ -56,14 +56,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        y: Tensor = self.kernel.run(x, *self.packed)
-        return self.with_adapters(y, x, ctx)
+        return self.adapting(lambda: self.kernel.run(x, *self.packed), x, ctx)
 
-    def with_adapters(self, y: Tensor, x: Tensor, ctx: StepContext) -> Tensor:
-        """Add the products of adapters to the layer's product y of x, in place, and return y."""
-        if ctx.adapters is not None and self.adapted is not None:
-            self.adapted.add(y, x, ctx.adapters)
-        return y
+    def adapting(self, product: Callable[[], Tensor], x: Tensor, ctx: StepContext) -> Tensor:
+        """Return product() of x with the products of adapters added, for the rows that have one."""
+        if ctx.adapters is None or self.adapted is None:
+            return product()
+        return self.adapted.around(product, x, ctx.adapters)
 
     def adapts(self, ctx: StepContext) -> bool:
         """Return True if adapters change the layer in this step: their products need its input and its product."""
@@ -85,8 +84,7 @@ class Linear(nn.Module):
         if self.tp is not None:
             return self.tp.add(self(x, ctx), residual)
         if "add" in self.features:
-            y: Tensor = self.kernel.run_add(x, *self.packed, residual)
-            return self.with_adapters(y, x, ctx)
+            return self.adapting(lambda: self.kernel.run_add(x, *self.packed, residual), x, ctx)
         return residual + self(x, ctx)
 
     def summed(self, x: Tensor, ctx: StepContext) -> Tensor:
@@ -100,8 +98,7 @@ class FloatLinear(Linear):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features] float32."""
-        y: Tensor = self.kernel.run_float(x, *self.packed)
-        return self.with_adapters(y, x, ctx)
+        return self.adapting(lambda: self.kernel.run_float(x, *self.packed), x, ctx)
 
     def fuses(self, norm: Norm) -> bool:
         """Return False: no kernel norms its input and leaves the result in float32."""

@@ -156,7 +156,7 @@ def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
         sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
-        return Graphs(*sizes, joint=limits.joint)
+        return Graphs(*sizes, joint=limits.joint, adapted=limits.adapters)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 

@@ -1,13 +1,19 @@
 """Adapters (LoRA; Hu et al., 2021) of a linear layer: y += B (A x), for each row by its own adapter, if it has one.
 
-add(y [T, N], x [T, K], weights, rows)
-    Adds to y in place: y[t, n] += sum over j of B[slot, n, j] * (A[slot, module(n) * R + j] . x[t]), summed in float32,
-    with slot = rows.slots[t]. Rows without an adapter stay as they are, bit by bit. y has x's dtype or float32. B has
-    the adapter's scale in it. A row's result does not depend on the other rows of the step.
+shrink(x [T, K] or [T, modules, K], weights, rows, first=0) -> inner
+    The products A x of the rows that have an adapter, in a form that only `expand` of the same module reads:
+    inner[t, m, j] = A[slot, m, j] . x[t] (or x[t, m]), summed in float32, with slot = rows.slots[first + t].
+expand(y [T, N], inner, weights, rows, first=0)
+    Adds to y in place: y[t, n] += sum over j of B[slot, n', j] * inner[t, m, j], for the rows n of each run: m is its
+    module, and n' the row of B that belongs to n. Rows without an adapter stay as they are, bit by bit.
+
+y has x's dtype or float32. B has the adapter's scale in it. The products depend on x alone, so `shrink` may run beside
+the product of the layer. x and y are the rows first .. first + T - 1 of the step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,25 +22,40 @@ from torch import Tensor
 TILE = 16  # rows of an adapter that a program takes: the smallest side of a product on a GPU
 
 
+class OutputRun(NamedTuple):
+    """Outputs first .. first + rows - 1 of a layer, which belong to a module. row: the first of their rows of B"""
+
+    module: int
+    first: int
+    rows: int
+    row: int
+
+
 @dataclass(frozen=True)
 class AdapterWeights:
     """Matrices of all slots for a linear layer, as views of the slots' memory.
 
-    a       [slots, modules * R, K]
-    b       [slots, N, R]
+    a       [slots, modules, R, K]
+    b       [slots, rows, R]
     ranks   [slots] int32, ranks of the slot's adapter in this layer; 0: it does not change the layer
-    runs    (module, first row, rows) of the outputs that adapters may change, ascending
+    runs    outputs that adapters may change, ascending
     """
 
     a: Tensor
     b: Tensor
     ranks: Tensor
-    runs: tuple[tuple[int, int, int], ...]
+    runs: tuple[OutputRun, ...]
+    tables: dict[int, Tensor] = field(default_factory=dict, compare=False)  # of kernels, by size of a block of outputs
 
     @property
     def rank(self) -> int:
         """R, the ranks that a module has room for."""
-        return self.b.shape[2]
+        return self.a.shape[2]
+
+    @cached_property
+    def most_outputs(self) -> int:
+        """Outputs of the longest run."""
+        return max(run.rows for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -57,17 +78,16 @@ class AdapterRows:
         return grouped(self.slots[rows].cpu().numpy(), self.slots.device)
 
 
+I32 = np.ndarray[Any, np.dtype[np.int32]]
 Groups = tuple[tuple[int, int, int], ...]
 
 
-def group_rows(
-    slots: "np.ndarray[tuple[int], np.dtype[np.int32]]",
-) -> "tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Groups]":
+def group_rows(slots: I32) -> tuple[I32, Groups]:
     """Return the indices of the rows with an adapter, slot by slot, and (slot, first index, end) of each slot."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     order = order[np.searchsorted(slots[order], 0) :]
     found, firsts = np.unique(slots[order], return_index=True)
-    ends = [*firsts[1:].tolist(), len(order)]
+    ends = [*firsts[1:].tolist(), len(order)][: len(found)]
     return order, tuple(zip(found.tolist(), firsts.tolist(), ends, strict=True))
 
 
@@ -76,9 +96,9 @@ def tiles_of(groups: Groups) -> list[tuple[int, int, int]]:
     return [(slot, first, min(TILE, end - first)) for slot, begin, end in groups for first in range(begin, end, TILE)]
 
 
-def grouped(slots: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> AdapterRows:
+def grouped(slots: I32, device: torch.device) -> AdapterRows:
     """Return the rows of a step with these slots, which the host knows."""
     order, groups = group_rows(slots)
     tiles = np.array(tiles_of(groups), np.int32).reshape(-1, 3)
-    sent: Sequence[Tensor] = [torch.from_numpy(one).to(device) for one in (slots, order, tiles)]
-    return AdapterRows(*sent, groups)
+    sent = (torch.from_numpy(one).to(device) for one in (slots, order, tiles))
+    return AdapterRows(next(sent), next(sent), next(sent), groups)

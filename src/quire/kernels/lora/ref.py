@@ -4,16 +4,24 @@ from torch import Tensor
 
 from quire.kernels.lora import AdapterRows, AdapterWeights
 
+Inner = list[tuple[int, Tensor, Tensor]]  # slot, rows of the step, and their products [rows, modules, R] float32
 
-def add(y: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
-    """Add the products of adapters to y in place. See `quire.kernels.lora`."""
-    rank = weights.rank
-    for slot, first, end in rows.groups:
-        if not int(weights.ranks[slot]):
-            continue
-        own = rows.order[first:end].long()
-        inner = x[own].float() @ weights.a[slot].float().t()
-        for module, begin, count in weights.runs:
-            part = inner[:, module * rank : (module + 1) * rank]
-            made = part @ weights.b[slot, begin : begin + count].float().t()
-            y[own, begin : begin + count] += made.to(y.dtype)
+
+def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> Inner:
+    """Return the products A x of the rows that have an adapter. See `quire.kernels.lora`."""
+    inner = Inner()
+    for slot, begin, end in rows.groups:
+        own = rows.order[begin:end].long() - first
+        own = own[(own >= 0) & (own < len(x))]
+        if len(own) and int(weights.ranks[slot]):
+            read = x[own].float() if x.dim() == 3 else x[own, None].float()
+            inner.append((slot, own, (weights.a[slot].float() @ read[..., None])[..., 0]))
+    return inner
+
+
+def expand(y: Tensor, inner: Inner, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> None:
+    """Add the products B of inner to y in place. See `quire.kernels.lora`."""
+    for slot, own, products in inner:
+        for run in weights.runs:
+            made = products[:, run.module] @ weights.b[slot, run.row : run.row + run.rows].float().t()
+            y[own, run.first : run.first + run.rows] += made.to(y.dtype)
