@@ -6,9 +6,9 @@
 
 Dummy weights, random adapters for all linear layers in bfloat16. Requests of a batch name the adapters in turn. The
 time of a step is the difference of requests of --tokens and of 32 tokens, so prompts and starts are not counted; the
-median of the runs counts. Three kinds of engines: "plain" without adapters, and one for each rank, of which "none" are batches
-whose requests name none. A row has the share of the plain step, and the floor: the bytes of the adapters of the step
-over the bandwidth (--bandwidth, GB/s), added to the plain step.
+median of the runs counts. An engine without adapters is "plain"; there is another one for each rank, and "none" are
+its batches whose requests name no adapter. A row has the share of the plain step, and the floor: the bytes of the
+adapters of the step over the bandwidth (--bandwidth, GB/s), added to the plain step.
 """
 
 import argparse

@@ -169,7 +169,7 @@ def adapted(args: Any, target: str) -> Any:
 
 def answers(args: Any, target: str, limits: Limits, kinds: str) -> dict[int, list[int]]:
     """Greedy tokens of requests for the base model and four adapters, by handle."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_blocks": 31,
         "block_size": BLOCK,
         "vocab_size": args.vocab_size,
@@ -187,8 +187,12 @@ def answers(args: Any, target: str, limits: Limits, kinds: str) -> dict[int, lis
         prompt = np.random.default_rng(handle).integers(0, args.vocab_size, 3 + 4 * handle, dtype=np.uint32)
         adapter = None if kind == " " else Adapter(kind, "", kind)
         spec = SamplerSpec(seed=0, num_prompt=len(prompt), temperature=0.0)
-        asked = {"handle": handle, "request_id": "", "token_ids": prompt.tobytes(), "sampler": spec, "adapter": adapter}
-        core.add(NewRequest(max_tokens=5 if FULL else 3, **asked))
+        num_tokens, packed = 5 if FULL else 3, prompt.tobytes()
+        core.add(
+            NewRequest(
+                handle=handle, request_id="", token_ids=packed, max_tokens=num_tokens, sampler=spec, adapter=adapter
+            )
+        )
         tokens[handle] = []
     while core.has_work:
         outputs = core.step()
