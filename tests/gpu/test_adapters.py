@@ -88,7 +88,7 @@ def test_engines_answer_as_merged_weights(family: str, eager: bool, checkpoint: 
     more = {"enforce_eager": True} if eager else {}
     with engine(folder, enable_lora=True, max_loras=2, max_cpu_loras=3, max_lora_rank=16, **more) as llm:
         asked = [None, *map(named, adapters)]
-        given = {"use_tqdm": False, "lora_request": [asked[number] for _, number in pairs]}
+        given: dict[str, Any] = {"use_tqdm": False, "lora_request": [asked[number] for _, number in pairs]}
         found = llm.generate([PROMPTS[prompt] for prompt, _ in pairs], GREEDY, **given)
         wrong = [
             (prompt, number)
@@ -99,6 +99,6 @@ def test_engines_answer_as_merged_weights(family: str, eager: bool, checkpoint: 
         for (prompt, number), one in zip(pairs, scored, strict=True):
             if prompt:
                 np.testing.assert_allclose(scores(one), truth[number][1][prompt - 1], atol=2e-4, rtol=0)
-        counts = llm.engine.worker.describe()["steps"]
+        counts: Any = llm.engine.worker.describe()["steps"]
     assert not wrong, wrong
     assert eager or counts["replayed"], "captured steps ran"

@@ -140,7 +140,12 @@ class Steps(Executor):
     def facts(self) -> ExecutorFacts:
         return self._facts
 
-    def shutdown(self, *, wait: bool = True) -> None: ...
+    def shutdown(self, *, wait: bool = True) -> None:
+        """Nothing to end."""
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """No workers to tell."""
+        raise NotImplementedError(name)
 
 
 def adapted(args: Any, target: str) -> Any:
