@@ -1,6 +1,8 @@
 """Adapters beside quantized weights, drafts of layers, tiers, CacheBlend and ranks that step together, in float32."""
 
+import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 
 from ..support.adapters import everything, merge, named, write_adapter
-from ..support.full import full_rows
+from ..support.full import full_rows, only_full
 from ..support.prediction_layers import predicting
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .adapters import LORA, SCORED, check, mixed, scores
@@ -145,3 +147,38 @@ def test_ranks_that_have_experts(
 ) -> None:
     case = merged(family, count=2)
     check(case, engine, prompts, greedy, engine(case.folder, **LORA, max_loras=2, **ranks))
+
+
+@only_full
+def test_five_hundred_adapters_by_zipfs_law(merged: Any, engine: Engine, greedy: Any, tmp_path: Path) -> None:
+    """200 requests for 500 adapters in 32 slots: all end, each with the tokens of its adapter alone."""
+    case = merged(count=0)
+    dice = random.Random(0)
+    names = dice.choices(range(500), [1 / (number + 1) for number in range(500)], k=200)
+    asked = {
+        number: named(write_adapter(case.folder, tmp_path / f"a{number}", rank=1 + number % 16, seed=number))
+        for number in range(500)
+    }
+    prompts = [[dice.randint(3, 90) for _ in range(dice.randint(1, 30))] for _ in names]
+    llm = engine(case.folder, **LORA, max_loras=32, max_cpu_loras=64, max_num_seqs=16)
+    requests = [asked[number] for number in names]
+    found = llm.generate(prompts, greedy(8), lora_request=requests, use_tqdm=False)
+    stats = llm.engine.core.scheduler.roster.adapters.stats()
+    assert stats.failed == stats.waiting == 0 and stats.loads >= len(set(names))
+    alone = engine(case.folder, **LORA, max_loras=1, max_num_seqs=1)
+    for number, prompt, output in zip(names, prompts, found, strict=True):
+        (one,) = alone.generate([prompt], greedy(8), lora_request=[asked[number]], use_tqdm=False)
+        assert output.outputs[0].token_ids == one.outputs[0].token_ids, number
+    hits, misses = list[float](), list[float]()
+    for number, prompt in zip(names, prompts, strict=True):  # one after the other: time to the first token
+        reads = llm.engine.core.scheduler.roster.adapters.stats().loads
+        begun = time.perf_counter()
+        llm.generate([prompt], greedy(1), lora_request=[asked[number]], use_tqdm=False)
+        missed = llm.engine.core.scheduler.roster.adapters.stats().loads > reads
+        (misses if missed else hits).append(1e3 * (time.perf_counter() - begun))
+    print(f"loads {stats}; ms to the first token: hits {quantiles(hits)}, misses {quantiles(misses)}")
+    assert misses and hits
+
+
+def quantiles(values: list[float]) -> str:
+    return f"{len(values)}: " + ", ".join(f"p{at} {np.percentile(values, at):.1f}" for at in (50, 90, 99))

@@ -6,8 +6,8 @@ held, the one that was taken least recently is closed: later requests for its ad
 free, and no adapter can keep others out for ever. Knows requests and slots, nothing of matrices.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.contracts.adapters import Adapter, AdapterLoad, AdapterLoaded, AdapterStats
@@ -122,16 +122,15 @@ class AdapterSlots:
         self._assign()
         return ready, failed
 
-    def stats(self) -> AdapterStats:
-        """Return the adapters in slots, and the counts since the start."""
-        return AdapterStats(
-            slots=self._num_slots,
-            resident={one.adapter.name: len(one.holders) for one in self._resident.values()},
-            waiting=self.num_waiting,
-            loads=self._loads,
-            reads=self._reads,
-            failed=self._failed,
-        )
+    def stats(self, *, alive: bool = True) -> AdapterStats:
+        """Return the adapters in slots, and the counts since the start. alive: False for an engine that ended"""
+        counts = {"loads": self._loads, "reads": self._reads, "failed": self._failed}
+        if not alive:
+            return AdapterStats(**counts)
+        resident = Counter[str]()
+        for one in self._resident.values():
+            resident[one.adapter.name] += len(one.holders)  # a name that was loaded anew has two contents
+        return AdapterStats(slots=self._num_slots, resident=dict(resident), waiting=self.num_waiting, **counts)
 
     def check_slots(self, live: Iterable[Request]) -> None:
         """Assert that each slot has one use, and that exactly the live requests hold adapters or wait for them."""
@@ -181,3 +180,15 @@ class AdapterSlots:
             del self._held[digest]
         self._loading[self._num_jobs] = _Loading(slot, adapter)
         self._jobs.append(AdapterLoad(id=self._num_jobs, slot=slot, adapter=adapter, forget=forget))
+
+
+def summed(parts: Sequence[AdapterStats]) -> AdapterStats:
+    """Return the adapters and counts of several replicas."""
+    resident = Counter[str]()
+    for one in parts:
+        for name, count in one.resident.items():
+            resident[name] += count
+    counts = {
+        name: sum(getattr(one, name) for one in parts) for name in ("slots", "waiting", "loads", "reads", "failed")
+    }
+    return AdapterStats(resident=dict(resident), **counts)

@@ -376,10 +376,11 @@ class EngineCore:
     def _report(self, outputs: StepOutputs) -> StepOutputs:
         if self.events is not None:
             self.events.flush()
-        if not self._finished:
+        adapters = None if self._roster.adapters is None else self._roster.adapters.stats()
+        if not self._finished and adapters is None:
             return outputs
         finished, self._finished = tuple(self._finished), []
-        return msgspec.structs.replace(outputs, finished=finished + outputs.finished)
+        return msgspec.structs.replace(outputs, finished=finished + outputs.finished, adapters=adapters)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -395,6 +396,8 @@ class EngineCore:
         Without prefix caching, a tag per prompt makes its blocks findable only by its own completions.
         """
         adapter = "" if new.adapter is None else new.adapter.digest
+        if new.adapter is not None and self.events is not None:
+            self.events.adapters[adapter] = new.adapter.name
         named = ("salt", new.cache_salt), (TENANT, new.tenant), (ADAPTER, adapter)
         tags = [(domain, value) for domain, value in named if value]
         if not self._prefix_caching:

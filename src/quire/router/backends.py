@@ -8,14 +8,16 @@ Knows nothing of policies and of the content of requests.
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from quire.router.settings import Address, RouterConfig
+from quire.router.settings import COSTED, Address, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
 
 LOG = logging.getLogger("quire")
+RESIDENT = re.compile(r'^\w+:adapter_requests\{[^}]*?\badapter="((?:[^"\\]|\\.)*)"', re.MULTILINE)
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
 
 
@@ -51,6 +53,7 @@ class Backend:
     waiting     tokens of prompts that it must compute before their answers begin
     fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
+    resident    names of the adapters on its device, as far as it has told
     """
 
     def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
@@ -59,6 +62,7 @@ class Backend:
         self.up = self.draining = False
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
+        self.resident = frozenset[str]()
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
@@ -108,6 +112,8 @@ async def watch(backend: Backend, config: RouterConfig) -> None:
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
+        if backend.up and config.policy in COSTED:
+            backend.resident = await residents(backend, config)
 
 
 async def check(backend: Backend, config: RouterConfig) -> str:
@@ -118,3 +124,13 @@ async def check(backend: Backend, config: RouterConfig) -> str:
         return "" if status == 200 else f"{path} answers {status}"
     except UpstreamError as error:
         return str(error)
+
+
+async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
+    """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    try:
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
+    except UpstreamError:
+        return frozenset()
+    names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
+    return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)

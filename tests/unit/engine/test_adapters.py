@@ -1,12 +1,15 @@
 """Adapters on the mock, whose tokens depend on the adapter: who waits, who goes on, whose slot it is."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from quire.contracts.adapters import Adapter
 from quire.contracts.request import BlockReason, FinishReason, RequestState
+
+from ...support.full import full_rows
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -139,3 +142,30 @@ def test_random_requests(Rig: Any, depth: int, seed: int) -> None:
             assert rig.finish[handle].error == "adapter" or rig.finish[handle].reason is FinishReason.ABORT
         else:
             rig.judge(handle)
+
+
+@pytest.mark.parametrize("count", [200, *full_rows([2000])])
+def test_five_hundred_adapters_by_zipfs_law(Rig: Any, count: int) -> None:
+    """32 slots; about a third of the requests miss. Nothing is lost, and every answer is that of its adapter."""
+    dice = random.Random(count)
+    names, weights = [f"a{number}" for number in range(500)], [1 / (number + 1) for number in range(500)]
+    rig = Rig(2, adapters=(32, 128), loads=(3, 1, 7), slots=48, blocks=600)
+    waits, waiting = dict[int, int](), dict[int, int]()
+    for name in dice.choices(names, weights, k=count):
+        handle = ask(rig, name, dice.randint(1, 12))
+        waiting[handle] = 0
+        for _ in range(dice.randint(0, 2)):
+            rig.step()
+            waits |= {one: steps for one, steps in waiting.items() if rig.tokens[one] or one in rig.finish}
+            waiting = {one: steps + 1 for one, steps in waiting.items() if one not in waits}
+    rig.drain()
+    for handle in rig.asked:
+        rig.judge(handle)
+    stats = rig.scheduler.roster.adapters.stats()
+    assert len(rig.finish) == count and stats.failed == stats.waiting == 0
+    assert count / 8 < stats.loads < count * 0.8 and stats.reads <= stats.loads
+    print(f"{stats.loads} loads of {count}, {stats.reads} from files; steps to the first token: {histogram(waits)}")
+
+
+def histogram(waits: dict[int, int]) -> dict[int, int]:
+    return dict(sorted(Counter(waits.values()).items()))

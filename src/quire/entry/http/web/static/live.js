@@ -72,6 +72,7 @@ export class Live {
     this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
     this.requestWords = h("p", { class: "hint" });
+    this.adapterWords = h("p", { class: "hint", hidden: true });
     const requestTable = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? end(name) : name)), []);
     this.sorted = null; // {column, down}; null: the order of service
     this.requestHeads = [...requestTable.tHead.rows[0].cells];
@@ -89,7 +90,7 @@ export class Live {
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.requestWords, this.boxes.requests),
+      panel("Requests", "wide", this.requestWords, this.adapterWords, this.boxes.requests),
       panel("Throughput", "", this.rate.element),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
@@ -344,7 +345,10 @@ export class Live {
 
   /** Update the rows of live requests in place: a row that is being clicked or has the focus stays. */
   requestTable(engine) {
-    const { requests } = engine.last;
+    const { requests, queue } = engine.last;
+    const adapters = Object.entries(queue.adapters ?? {});
+    put(this.adapterWords, "Adapters: ", adapters.map(([name, number], at) => [at ? " · " : "", `${number} for `, h("bdi", {}, name)]));
+    this.adapterWords.hidden = !adapters.length;
     const states = new Map();
     for (const state of requests.state) states.set(state, (states.get(state) ?? 0) + 1);
     const shown = Math.min(MOST_ROWS, requests.handle.length);
