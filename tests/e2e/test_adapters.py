@@ -3,6 +3,7 @@
 Batches mix the base model and adapters of several ranks. `--full` runs every family, and some of them on ranks.
 """
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.kernels.lora import ref
 
 from ..support.adapters import named, write_adapter
@@ -106,6 +107,22 @@ def test_beams_embeddings_and_streams_of_an_adapter(
             last.outputs[0].token_ids
             == wanted.generate([prompts[2]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
         )
+
+
+def test_concurrent_callers_name_adapters(merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any) -> None:
+    case = merged(count=2)
+    expected = case.answers(engine, prompts[2:3], greedy(5))
+    options = {"dtype": "float32", "num_threads": 1, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20}
+
+    async def ask(llm: AsyncLLM, asked: LoRARequest | None) -> list[int]:
+        outputs = [one async for one in llm.generate(prompts[2], greedy(5), lora_request=asked)]
+        return outputs[-1].outputs[0].token_ids
+
+    async def work() -> list[list[int]]:
+        async with AsyncLLM(str(case.folder), **LORA, **options) as llm:
+            return await asyncio.gather(*(ask(llm, one) for one in case.requests))
+
+    assert asyncio.run(work()) == [one[0].outputs[0].token_ids for one in expected]
 
 
 def test_errors_name_the_fix(merged: Any, engine: Callable[..., LLM], prompts: Any, tmp_path: Path) -> None:
