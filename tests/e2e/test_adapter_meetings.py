@@ -84,7 +84,7 @@ def test_drafts_of_a_prediction_layer_are_the_bases(
 
 
 def test_blocks_of_tiers_belong_to_the_adapter(merged: Any, engine: Engine, greedy: Any) -> None:
-    """One prompt for the base and three adapters, with room for one on the device: what comes back is its own."""
+    """A prompt for the base and three adapters, with room for one on the device: what comes back is its own."""
     case = merged(count=3)
     llm = engine(
         case.folder,

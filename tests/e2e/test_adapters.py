@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
+from quire.explain.trace import trace
 from quire.kernels.lora import ref
+from quire.layers.linear import GatedLinear
 
 from ..support.adapters import named, write_adapter
 from ..support.full import full_rows
@@ -123,6 +125,28 @@ def test_concurrent_callers_name_adapters(merged: Any, engine: Callable[..., LLM
             return await asyncio.gather(*(ask(llm, one) for one in case.requests))
 
     assert asyncio.run(work()) == [one[0].outputs[0].token_ids for one in expected]
+
+
+def test_steps_without_an_adapter_are_those_of_an_engine_without(
+    merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+) -> None:
+    """Recorded steps are replayed, and a trace of a step with an adapter has its two kernels at each layer."""
+    case = merged(count=1)
+    plain, llm = engine(case.folder), engine(case.folder, **LORA, async_depth=1)
+    for one in (plain, llm):
+        one.generate(prompts[:4], greedy(12), use_tqdm=False)
+    steps = [one.engine.runner.describe()["steps"] for one in (plain, llm)]  # type: ignore[union-attr]
+    assert steps[0]["replayed"] == steps[1]["replayed"] > 5
+    for one in (plain, llm):
+        runner: Any = one.engine.runner
+        gates = [layer for layer in runner.model.modules() if isinstance(layer, GatedLinear)]
+        assert gates and all(layer.fused for layer in gates)
+
+    def count(span: Any, name: str) -> int:
+        return (span.name == name) + sum(count(inner, name) for inner in span.inside)
+
+    found = trace(llm, prompts[2], max_tokens=2, lora_request=case.requests[1])
+    assert count(found, "lora.ref.shrink") == count(found, "lora.ref.expand") == 2 * (3 * 4 + 1)
 
 
 def test_errors_name_the_fix(merged: Any, engine: Callable[..., LLM], prompts: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from quire.contracts.adapters import Adapter, AdapterLoad, AdapterLoaded, AdapterStats
 from quire.contracts.errors import RequestFailed
 from quire.contracts.request import Request
@@ -124,13 +126,14 @@ class AdapterSlots:
 
     def stats(self, *, alive: bool = True) -> AdapterStats:
         """Return the adapters in slots, and the counts since the start. alive: False for an engine that ended"""
-        counts = {"loads": self._loads, "reads": self._reads, "failed": self._failed}
+        counts = AdapterStats(loads=self._loads, reads=self._reads, failed=self._failed)
         if not alive:
-            return AdapterStats(**counts)
+            return counts
         resident = Counter[str]()
         for one in self._resident.values():
             resident[one.adapter.name] += len(one.holders)  # a name that was loaded anew has two contents
-        return AdapterStats(slots=self._num_slots, resident=dict(resident), waiting=self.num_waiting, **counts)
+        waiting = self.num_waiting
+        return msgspec.structs.replace(counts, slots=self._num_slots, resident=dict(resident), waiting=waiting)
 
     def check_slots(self, live: Iterable[Request]) -> None:
         """Assert that each slot has one use, and that exactly the live requests hold adapters or wait for them."""

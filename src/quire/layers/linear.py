@@ -128,7 +128,7 @@ class GatedLinear(Linear):
     act     word of `quire.kernels.activation.ACTS`
     scale   factor on the gate before its activation
     A kernel with the feature "gated" computes all of it; with others, an activation follows the projection. So it does
-    in a step with adapters, whose products are added between: then a kernel with "gated" has "plain", too.
+    in a step with adapters, whose products are added between: then a kernel with "gated" has "plain" or "ungated", too.
     """
 
     def __init__(self, at: str, build: Build, act: str = "silu", scale: float = 1.0) -> None:

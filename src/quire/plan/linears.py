@@ -69,14 +69,14 @@ def linear_plans(
     """Return name of a linear layer -> plan of its kernel. `choices` holds the kernel chosen for each operation.
 
     adapted   True: adapters may change the layers. They are added between a gated product and its activation, so a
-              kernel that packs weights for both together ("gated" without "plain") runs the product alone
+              kernel that packs weights for both in a way of its own runs the product alone
     """
     plans = plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
     if not adapted:
         return plans
     return {
         name: plan
-        if "plain" in plan.features
+        if {"plain", "ungated"} & {*plan.features}
         else msgspec.structs.replace(plan, features=tuple(one for one in plan.features if one != "gated"))
         for name, plan in plans.items()
     }
