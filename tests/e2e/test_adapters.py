@@ -4,6 +4,7 @@ Batches mix the base model and adapters of several ranks. `--full` runs every fa
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..support.adapters import named, write_adapter
 from ..support.full import full_rows
 from ..support.tiny_models import FAMILIES
 from .adapters import ATOL, LORA, check
+from .in_process import running_inside
 
 ROWS = [("qwen3", {}), ("deepseek_v3", {})]
 MORE = [(family, {}) for family in FAMILIES if family not in ("qwen3", "deepseek_v3")] + [
@@ -188,3 +190,35 @@ def test_files_that_change_fail_the_requests_of_the_adapter_alone(
     config.write_text(text)
     again = llm.generate(prompts[:1], greedy(5), lora_request=[known], use_tqdm=False)
     assert again[0].outputs[0].token_ids == before[0].outputs[0].token_ids
+
+
+def test_a_server_whose_models_are_adapters(merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any) -> None:
+    case = merged(count=2)
+    expected = [one[0].outputs[0].token_ids for one in case.answers(engine, prompts[3:4], greedy(4))]
+    sql, law = case.adapters
+    options = {
+        "model": str(case.folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    more = {"lora_modules": (f"sql={sql}",), "allow_runtime_lora_updating": True, "served_model_name": ("base",)}
+    body = {"prompt": prompts[3], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with running_inside(**options, **LORA, **more) as inside:
+        server = inside.server
+
+        def ask(model: str) -> Any:
+            return server.ask("/v1/completions", body | {"model": model})
+
+        assert ask("law").status == 404
+        loaded = server.ask("/v1/load_lora_adapter", {"lora_name": "law", "lora_path": str(law)})
+        assert loaded.status == 200
+        for model, tokens in zip(("base", "sql", "law", "sql"), (*expected, expected[1]), strict=True):
+            assert ask(model).json()["choices"][0]["token_ids"] == tokens, model
+        parents = {one["id"]: one["parent"] for one in server.ask("/v1/models").json()["data"]}
+        assert parents == {"base": None, "sql": "base", "law": "base"}
+        text = server.ask("/metrics").body.decode()
+        assert 'adapter="sql"' in text and re.search(r'adapter_loads_total{[^}]*source="files"[^}]*} [23]', text)
+        assert server.ask("/v1/unload_lora_adapter", {"lora_name": "law"}).status == 200 and ask("law").status == 404
+        inside.check()

@@ -210,7 +210,7 @@ class ServedEngine:
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
-    async def control(self, name: str, **args: Any) -> bool | int | str | None:
+    async def control(self, name: str, /, **args: Any) -> bool | int | str | None:
         """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1
