@@ -123,7 +123,7 @@ def test_all_numbers_of_one_engine() -> None:
         "35.0%",
         "20 own · 10 shared · 5 moving · 25 cached · 40 free",
         "full: 24 · window 64: 6",
-        "75.0% of prompt tokens reused in the last seconds · misses: tokens 3",  # 30 of the 40 tokens between the frames
+        "75.0% of prompt tokens reused in the last seconds · misses: tokens 3",  # 30 of 40 between the frames
         "10.00 ms · plan 1.00 · launch 1.00 · wait 8.00 · finish 0.00 · device 12.00 at most",
         "first token 50 / 200 / 310 ms of 4 · whole 1.0 / 11.0 / 12.0 s of 3",
         "p50 / p90 / p99 of requests, last 300 s · the oldest waits 12.2 s",
