@@ -1,7 +1,7 @@
 """Backends: their health, and the load that this router has put on them.
 
     down --check answers 200--> up --`FAILURES` checks fail, or a connection is refused--> down
-    a drained backend gets no new requests; those that it has go on
+    a drained backend gets no new requests, nor does one that drains itself; those that it has go on
 
 Knows nothing of policies and of the content of requests.
 """
@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from quire.router.settings import COSTED, Address, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
@@ -51,6 +53,8 @@ class Backend:
     in_flight   requests that it answers now
     active      tokens of the prompts of these
     waiting     tokens of prompts that it must compute before their answers begin
+    draining    an operator of this router drains it
+    ending      it drains itself, as its answer to the health check says
     fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
     resident    names of the adapters on its device, as far as it has told
@@ -59,7 +63,7 @@ class Backend:
     def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
         self.number, self.name = number, address.url
         self.pool = Pool(address, config.connect_timeout)
-        self.up = self.draining = False
+        self.up = self.draining = self.ending = False
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
         self.resident = frozenset[str]()
@@ -70,7 +74,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.draining
+        return self.up and not self.leaves
+
+    @property
+    def leaves(self) -> bool:
+        """True while it is drained, by an operator or by itself."""
+        return self.draining or self.ending
 
     def failed(self, error: UpstreamError) -> None:
         """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
@@ -90,7 +99,7 @@ class Backend:
         return {
             "backend": self.name,
             "up": self.up,
-            "draining": self.draining,
+            "draining": self.leaves,
             "in_flight": self.in_flight,
             "reason": self.reason,
         }
@@ -120,10 +129,16 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
     path = config.health_path
     try:
-        status, _ = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
-        return "" if status == 200 else f"{path} answers {status}"
+        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
     except UpstreamError as error:
         return str(error)
+    if status != 200:
+        return f"{path} answers {status}"
+    ending = _told(body).status == "draining"
+    if ending != backend.ending:
+        backend.ending = ending
+        LOG.warning("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
+    return ""
 
 
 async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
@@ -134,3 +149,17 @@ async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
         return frozenset()
     names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
     return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)
+
+
+class _Told(msgspec.Struct):
+    """The answer of a backend of ours to a health check."""
+
+    status: str = ""
+
+
+def _told(body: bytes) -> _Told:
+    """Return what an answer tells; nothing for the answer of another server."""
+    try:
+        return msgspec.json.decode(body, type=_Told)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Told()
