@@ -130,6 +130,7 @@ class StepContext:
     kv          view of what each layer keeps: its KV cache, or its states
     states      metadata of the states of recurrent layers; None: the model has none
     chosen      tokens that rows attend to, by the last layer with an indexer; None: no layer has run one
+    reuses      True: indexers write their keys alone, and rows attend to `chosen`, which an earlier pass has chosen
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
@@ -141,3 +142,4 @@ class StepContext:
     live: Tensor | None = None
     states: StateMeta | None = None
     chosen: Chosen | None = None
+    reuses: bool = False

@@ -71,6 +71,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
+        {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
+        {},
+        {("shared choice", "no indexer")},
+    ),
+    (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
         {},
         {("drafts of another model", "other ranks")},

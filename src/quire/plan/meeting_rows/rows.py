@@ -97,6 +97,8 @@ DRAFTS: tuple[Row, ...] = (
         "{draft} can be neither divided nor copied evenly among {tp} ranks", 'give "draft_tensor_parallel_size": 1'),
     Row("drafts of the model", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
         "changes nothing: method {method} drafts on all ranks of the model (tensor_parallel_size={tp})"),
+    Row("shared choice", "no indexer", IDLE, "speculative_config: index_share_for_mtp_iteration changes nothing: the "
+        "layer that drafts attends to all tokens"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
