@@ -38,6 +38,7 @@ from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
+from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
@@ -118,6 +119,7 @@ class PlanReport:
             "layers": list(self._layers()),
             "speculation": self._speculation(),
             "blend": self._blend(),
+            "adapters": describe_adapters(self.plan),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.holdings.held],

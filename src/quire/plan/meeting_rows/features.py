@@ -309,6 +309,20 @@ CACHE: Mapping[str, Feature] = {
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
     "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
 }
+ADAPTERS: Mapping[str, Feature] = {
+    "adapters": Feature(given("enable_lora"), "adapters", "--enable-lora"),
+    "no adapters": Feature(lambda i: not i.config.adapters.enable_lora, "no adapters"),
+    "slots of adapters": Feature(given("max_loras"), "a number of adapters on the device", "--max-loras"),
+    "rank of adapters": Feature(given("max_lora_rank"), "a largest rank of adapters", "--max-lora-rank"),
+    "held adapters": Feature(given("max_cpu_loras"), "a number of adapters in host memory", "--max-cpu-loras"),
+    "modules of adapters": Feature(
+        given("lora_target_modules"), "modules that adapters may change", "--lora-target-modules"
+    ),
+    "sharded adapters": Feature(
+        given("fully_sharded_loras"), "adapters both of whose matrices are cut", "--fully-sharded-loras"
+    ),
+    "no slices": Feature(lambda i: i.parallel.tp == 1, "-tp 1"),
+}
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
@@ -326,4 +340,4 @@ OTHERS: Mapping[str, Feature] = {
     "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
 }
-FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **OTHERS}
+FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}
