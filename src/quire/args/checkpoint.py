@@ -17,6 +17,7 @@ from msgspec import structs
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, has_experts, read_moe
 from quire.args.families import FAMILIES, Family
+from quire.args.foreign import ForeignEnds
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import latent_layers
@@ -74,6 +75,7 @@ class ModelArgs:
     prediction       those of them that predict several tokens (MTP)
     eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
+    foreign          the ends of a model of transformers, whose layers are `ForeignArgs`; None: a model of Quire's own
     wrapper          place of the model in the checkpoint of a model around it, of which nothing else runs
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
@@ -91,6 +93,7 @@ class ModelArgs:
     prediction: PredictionArgs = PredictionArgs()
     eagle: EagleArgs | None = None
     wrapper: WrapperArgs | None = None
+    foreign: ForeignEnds | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -412,6 +415,14 @@ def _find_family(keys: Keys) -> tuple[str, Family, bool]:
             f"architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. Implemented: {ours}."
         )
     return model_type, family, headless
+
+
+def has_family(raw: Mapping[str, Any]) -> bool:
+    """Return True for a config.json of a family that Quire has, whatever else it says."""
+    named = {family.architecture for family in FAMILIES.values()}
+    listed = raw.get("architectures")
+    by_name = raw.get("model_type") is None and isinstance(listed, list) and not named.isdisjoint(map(str, listed))
+    return raw.get("model_type") in FAMILIES or by_name
 
 
 def _refuse_math(keys: Keys, family: Family) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -47,6 +48,11 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
         layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )
+    if args.foreign is not None:
+        from quire.foreign.blocks import ForeignModules
+        from quire.foreign.find import inspected
+
+        build = replace(build, foreign=ForeignModules(inspected(Path(plan.folder)), args, build))
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
@@ -18,6 +18,19 @@ from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
+
+
+class ForeignModules(Protocol):
+    """Modules of a decoder of transformers, in place of those of `layers`. `quire.foreign` makes them."""
+
+    def block(self, layer: int) -> nn.Module:
+        """Return a layer of the model, by its number; it is called as a `DecoderBlock`."""
+
+    def norm(self) -> nn.Module:
+        """Return the norm behind the last layer."""
+
+    def rotary(self) -> Any:
+        """Return the rows of positions that the layers read; see `quire.kernels.rope.rotary.Rotaries`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Build:
     moe          kernel and dispatcher of the experts; None: a model without experts
     kv_groups    KV groups of this rank's layers, behind which those of a draft model stand; (): all layers form a group
                  without a sliding window
+    foreign      modules of a decoder of transformers; None: a model of Quire's own
     before       number of layers before those of the model that is built: for a draft model those of the model
     """
 
@@ -56,6 +70,7 @@ class Build:
     moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
     before: int = 0
+    foreign: ForeignModules | None = None
 
     def group_of(self, layer: int) -> int:
         """Return the number of the KV group of a layer."""

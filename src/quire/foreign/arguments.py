@@ -1,0 +1,306 @@
+"""An inspected decoder of transformers as the arguments of a model, from which all plans are made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from quire.args.checkpoint import ModelArgs
+from quire.args.foreign import ForeignEnds, ForeignGate, ForeignLeaf, ForeignLinear, ForeignNorm, ForeignRows, ForeignTensor
+from quire.args.layers import NONE, EndArgs, ForeignArgs, GroupedArgs, LayerArgs, NormArgs, ScoreArgs
+from quire.args.rope import UNROTATED
+from quire.foreign.halves import Half
+from quire.foreign.head import fitted_head
+from quire.foreign.heads import Heads, Side
+from quire.foreign.inspect import Inspected, Kind, left_operations
+from quire.foreign.leaves import LINEAR, NORM, Leaf, norm_form, norm_width
+from quire.foreign.numbers import ancestors, inputs_of, outputs_of
+from quire.foreign.skeleton import Skeleton, refused
+from quire.foreign.trace import Traced, key_of, kind_of
+
+QKV = "attention.qkv"  # name of the fused projection of a prepared layer
+Stored = Callable[[str], str]  # name of a module or parameter of transformers -> its name in the checkpoint
+
+
+def model_args(
+    raw: Mapping[str, Any], found: Inspected, stored: Stored, dtype: str, notes: Sequence[str] = ()
+) -> ModelArgs:
+    """Return the arguments of an inspected model.
+
+    stored   see `Stored`
+    dtype    of the stored weights by config.json
+    Raises `UnsupportedModel` for ends of a model that Quire does not have.
+    """
+    config, skeleton = found.skeleton.config, found.skeleton
+    embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
+    if head is None or head.in_features != config.hidden_size or embed.embedding_dim != config.hidden_size:
+        raise refused(dict(raw), "its embedding or its head has another width than its hidden states")
+    scale, cap = fitted_head(dict(raw), skeleton)
+    kinds = [_layer(found, kind, number, stored) for number, kind in enumerate(found.kinds)]
+    numbers = {layer: number for number, kind in enumerate(found.kinds) for layer in kind.layers}
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if tied and head.bias is not None:
+        raise refused(dict(raw), "its head has a bias and the weights of the embedding")
+    end = _end(found, stored)
+    return ModelArgs(
+        model_type=str(raw.get("model_type")),
+        architecture=type(skeleton.model).__name__,
+        vocab_size=embed.num_embeddings,
+        hidden_size=config.hidden_size,
+        layers=tuple(kinds[numbers[layer]] for layer in range(len(skeleton.layers))),
+        norm=NormArgs(eps=end.eps, plus_one=end.plus_one, centered=end.centered),
+        tie_word_embeddings=tied,
+        max_position_embeddings=_context(raw, config),
+        dtype=dtype,
+        ends=EndArgs(logit_scale=scale, logit_cap=cap),
+        foreign=_ends(found, stored, end, kinds),
+        notes=tuple(notes),
+    )
+
+
+def _context(raw: Mapping[str, Any], config: Any) -> int:
+    """Return the positions that the model has: with YaRN those of the extended context."""
+    found = getattr(config, "max_position_embeddings", None)
+    if type(found) is not int or found <= 0:
+        raise refused(dict(raw), "config.json does not say how many positions it has (max_position_embeddings)")
+    return found
+
+
+def _ends(found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[LayerArgs]) -> ForeignEnds:
+    import transformers
+
+    skeleton = found.skeleton
+    base = _prefix(skeleton, skeleton.base)
+    embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
+    (hidden, *_) = outputs_of(found.entry)
+    used = ancestors([hidden], [])
+    leaves = [
+        leaf_args(leaf, base + leaf.name, stored)
+        for key, leaf in enumerate(found.entry.leaves)
+        if any(kind_of(node) and key_of(node) == key for node in used)
+    ]
+    leaves += _tensors(found.entry, used, base, stored)
+    operations = [str(getattr(node.target, "overloadpacket", node.target)) for node in used if node.op == "call_function"]
+    apart = [kind.mixer.kind for kind in kinds if isinstance(kind.mixer, ForeignArgs) and not kind.mixer.prepared]
+    return ForeignEnds(
+        module=type(skeleton.model).__module__,
+        version=transformers.__version__,
+        embed=stored(skeleton.names[embed] + ".weight").removesuffix(".weight"),
+        head=stored(skeleton.names[head] + ".weight").removesuffix(".weight"),
+        head_bias=head.bias is not None,
+        norm=end,
+        entry=tuple(leaves),
+        entry_operations=tuple(name.removeprefix("aten.") for name in operations if "sym_size" not in name),
+        divides="operations of the module stand between its projections and attention" if apart else "",
+    )
+
+
+def _prefix(skeleton: Skeleton, module: nn.Module) -> str:
+    """Return the begin of the names below a module, with a dot behind; "" for the whole model."""
+    name = skeleton.names[module]
+    return f"{name}." if name else ""
+
+
+def _end(found: Inspected, stored: Stored) -> ForeignNorm:
+    if found.end is None:
+        raise refused({"model_type": found.skeleton.config.model_type}, "no norm is behind its layers")
+    made = leaf_args(Leaf("norm", NORM, found.end), found.skeleton.names[found.end], stored)
+    assert isinstance(made, ForeignNorm), "the leaf is a norm"
+    return made
+
+
+def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerArgs:
+    traced, layer = kind.traced, kind.layers[0]
+    at = f"{found.skeleton.at}.{layer}."
+
+    def template(name: str) -> str:
+        """Return the name in the checkpoint, with the number of the layer left open."""
+        made = stored(name)
+        return made.replace(f".{layer}.", ".{i}.", 1)
+
+    (call,) = traced.calls
+    heads = kind.heads
+    leaves, gates = _leaves(kind, at, template)
+    prepared = isinstance(heads, Heads)
+    sizes = _sizes(traced, heads)
+    attention = GroupedArgs(
+        num_heads=sizes[0],
+        num_kv_heads=sizes[1],
+        head_dim=sizes[2],
+        rotary_dim=sizes[2],
+        rope=UNROTATED,
+        window=call.window,
+        scores=ScoreArgs(
+            scale=call.scale * (heads.factor if isinstance(heads, Heads) else 1.0),
+            soft_cap=call.soft_cap,
+            sinks=call.sinks,
+        ),
+    )
+    norms = [leaf_args(traced.leaves[key], at + traced.leaves[key].name, template) for key in _head_norms(heads)]
+    order = heads.order if isinstance(heads, Heads) else ()
+    mixer = ForeignArgs(
+        attention=attention,
+        prepared=prepared,
+        turn=kind.turn,
+        order=() if order == tuple(range(sizes[2])) else order,
+        head_norm=tuple(norms),  # type: ignore[arg-type]
+        leaves=tuple(leaves),
+        gates=tuple(gates),
+        operations=tuple(left_operations(traced, heads, kind.halves)),
+        kind=number,
+    )
+    return LayerArgs(mixer=mixer, feed_forward=NONE, norms="")
+
+
+def _head_norms(heads: Heads | str) -> tuple[int, ...]:
+    return heads.norms if isinstance(heads, Heads) else ()
+
+
+def _sizes(traced: Traced, heads: Heads | str) -> tuple[int, int, int]:
+    """Return query heads, KV heads, and dimensions of a head."""
+    if isinstance(heads, Heads):
+        return len(heads.q.starts), len(heads.k.starts), heads.q.size
+    (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
+    q, k = (node.meta["val"].shape for node in attend.args[:2])
+    return int(q[1]), int(k[1]), int(q[3])
+
+
+def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], list[ForeignGate]]:
+    """Return the parameters of a layer and its activations that kernels compute."""
+    traced, heads = kind.traced, kind.heads
+    fused = set[int]()
+    made = list[ForeignLeaf]()
+    if isinstance(heads, Heads):
+        made.append(_qkv(traced, heads, at, stored))
+        fused |= {heads.q.linear, heads.k.linear, heads.v.linear, *heads.norms}
+    gates = list[ForeignGate]()
+    shards = _shards(kind)
+    for half in kind.halves:
+        made.append(_gate(traced, half, at, stored))
+        fused |= set(half.sources)
+        names = {"source": gate_name(traced, half), "reads": _name(traced, half.reads)}
+        gates.append(ForeignGate(act=half.act, gated=half.gated, **names))
+    used = ancestors(outputs_of(traced), [])
+    for key, leaf in enumerate(traced.leaves):
+        if key not in fused and any(kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used):
+            made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, "")))
+    return made + _tensors(traced, used, at, stored), gates
+
+
+def _name(traced: Traced, node: fx.Node) -> str:
+    return traced.leaves[key_of(node)].name
+
+
+def gate_name(traced: Traced, half: Half) -> str:
+    """Return the name of the linear layer before an activation; one of two layers that are fused."""
+    name = traced.leaves[half.sources[0]].name
+    return name if len(half.sources) == 1 else f"{name.rpartition('.')[0]}.gate_up".lstrip(".")
+
+
+def _shards(kind: Kind) -> dict[int, str]:
+    """Return how ranks share linear layers: the outputs of one, and the inputs of the one that reads them.
+
+    Between both are attention or operations on each number by itself.
+    """
+    traced, found = kind.traced, dict[int, str]()
+    if isinstance(kind.heads, Heads):
+        output = _reader(traced)
+        if output is not None:
+            found[key_of(output)] = "columns"
+    for half in kind.halves:
+        found[key_of(half.reads)] = "columns"
+        found |= dict.fromkeys(half.sources, "rows")
+    return found
+
+
+def _reader(traced: Traced) -> fx.Node | None:
+    """Return the linear layer that reads the result of attention, and nothing else; None: several do, or none."""
+    (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
+    linears = [node for node in traced.graph.nodes if kind_of(node) == LINEAR]
+    readers = [node for node in linears if attend in ancestors(node.args[:1], linears)]  # type: ignore[arg-type]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _qkv(traced: Traced, heads: Heads, at: str, stored: Stored) -> ForeignLinear:
+    sides = {"q": heads.q, "k": heads.k, "v": heads.v}
+    plain = heads.order == tuple(range(heads.q.size))
+
+    def rows(name: str, side: Side) -> ForeignRows:
+        module: Any = traced.leaves[side.linear].module
+        return ForeignRows(
+            stored=_module(at + traced.leaves[side.linear].name, stored),
+            total=module.out_features,
+            starts=side.starts,
+            size=side.size,
+            order=() if plain or name == "v" else heads.order,
+        )
+
+    module: Any = traced.leaves[heads.q.linear].module
+    return ForeignLinear(
+        name=QKV,
+        parts=tuple((name, rows(name, side)) for name, side in sides.items()),
+        width=module.in_features,
+        bias=module.bias is not None,
+        shard="rows",
+    )
+
+
+def _gate(traced: Traced, half: Half, at: str, stored: Stored) -> ForeignLinear:
+    modules: list[Any] = [traced.leaves[key].module for key in half.sources]
+    names = [_module(at + traced.leaves[key].name, stored) for key in half.sources]
+
+    def whole(name: str, module: Any, first: int = 0, size: int = 0) -> ForeignRows:
+        return ForeignRows(stored=name, total=module.out_features, starts=(first,), size=size or module.out_features)
+
+    if len(modules) == 2:
+        parts = [("gate", whole(names[0], modules[0])), ("up", whole(names[1], modules[1]))]
+    elif half.gated:
+        size = modules[0].out_features // 2
+        firsts = (size, 0) if half.swapped else (0, size)
+        parts = [(word, whole(names[0], modules[0], first, size)) for word, first in zip(("gate", "up"), firsts, strict=True)]
+    else:
+        parts = [("", whole(names[0], modules[0]))]
+    return ForeignLinear(
+        name=gate_name(traced, half),
+        parts=tuple(parts),
+        width=modules[0].in_features,
+        bias=modules[0].bias is not None,
+        shard="rows",
+    )
+
+
+def _module(name: str, stored: Stored) -> str:
+    return stored(f"{name}.weight").removesuffix(".weight")
+
+
+def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "") -> ForeignLeaf:
+    """Return a linear layer or a norm. name: of the module in transformers' model."""
+    module: Any = leaf.module
+    if leaf.kind == LINEAR:
+        rows = ForeignRows(
+            stored=_module(name, stored), total=module.out_features, starts=(0,), size=module.out_features
+        )
+        return ForeignLinear(
+            name=leaf.name, parts=(("", rows),), width=module.in_features, bias=module.bias is not None, shard=shard
+        )
+    form, weighted = norm_form(module), getattr(module, "weight", None) is not None
+    assert form is not None, "the leaf is a norm"
+    return ForeignNorm(
+        name=leaf.name,
+        stored=_module(name, stored) if weighted else "",
+        width=norm_width(module),
+        eps=form.eps,
+        plus_one=form.plus_one,
+        centered=form.centered,
+        bias=getattr(module, "bias", None) is not None,
+    )
+
+
+def _tensors(traced: Traced, used: set[fx.Node], at: str, stored: Stored) -> list[ForeignLeaf]:
+    """Return the parameters that operations of PyTorch read."""
+    found = list[ForeignLeaf]()
+    for name, node in inputs_of(traced).items():
+        if node in used and name not in traced.constants and not name.startswith(("hidden", "positions", "extra")):
+            shape = tuple(int(size) for size in node.meta["val"].shape)
+            found.append(ForeignTensor(name=name, stored=stored(at + name), shape=shape))
+    return found
