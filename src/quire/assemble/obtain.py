@@ -83,7 +83,7 @@ def read_foreign(config: EngineConfig, folder: Path, lacks: str = "") -> ModelAr
     """Return the arguments of a model whose layers run by transformers' code.
 
     lacks   the error of a model that Quire has no file for; "": transformers' code was asked for
-    Raises `UnsupportedModel` with what was found, behind `lacks`.
+    Raises `UnsupportedModel` with what was found, before `lacks`.
     """
     from quire.foreign.find import foreign_args
 
@@ -94,7 +94,7 @@ def read_foreign(config: EngineConfig, folder: Path, lacks: str = "") -> ModelAr
     try:
         return foreign_args(folder, stored, lacks=lacks)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{lacks} {error}".strip()) from None
+        raise UnsupportedModel(f"{error} {lacks}".strip()) from None
 
 
 def read_model(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from quire.args.checkpoint import ModelArgs
@@ -14,7 +15,7 @@ from quire.foreign.head import fitted_head
 from quire.foreign.heads import Heads, Side
 from quire.foreign.inspect import Inspected, Kind, left_operations
 from quire.foreign.leaves import LINEAR, NORM, Leaf, norm_form, norm_width
-from quire.foreign.numbers import ancestors, inputs_of, outputs_of
+from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values, outputs_of
 from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import Traced, key_of, kind_of
 
@@ -41,7 +42,7 @@ def model_args(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if tied and head.bias is not None:
         raise refused(dict(raw), "its head has a bias and the weights of the embedding")
-    end = _end(found, stored)
+    end, factor = _end(found, stored), _entry_factor(found)
     return ModelArgs(
         model_type=str(raw.get("model_type")),
         architecture=type(skeleton.model).__name__,
@@ -52,8 +53,8 @@ def model_args(
         tie_word_embeddings=tied,
         max_position_embeddings=_context(raw, config),
         dtype=dtype,
-        ends=EndArgs(logit_scale=scale, logit_cap=cap),
-        foreign=_ends(found, stored, end, kinds),
+        ends=EndArgs(embedding_scale=factor or 1.0, logit_scale=scale, logit_cap=cap),
+        foreign=_ends(found, stored, end, kinds, plain=factor is not None),
         notes=tuple(notes),
     )
 
@@ -66,21 +67,40 @@ def _context(raw: Mapping[str, Any], config: Any) -> int:
     return found
 
 
-def _ends(found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[LayerArgs]) -> ForeignEnds:
+def _entry_factor(found: Inspected) -> float | None:
+    """Return the number by which embeddings are multiplied; None: the operations behind the embedding do more."""
+    hidden, *_ = outputs_of(found.entry)
+    given = inputs_of(found.entry)["hidden"]
+    x = torch.randn(1, 3, given.meta["val"].shape[2], generator=torch.Generator().manual_seed(6))
+    at = named_values(found.entry, {"hidden": x, "positions": torch.tensor([[0, 3, 9]])})
+    try:
+        (out,) = evaluate([hidden], at)
+    except NotEvaluated:
+        return None
+    factor = float((out * x).sum() / x.square().sum())
+    return factor if out.shape == x.shape and torch.allclose(out, x * factor, rtol=1e-5, atol=1e-6) else None
+
+
+def _ends(found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[LayerArgs], *, plain: bool) -> ForeignEnds:
+    """Return the ends. plain: what is behind the embedding is a factor."""
     import transformers
 
     skeleton = found.skeleton
     base = _prefix(skeleton, skeleton.base)
     embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
     (hidden, *_) = outputs_of(found.entry)
-    used = ancestors([hidden], [])
+    used = set[fx.Node]() if plain else ancestors([hidden], [])
     leaves = [
         leaf_args(leaf, base + leaf.name, stored)
         for key, leaf in enumerate(found.entry.leaves)
         if any(kind_of(node) and key_of(node) == key for node in used)
     ]
     leaves += _tensors(found.entry, used, base, stored)
-    operations = [str(getattr(node.target, "overloadpacket", node.target)) for node in used if node.op == "call_function"]
+    operations = [
+        str(getattr(node.target, "overloadpacket", node.target))
+        for node in found.entry.graph.nodes
+        if node in used and node.op == "call_function"
+    ]
     apart = [kind.mixer.kind for kind in kinds if isinstance(kind.mixer, ForeignArgs) and not kind.mixer.prepared]
     return ForeignEnds(
         module=type(skeleton.model).__module__,

@@ -47,27 +47,21 @@ class PlainNorm(Norm):
 
 
 class ForeignBlock(nn.Module):
-    """A layer of transformers' code. Before the first one stand the operations behind the embedding (`entry`)."""
+    """A layer of transformers' code."""
 
     experts = None
     shares_experts = False
 
-    def __init__(self, program: Program, leaves: dict[str, nn.Module], attention: Attends, entry: Any = None) -> None:
+    def __init__(self, program: Program, leaves: dict[str, nn.Module], attention: Attends) -> None:
         super().__init__()
-        self.program, self.attention, self.entry = program, attention, entry
+        self.program, self.attention = program, attention
         self.leaves = nn.ModuleList(leaves.values())
 
     def forward(self, hidden: Tensor, turns: Any, ctx: StepContext, kv: Any) -> Tensor:
         """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
-        run = Run(ctx, kv, turns)
-        if self.entry is not None:
-            hidden = self.entry(run, hidden)
-        if self.program.flat:
-            given = hidden
-        else:
-            given = hidden[None]
-        positions = ctx.positions[None]
-        (out,) = self.program(run, hidden=given, positions=positions, **_extras(turns, self.program))
+        given = hidden if self.program.flat else hidden[None]
+        extras = _extras(turns, self.program)
+        (out,) = self.program(Run(ctx, kv, turns), hidden=given, positions=ctx.positions[None], **extras)
         result: Tensor = out if self.program.flat else out[0]
         return result
 
@@ -87,10 +81,10 @@ class Entry(nn.Module):
         super().__init__()
         self.program, self.leaves = program, nn.ModuleList(leaves.values())
 
-    def forward(self, run: Run, hidden: Tensor) -> Tensor:
-        """Return the first layer's hidden states [T, hidden] of embedded tokens."""
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return the first layer's hidden states [T, hidden] of embedded tokens at positions [T]."""
         given = hidden if self.program.flat else hidden[None]
-        (out,) = self.program(run, hidden=given, positions=run.ctx.positions[None])
+        (out,) = self.program(Run(None, None, None), hidden=given, positions=positions[None])
         result: Tensor = out if self.program.flat else out[0]
         return result
 
@@ -147,15 +141,15 @@ class ForeignModules:
             traced.graph, traced.inputs, self._constants(traced, made), self.build.device, own.kind
         )
         leaves = made | ({} if head_norm is None else {"head_norm": head_norm})
-        first = layer == 0 and (self.build.layers is None or self.build.layers[0] == 0)
-        return ForeignBlock(program, leaves, attends, self._entry() if first else None)
+        return ForeignBlock(program, leaves, attends)
 
-    def _entry(self) -> Entry | None:
+    def entry(self) -> nn.Module | None:
+        """Return the operations between the embedding and the first layer; None: there are none."""
+        assert self.args.foreign is not None
+        if not self.args.foreign.entry_operations:
+            return None
         entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
         hidden, *_ = outputs_of(entry)
-        if hidden is inputs_of(entry)["hidden"]:
-            return None
-        assert self.args.foreign is not None
         made = {leaf.name: self._leaf(leaf, f"entry.{leaf.name}", None) for leaf in self.args.foreign.entry}
         _only_output(entry.graph, hidden)
         put_leaves(entry, *self._by_key(entry, made))

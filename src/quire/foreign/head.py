@@ -29,6 +29,16 @@ def fitted_head(raw: dict[str, Any], skeleton: Skeleton) -> tuple[float, float |
     return round(scale, 7) if abs(scale - round(scale, 7)) < 1e-6 else scale, cap
 
 
+class _Output(tuple[Tensor]):
+    """A result of a base model: hidden states, and nothing else."""
+
+    def __new__(cls, hidden: Tensor) -> "_Output":
+        return super().__new__(cls, (hidden,))
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
 class _Head:
     """A model of transformers from the head's products on: the base model and the head are replaced."""
 
@@ -37,19 +47,15 @@ class _Head:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return what becomes of logits [T, WIDTH]."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
-
         model, base = self.skeleton.model, self.skeleton.base
         head = model.get_output_embeddings()
         hidden = torch.randn(1, len(logits), self.skeleton.config.hidden_size)
         seen = list[Tensor]()
-        kind = BaseModelOutputWithPast if "Moe" not in type(model).__name__ else MoeModelOutputWithPast
-
         def product(x: Tensor) -> Tensor:
             seen.append(x)
             return logits[None]
 
-        base.forward = lambda *args, **kwargs: kind(last_hidden_state=hidden)
+        base.forward = lambda *args, **kwargs: _Output(hidden)
         head.forward = product
         try:
             with torch.no_grad():

@@ -12,7 +12,16 @@ from quire.foreign.capture import Calls, LayerInputs, Stubs, captured
 from quire.foreign.halves import Half, find_halves
 from quire.foreign.heads import Heads, find_heads
 from quire.foreign.leaves import NORM
-from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, is_row_wise, named_values, outputs_of
+from quire.foreign.numbers import (
+    NotEvaluated,
+    ancestors,
+    evaluate,
+    inputs_of,
+    is_row_wise,
+    is_view,
+    named_values,
+    outputs_of,
+)
 from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import (
     Traced,
@@ -79,8 +88,14 @@ def inspect(raw: dict[str, Any], skeleton: Skeleton) -> Inspected:
     _check_extras(entry, error)
     end = _end(_traced(lambda: trace_end(skeleton, stubs, torch.float32), "what is behind its layers", error), error)
     found = Inspected(skeleton, stubs, calls, extras, entry, end)
-    for layers in _alike(skeleton, stubs, extras, calls):
-        found.kinds.append(_kind(found, layers, error))
+    groups = _alike(skeleton, stubs, extras, calls)
+    graphs = [
+        _traced(lambda first=layers[0]: traced_layer(found, first, torch.float32), f"layer {layers[0]}", error)
+        for layers in groups
+    ]
+    for layers, traced in zip(groups, graphs, strict=True):
+        check_rows(traced, f"layer {layers[0]}", error)
+    found.kinds += [_kind(found, layers, traced, error) for layers, traced in zip(groups, graphs, strict=True)]
     _number_turns(found)
     return found
 
@@ -123,6 +138,10 @@ def _check_extras(entry: Traced, error: Callable[[str], UnsupportedModel]) -> No
 def _end(traced: Traced, error: Callable[[str], UnsupportedModel]) -> nn.Module | None:
     (out,) = outputs_of(traced)
     hidden = inputs_of(traced)["hidden"]
+    while out.op == "call_function" and is_view(out) and isinstance(out.args[0], fx.Node):
+        if out.args[0].meta["val"].shape[-1] != hidden.meta["val"].shape[-1]:
+            break
+        out = out.args[0]  # hidden states in their own shape again
     if out is hidden:
         return None
     if kind_of(out) == NORM and out.args[0] is hidden:
@@ -156,22 +175,20 @@ def _is_number(name: str, value: object, number: int) -> bool:
     return value == number and type(value) is int and ("idx" in name or "layer" in name or "number" in name)
 
 
-def _kind(found: Inspected, layers: list[int], error: Callable[[str], UnsupportedModel]) -> Kind:
+def _kind(found: Inspected, layers: list[int], traced: Traced, error: Callable[[str], UnsupportedModel]) -> Kind:
     what = f"layer {layers[0]}"
-    traced = _traced(lambda: traced_layer(found, layers[0], torch.float32), what, error)
     if len(traced.calls) != 1:
         calls = "calls no attention of transformers" if not traced.calls else f"attends {len(traced.calls)} times"
         near = ": a recurrent layer, or one with code of its own for attention" if not traced.calls else ""
         raise error(f"{what} {calls}{near}")
     if why := traced.calls[0].refused:
         raise error(f"{what}: {why}")
-    check_rows(traced, what, error)
     hidden = inputs_of(traced)["hidden"]
     if outputs_of(traced)[0].meta["val"].shape != hidden.meta["val"].shape:
         raise error(f"{what} returns something else than hidden states")
     try:
         alone = is_row_wise(traced, found.extras)
-    except (NotEvaluated, ZeroDivisionError) as cause:
+    except (NotEvaluated, RuntimeError, IndexError) as cause:
         raise error(f"{what} cannot be run on random numbers ({type(cause).__name__})") from None
     if not alone:
         raise error(f"{what} reads other tokens outside of attention")

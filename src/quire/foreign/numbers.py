@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from quire.foreign.leaves import ATTEND, LINEAR, NORM
-from quire.foreign.trace import Traced, aten, key_of, kind_of
+from quire.foreign.trace import STRIDED, Traced, aten, key_of, kind_of
 
-STRIDED = (aten.view.default, aten._unsafe_view.default)
 Leaves = Callable[[fx.Node, tuple[Any, ...]], Any]  # (node of a leaf, its arguments) -> its value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quire.foreign.trace import Traced, aten
+from quire.foreign.trace import STRIDED, Traced, aten
 
 Step = Callable[["Run", list[Any]], Any]
 ELEMENTWISE = {  # operations on each number by itself, which take hidden states of any shape
@@ -141,6 +141,7 @@ def _step(node: fx.Node, place: dict[fx.Node, int], device: torch.device, flat: 
     kwargs = dict(node.kwargs)
     if "device" in kwargs:
         kwargs["device"] = device
+    target = aten.reshape.default if target in STRIDED else target  # here strides may differ from those of the trace
     assert callable(target), "a node calls a function"
     if not kwargs and all(isinstance(one, fx.Node | int | float) and not isinstance(one, bool) for one in node.args):
         return _simple_step(target, node, place)
@@ -169,7 +170,13 @@ def _own_step(ours: Ours, places: list[int], flat: bool) -> Step:
             (only,) = places
             return lambda run, row: ours(run, row[only])
         return lambda run, row: ours(run, *[row[at] for at in places])
-    return lambda run, row: ours(run, *[row[at][0] for at in places])[None]
+
+    def step(run: Run, row: list[Any]) -> Any:
+        values = [row[at] for at in places]
+        out = ours(run, *[value[0] if value.dim() == 3 else value for value in values])
+        return out[None] if values[0].dim() == 3 else out
+
+    return step
 
 
 def named_inputs(traced: Traced) -> list[str]:

@@ -179,7 +179,10 @@ def _parts(raw: dict[str, Any], model: Any) -> Skeleton:
     ]
     if base is model or not lists:
         raise refused(raw, f"no list of its {count} layers was found in {type(model).__name__}")
-    return Skeleton(model=model, base=base, layers=lists[0], at=names[lists[0]], names=names)
+    at = names[lists[0]]
+    around = model.get_submodule(at.rpartition(".")[0])  # a model inside the base model, which some heads read
+    base = around if hasattr(around, "get_input_embeddings") else base
+    return Skeleton(model=model, base=base, layers=lists[0], at=at, names=names)
 
 
 def _line(error: Exception) -> str:

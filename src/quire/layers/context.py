@@ -26,6 +26,9 @@ class ForeignModules(Protocol):
     def block(self, layer: int) -> nn.Module:
         """Return a layer of the model, by its number; it is called as a `DecoderBlock`."""
 
+    def entry(self) -> nn.Module | None:
+        """Return the operations between embedding and first layer: (hidden [T, hidden], positions [T]) -> hidden."""
+
     def norm(self) -> nn.Module:
         """Return the norm behind the last layer."""
 

@@ -188,6 +188,7 @@ class Decoder(nn.Module):
     layout          parameters of this rank
     dtype, device   of activations
     elsewhere       tensors of the checkpoint that other ranks read
+    entry           operations between embedding and first layer in a decoder of transformers; None: there are none
     first           True: this rank has the embedding (first stage of a pipeline)
     last            True: this rank has norm and head (last stage of a pipeline)
     vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
@@ -213,6 +214,7 @@ class Decoder(nn.Module):
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
         self.inputs = LayerInputs(args, build) if args.inputs else None
+        self.entry = modules.entry() if modules is not None and self.first else None
         self.numbers = own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList(_layer(args, layer, build) for layer in own)
         self.ids: DraftIds | None = None
