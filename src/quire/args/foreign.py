@@ -24,7 +24,7 @@ class ForeignRows(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, ...] = ()
 
 
-class ForeignLinear(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignLinear(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
     """A linear layer.
 
     parts    name of each part ("q", "gate") and its rows; one part without a name: the layer is not fused
@@ -39,7 +39,7 @@ class ForeignLinear(msgspec.Struct, frozen=True, kw_only=True):
     shard: str = ""
 
 
-class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True, tag="norm"):
     """A norm over the last dimension. eps, plus_one and centered: see `NormArgs`.
 
     stored   name of the module in the checkpoint; "": it has no weights
@@ -54,7 +54,7 @@ class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
 
 
-class ForeignTensor(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignTensor(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
     """A parameter that operations of PyTorch read."""
 
     name: str
@@ -89,7 +89,7 @@ class ForeignEnds(msgspec.Struct, frozen=True, kw_only=True):
     entry              parameters that the operations between the embedding and the first layer read
     entry_operations   these operations
     norm               norm behind the last layer
-    lacks              the reasons why Quire has no file for the model, or why the file was not taken
+    unread             patterns of names of stored tensors that nothing reads
     divides            the reason why tensor parallelism cannot divide its layers; "": it can
     """
 
@@ -101,5 +101,5 @@ class ForeignEnds(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     entry: tuple[ForeignLeaf, ...] = ()
     entry_operations: tuple[str, ...] = ()
-    lacks: str = ""
+    unread: tuple[str, ...] = ()
     divides: str = ""

@@ -1,6 +1,7 @@
 """An inspected decoder of transformers as the arguments of a model, from which all plans are made."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, 
 from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import Traced, key_of, kind_of
 
+RESERVED = ("hidden", "positions")  # inputs of graphs that are no parameters, beside extra1, extra2, ...
 QKV = "attention.qkv"  # name of the fused projection of a prepared layer
 Stored = Callable[[str], str]  # name of a module or parameter of transformers -> its name in the checkpoint
 
@@ -78,6 +80,7 @@ def _entry_factor(found: Inspected) -> float | None:
     except NotEvaluated:
         return None
     factor = float((out * x).sum() / x.square().sum())
+    factor = 1.0 if abs(factor - 1) < 1e-6 else factor
     return factor if out.shape == x.shape and torch.allclose(out, x * factor, rtol=1e-5, atol=1e-6) else None
 
 
@@ -110,9 +113,22 @@ def _ends(found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[La
         head_bias=head.bias is not None,
         norm=end,
         entry=tuple(leaves),
+        unread=tuple(_unread(found, stored)),
         entry_operations=tuple(name.removeprefix("aten.") for name in operations if "sym_size" not in name),
         divides="operations of the module stand between its projections and attention" if apart else "",
     )
+
+
+def _unread(found: Inspected, stored: Stored) -> Iterator[str]:
+    """Yield patterns of the names of stored tensors that no operation reads."""
+    skeleton = found.skeleton
+    yield from getattr(type(skeleton.model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    for kind in found.kinds:
+        used = ancestors(outputs_of(kind.traced), [])
+        for name, node in inputs_of(kind.traced).items():
+            if node not in used and name not in RESERVED and not name.startswith("extra"):
+                at = f"{skeleton.at}.{kind.layers[0]}."
+                yield re.escape(stored(at + name)).replace(rf"\.{kind.layers[0]}\.", r"\.\d+\.", 1) + "$"
 
 
 def _prefix(skeleton: Skeleton, module: nn.Module) -> str:
@@ -320,7 +336,7 @@ def _tensors(traced: Traced, used: set[fx.Node], at: str, stored: Stored) -> lis
     """Return the parameters that operations of PyTorch read."""
     found = list[ForeignLeaf]()
     for name, node in inputs_of(traced).items():
-        if node in used and name not in traced.constants and not name.startswith(("hidden", "positions", "extra")):
+        if node in used and name not in traced.constants and name not in RESERVED and not name.startswith("extra"):
             shape = tuple(int(size) for size in node.meta["val"].shape)
             found.append(ForeignTensor(name=name, stored=stored(at + name), shape=shape))
     return found

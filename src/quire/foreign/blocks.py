@@ -29,13 +29,13 @@ class Kept(nn.Module):
 
     value: Tensor
 
-    def __init__(self, at: str, device: torch.device) -> None:
+    def __init__(self, at: str, shape: tuple[int, ...], device: torch.device) -> None:
         super().__init__()
-        self.at, self.device = at, device
+        self.at, self.shape, self.device = at, shape, device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Move the parameter to the layer's device. See `Loads`."""
-        self.value = tensors["value"].to(self.device)
+        self.value = tensors["value"].to(self.device).view(self.shape)
 
 
 class PlainNorm(Norm):
@@ -225,7 +225,7 @@ class ForeignModules:
         if isinstance(leaf, ForeignNorm):
             return self._norm(leaf, at)
         assert isinstance(leaf, ForeignTensor)
-        return Kept(at, self.build.device)
+        return Kept(at, leaf.shape, self.build.device)
 
     def _norm(self, leaf: ForeignNorm, at: str) -> Norm:
         args = NormArgs(eps=leaf.eps, plus_one=leaf.plus_one, centered=leaf.centered)

@@ -113,7 +113,8 @@ def trace_layer(
     leaves = find_leaves(layer)
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in layer.named_parameters() if id(one) not in inside}
-    buffers = dict(layer.named_buffers())
+    buffers, kept = buffers_of(layer)
+    own |= kept
     names = [*own, *buffers]
     calls = Calls(marks=marks.marks, kept=marks.kept)
     place = {id(one): i for i, one in enumerate(extras)}
@@ -137,6 +138,16 @@ def trace_layer(
         )
     labels = ["hidden", "positions", *(f"extra{i}" for i in range(1, len(extras))), *names]
     return Traced(graph, tuple(labels), leaves, calls.found, buffers)
+
+
+def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the buffers of a module with fixed numbers, and those that a checkpoint has, by their names."""
+    stored = module.state_dict().keys()
+    found = dict(module.named_buffers())
+    return (
+        {name: one for name, one in found.items() if name not in stored},
+        {name: one for name, one in found.items() if name in stored},
+    )
 
 
 def _on_cpu(one: Tensor) -> Tensor:
@@ -200,7 +211,9 @@ def _trace_base(
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in outer_params(skeleton).items() if id(one) not in inside}
     held = {id(one) for one in skeleton.layers.buffers()}
-    buffers = {name: one for name, one in base.named_buffers() if id(one) not in held}
+    buffers, kept = buffers_of(base)
+    buffers, kept = ({name: one for name, one in each.items() if id(one) not in held} for each in (buffers, kept))
+    own |= kept
     names = [*own, *buffers]
 
     def run(hidden: Tensor, positions: Tensor, *tensors: Tensor) -> Any:

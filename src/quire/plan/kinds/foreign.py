@@ -120,7 +120,8 @@ def leaf_params(leaves: Iterable[ForeignLeaf], rank: Rank, at: str, layer: int =
             yield from norm_params(leaf, name, layer)
         else:
             stored = leaf.stored.replace("{i}", str(layer))
-            yield Param(f"{name}.value", leaf.shape, (Part(stored, leaf.shape, 0, leaf.shape[0]),))
+            shape = leaf.shape or (1,)
+            yield Param(f"{name}.value", shape, (Part(stored, shape, 0, shape[0]),))
 
 
 def norm_params(leaf: ForeignNorm, name: str, layer: int = -1) -> Iterator[Param]:
