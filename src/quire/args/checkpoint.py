@@ -46,10 +46,6 @@ from quire.contracts.text_table import read_rows
 DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
 WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
-LONG = (
-    "LongRoPE: the context is longer than the trained {0} tokens, so all requests rotate by the divisors of long "
-    "contexts; --max-model-len {0} chooses the others"
-)
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -244,26 +240,6 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     )
 
 
-def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
-    """Return the arguments for an engine whose context has `length` tokens; None: as many as the model has.
-
-    LongRoPE has other divisors for contexts up to its trained length.
-    """
-
-    def fitted(one: LayerArgs) -> LayerArgs:
-        if not isinstance(one.mixer, AttentionArgs):
-            return one
-        rope = one.mixer.rope
-        if rope.kind != "longrope" or length is None:
-            return one
-        rope = replace(rope, long=length > rope.original_max_position)
-        return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
-
-    args = replace(args, layers=tuple(map(fitted, args.layers)))
-    trained = max((one.rope.original_max_position for one in args.attending if one.rope.long), default=0)
-    return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
-
-
 def _layers(
     keys: Keys,
     family: Family,
@@ -415,14 +391,6 @@ def _find_family(keys: Keys) -> tuple[str, Family, bool]:
             f"architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. Implemented: {ours}."
         )
     return model_type, family, headless
-
-
-def has_family(raw: Mapping[str, Any]) -> bool:
-    """Return True for a config.json of a family that Quire has, whatever else it says."""
-    named = {family.architecture for family in FAMILIES.values()}
-    listed = raw.get("architectures")
-    by_name = raw.get("model_type") is None and isinstance(listed, list) and not named.isdisjoint(map(str, listed))
-    return raw.get("model_type") in FAMILIES or by_name
 
 
 def _refuse_math(keys: Keys, family: Family) -> None:

@@ -48,14 +48,14 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
         layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )
-    if args.foreign is not None:
-        from quire.foreign.blocks import ForeignModules
-        from quire.foreign.find import inspected
-
-        build = replace(build, foreign=ForeignModules(inspected(Path(plan.folder)), args, build))
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
-    model = Decoder(args, plan.params, build, elsewhere=everything)
+    modules = None
+    if args.foreign is not None:
+        from quire.foreign.blocks import foreign_modules
+
+        modules = foreign_modules(Path(plan.folder), args, build)
+    model = Decoder(args, plan.params, build, elsewhere=everything, modules=modules)
     if (drafter := own_draft(plan)) is not None:
         model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
         if drafter.args.eagle is not None:

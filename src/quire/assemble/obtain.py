@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs, has_family, read_checkpoint_config, read_raw_config, with_length
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.args.families import has_family
+from quire.args.length import with_length
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError, ModelNotFound, UnsupportedModel, UserError, WeightsError

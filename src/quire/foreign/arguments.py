@@ -8,17 +8,25 @@ import torch
 from torch import fx, nn
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.foreign import ForeignEnds, ForeignGate, ForeignLeaf, ForeignLinear, ForeignNorm, ForeignRows, ForeignTensor
+from quire.args.foreign import (
+    ForeignEnds,
+    ForeignGate,
+    ForeignLeaf,
+    ForeignLinear,
+    ForeignNorm,
+    ForeignRows,
+    ForeignTensor,
+)
 from quire.args.layers import NONE, EndArgs, ForeignArgs, GroupedArgs, LayerArgs, NormArgs, ScoreArgs
 from quire.args.rope import UNROTATED
 from quire.foreign.halves import Half
 from quire.foreign.head import fitted_head
-from quire.foreign.heads import Heads, Side
+from quire.foreign.heads import ProvenHeads, Side
 from quire.foreign.inspect import Inspected, Kind, left_operations
 from quire.foreign.leaves import LINEAR, NORM, Leaf, norm_form, norm_width
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values, outputs_of
 from quire.foreign.skeleton import Skeleton, refused
-from quire.foreign.trace import Traced, key_of, kind_of
+from quire.foreign.trace import TracedGraph, key_of, kind_of
 
 RESERVED = ("hidden", "positions")  # inputs of graphs that are no parameters, beside extra1, extra2, ...
 QKV = "attention.qkv"  # name of the fused projection of a prepared layer
@@ -84,7 +92,9 @@ def _entry_factor(found: Inspected) -> float | None:
     return factor if out.shape == x.shape and torch.allclose(out, x * factor, rtol=1e-5, atol=1e-6) else None
 
 
-def _ends(found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[LayerArgs], *, plain: bool) -> ForeignEnds:
+def _ends(
+    found: Inspected, stored: Stored, end: ForeignNorm, kinds: Sequence[LayerArgs], *, plain: bool
+) -> ForeignEnds:
     """Return the ends. plain: what is behind the embedding is a factor."""
     import transformers
 
@@ -157,7 +167,7 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
     (call,) = traced.calls
     heads = kind.heads
     leaves, gates = _leaves(kind, at, template)
-    prepared = isinstance(heads, Heads)
+    prepared = isinstance(heads, ProvenHeads)
     sizes = _sizes(traced, heads)
     attention = GroupedArgs(
         num_heads=sizes[0],
@@ -167,13 +177,13 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
         rope=UNROTATED,
         window=call.window,
         scores=ScoreArgs(
-            scale=call.scale * (heads.factor if isinstance(heads, Heads) else 1.0),
+            scale=call.scale * (heads.factor if isinstance(heads, ProvenHeads) else 1.0),
             soft_cap=call.soft_cap,
             sinks=call.sinks,
         ),
     )
     norms = [leaf_args(traced.leaves[key], at + traced.leaves[key].name, template) for key in _head_norms(heads)]
-    order = heads.order if isinstance(heads, Heads) else ()
+    order = heads.order if isinstance(heads, ProvenHeads) else ()
     mixer = ForeignArgs(
         attention=attention,
         prepared=prepared,
@@ -188,13 +198,13 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
     return LayerArgs(mixer=mixer, feed_forward=NONE, norms="")
 
 
-def _head_norms(heads: Heads | str) -> tuple[int, ...]:
-    return heads.norms if isinstance(heads, Heads) else ()
+def _head_norms(heads: ProvenHeads | str) -> tuple[int, ...]:
+    return heads.norms if isinstance(heads, ProvenHeads) else ()
 
 
-def _sizes(traced: Traced, heads: Heads | str) -> tuple[int, int, int]:
+def _sizes(traced: TracedGraph, heads: ProvenHeads | str) -> tuple[int, int, int]:
     """Return query heads, KV heads, and dimensions of a head."""
-    if isinstance(heads, Heads):
+    if isinstance(heads, ProvenHeads):
         return len(heads.q.starts), len(heads.k.starts), heads.q.size
     (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
     q, k = (node.meta["val"].shape for node in attend.args[:2])
@@ -206,7 +216,7 @@ def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], lis
     traced, heads = kind.traced, kind.heads
     fused = set[int]()
     made = list[ForeignLeaf]()
-    if isinstance(heads, Heads):
+    if isinstance(heads, ProvenHeads):
         made.append(_qkv(traced, heads, at, stored))
         fused |= {heads.q.linear, heads.k.linear, heads.v.linear, *heads.norms}
     gates = list[ForeignGate]()
@@ -218,16 +228,18 @@ def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], lis
         gates.append(ForeignGate(act=half.act, gated=half.gated, **names))
     used = ancestors(outputs_of(traced), [])
     for key, leaf in enumerate(traced.leaves):
-        if key not in fused and any(kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used):
+        if key not in fused and any(
+            kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used
+        ):
             made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, "")))
     return made + _tensors(traced, used, at, stored), gates
 
 
-def _name(traced: Traced, node: fx.Node) -> str:
+def _name(traced: TracedGraph, node: fx.Node) -> str:
     return traced.leaves[key_of(node)].name
 
 
-def gate_name(traced: Traced, half: Half) -> str:
+def gate_name(traced: TracedGraph, half: Half) -> str:
     """Return the name of the linear layer before an activation; one of two layers that are fused."""
     name = traced.leaves[half.sources[0]].name
     return name if len(half.sources) == 1 else f"{name.rpartition('.')[0]}.gate_up".lstrip(".")
@@ -239,7 +251,7 @@ def _shards(kind: Kind) -> dict[int, str]:
     Between both are attention or operations on each number by itself.
     """
     traced, found = kind.traced, dict[int, str]()
-    if isinstance(kind.heads, Heads):
+    if isinstance(kind.heads, ProvenHeads):
         output = _reader(traced)
         if output is not None:
             found[key_of(output)] = "columns"
@@ -249,7 +261,7 @@ def _shards(kind: Kind) -> dict[int, str]:
     return found
 
 
-def _reader(traced: Traced) -> fx.Node | None:
+def _reader(traced: TracedGraph) -> fx.Node | None:
     """Return the linear layer that reads the result of attention, and nothing else; None: several do, or none."""
     (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
     linears = [node for node in traced.graph.nodes if kind_of(node) == LINEAR]
@@ -257,7 +269,7 @@ def _reader(traced: Traced) -> fx.Node | None:
     return readers[0] if len(readers) == 1 else None
 
 
-def _qkv(traced: Traced, heads: Heads, at: str, stored: Stored) -> ForeignLinear:
+def _qkv(traced: TracedGraph, heads: ProvenHeads, at: str, stored: Stored) -> ForeignLinear:
     sides = {"q": heads.q, "k": heads.k, "v": heads.v}
     plain = heads.order == tuple(range(heads.q.size))
 
@@ -281,7 +293,7 @@ def _qkv(traced: Traced, heads: Heads, at: str, stored: Stored) -> ForeignLinear
     )
 
 
-def _gate(traced: Traced, half: Half, at: str, stored: Stored) -> ForeignLinear:
+def _gate(traced: TracedGraph, half: Half, at: str, stored: Stored) -> ForeignLinear:
     modules: list[Any] = [traced.leaves[key].module for key in half.sources]
     names = [_module(at + traced.leaves[key].name, stored) for key in half.sources]
 
@@ -293,7 +305,9 @@ def _gate(traced: Traced, half: Half, at: str, stored: Stored) -> ForeignLinear:
     elif half.gated:
         size = modules[0].out_features // 2
         firsts = (size, 0) if half.swapped else (0, size)
-        parts = [(word, whole(names[0], modules[0], first, size)) for word, first in zip(("gate", "up"), firsts, strict=True)]
+        parts = [
+            (word, whole(names[0], modules[0], first, size)) for word, first in zip(("gate", "up"), firsts, strict=True)
+        ]
     else:
         parts = [("", whole(names[0], modules[0]))]
     return ForeignLinear(
@@ -332,7 +346,7 @@ def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "") -> Foreign
     )
 
 
-def _tensors(traced: Traced, used: set[fx.Node], at: str, stored: Stored) -> list[ForeignLeaf]:
+def _tensors(traced: TracedGraph, used: set[fx.Node], at: str, stored: Stored) -> list[ForeignLeaf]:
     """Return the parameters that operations of PyTorch read."""
     found = list[ForeignLeaf]()
     for name, node in inputs_of(traced).items():

@@ -1,6 +1,7 @@
 """Modules of a decoder of transformers: its layers, the norm behind them, and the rows of positions that they read."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,21 +11,22 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.foreign import ForeignLeaf, ForeignLinear, ForeignNorm, ForeignTensor
 from quire.args.layers import ForeignArgs, NormArgs
 from quire.foreign.arguments import QKV, gate_name
-from quire.foreign.heads import Heads, HeadsWay
+from quire.foreign.find import inspected
+from quire.foreign.heads import HeadsWay, ProvenHeads
 from quire.foreign.inspect import Inspected, Kind, extras_at, traced_layer
-from quire.foreign.leaves import LINEAR, NORM
+from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import ancestors, inputs_of, outputs_of
-from quire.foreign.program import Program, Run, compiled
+from quire.foreign.program import LayerRun, Program, compiled
 from quire.foreign.rewrite import put_attention, put_gate, put_leaves
 from quire.foreign.steps import Activated, Attends, Gated, PlainAttention, PreparedAttention
-from quire.foreign.trace import Traced, key_of, kind_of, trace_entry
+from quire.foreign.trace import TracedGraph, key_of, kind_of, trace_entry
 from quire.kernels.activation import UNGATED
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import HeadNorm, Norm
 
 
-class Kept(nn.Module):
+class KeptTensor(nn.Module):
     """A parameter that operations of PyTorch read."""
 
     value: Tensor
@@ -58,10 +60,10 @@ class ForeignBlock(nn.Module):
         self.leaves = nn.ModuleList(leaves.values())
 
     def forward(self, hidden: Tensor, turns: Any, ctx: StepContext, kv: Any) -> Tensor:
-        """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
+        """LayerRun the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         given = hidden if self.program.flat else hidden[None]
         extras = _extras(turns, self.program)
-        (out,) = self.program(Run(ctx, kv, turns), hidden=given, positions=ctx.positions[None], **extras)
+        (out,) = self.program(LayerRun(ctx, kv, turns), hidden=given, positions=ctx.positions[None], **extras)
         result: Tensor = out if self.program.flat else out[0]
         return result
 
@@ -84,7 +86,7 @@ class Entry(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's hidden states [T, hidden] of embedded tokens at positions [T]."""
         given = hidden if self.program.flat else hidden[None]
-        (out,) = self.program(Run(None, None, None), hidden=given, positions=positions[None])
+        (out,) = self.program(LayerRun(None, None, None), hidden=given, positions=positions[None])
         result: Tensor = out if self.program.flat else out[0]
         return result
 
@@ -95,23 +97,25 @@ class ForeignRotary:
     The rotations are read off from the module, as `foreign.heads` does.
     """
 
-    def __init__(self, extras: Program, turns: list[Callable[..., tuple[Tensor, Tensor]]], build: Build, width: int) -> None:
+    def __init__(
+        self, extras: Program, turns: list[Callable[..., tuple[Tensor, Tensor]]], build: Build, width: int
+    ) -> None:
         self._extras, self._turns, self._device, self._width = extras, turns, build.device, width
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return cos and signed sin [T, D] of positions [T] for each rotation; last the extra tensors."""
         hidden = torch.empty(1, 1, 1, dtype=dtype, device=self._device).expand(1, len(positions), self._width)
-        run = Run(None, None, None)
+        run = LayerRun(None, None, None)
         extras = self._extras(run, hidden=hidden, positions=positions[None])
         return (*(turn(positions, extras, dtype) for turn in self._turns), tuple(extras))
 
 
 class ForeignModules:
-    """Makes the modules of a rank; see `quire.layers.context.ForeignModules`."""
+    """Makes the modules of a rank; see `quire.layers.context.DecoderModules`."""
 
     def __init__(self, found: Inspected, args: ModelArgs, build: Build) -> None:
         self.found, self.args, self.build = found, args, build
-        self._programs: dict[int, Traced] = {}
+        self._programs: dict[int, TracedGraph] = {}
 
     def norm(self) -> nn.Module:
         """Return the norm behind the last layer."""
@@ -137,9 +141,7 @@ class ForeignModules:
         for half in kind.halves:
             put_gate(traced, key_of(half.reads), self._gate(made[gate_name(traced, half)], half.act, half.gated))
         put_leaves(traced, *self._by_key(traced, made))
-        program = compiled(
-            traced.graph, traced.inputs, self._constants(traced, made), self.build.device, own.kind
-        )
+        program = compiled(traced.graph, traced.inputs, self._constants(traced, made), self.build.device, own.kind)
         leaves = made | ({} if head_norm is None else {"head_norm": head_norm})
         return ForeignBlock(program, leaves, attends)
 
@@ -160,9 +162,7 @@ class ForeignModules:
         """Return the rows of positions that the layers read."""
         entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
         outputs = outputs_of(entry)[1:]
-        extras = compiled(
-            entry.graph, entry.inputs, self._constants(entry, {}), self.build.device, outputs=outputs
-        )
+        extras = compiled(entry.graph, entry.inputs, self._constants(entry, {}), self.build.device, outputs=outputs)
         turns: list[Any] = [self._turn(kind) for kind in self.found.turns]
         if any(isinstance(one.mixer, ForeignArgs) and not one.mixer.prepared for one in self.args.layers):
             dim = self.args.attending[0].head_dim
@@ -180,7 +180,7 @@ class ForeignModules:
         """Return a function that reads cos and sin off the module's way of keys, which norms are left out of."""
         traced = traced_layer(self.found, kind.layers[0], self.build.dtype)
         heads = kind.heads
-        assert isinstance(heads, Heads)
+        assert isinstance(heads, ProvenHeads)
         way = HeadsWay(traced, lambda positions: extras_at(self.found, positions))
         for node in way.norms:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ class ForeignModules:
         if isinstance(leaf, ForeignNorm):
             return self._norm(leaf, at)
         assert isinstance(leaf, ForeignTensor)
-        return Kept(at, leaf.shape, self.build.device)
+        return KeptTensor(at, leaf.shape, self.build.device)
 
     def _norm(self, leaf: ForeignNorm, at: str) -> Norm:
         args = NormArgs(eps=leaf.eps, plus_one=leaf.plus_one, centered=leaf.centered)
@@ -238,18 +238,18 @@ class ForeignModules:
         assert isinstance(linear, Linear) and (act in UNGATED or act)
         return Activated(linear, act, self.build.kernels)
 
-    def _by_key(self, traced: Traced, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
+    def _by_key(self, traced: TracedGraph, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
         leaves = {key: made.get(leaf.name) for key, leaf in enumerate(traced.leaves)}
         linears = {key: one for key, one in leaves.items() if isinstance(one, Linear)}
         return linears, {key: one for key, one in leaves.items() if isinstance(one, Norm)}
 
-    def _constants(self, traced: Traced, made: dict[str, nn.Module]) -> dict[str, Callable[[], Tensor]]:
+    def _constants(self, traced: TracedGraph, made: dict[str, nn.Module]) -> dict[str, Callable[[], Tensor]]:
         found: dict[str, Callable[[], Tensor]] = {}
         for name, value in traced.constants.items():
             own = value.to(self.build.device)
             found[name] = lambda own=own: own
         for name, module in made.items():
-            if isinstance(module, Kept):
+            if isinstance(module, KeptTensor):
                 found[name] = lambda module=module: module.value
         return found
 
@@ -257,7 +257,9 @@ class ForeignModules:
 class _ReadTurn:
     """cos and signed sin of positions, read off from the module; see `heads._turn`."""
 
-    def __init__(self, program: Program, heads: Heads, places: list[tuple[str, int]], device: torch.device) -> None:
+    def __init__(
+        self, program: Program, heads: ProvenHeads, places: list[tuple[str, int]], device: torch.device
+    ) -> None:
         self._program, self._device = program, device
         order = torch.tensor(heads.order, device=device)
         dim = len(order)
@@ -283,7 +285,7 @@ class _ReadTurn:
             values[name] = row.expand(1, len(positions), -1)
         hidden = torch.empty(1, 1, 1, dtype=dtype, device=self._device).expand(1, len(positions), 1)
         given = {f"extra{i}": one for i, one in enumerate(extras, 1)}
-        run = Run(None, None, None)
+        run = LayerRun(None, None, None)
         (out,) = self._program(run, hidden=hidden, positions=positions[None], **given, **values)
         first: Tensor = out[0, 0]
         return first
@@ -295,4 +297,6 @@ def _only_output(graph: fx.Graph, node: fx.Node) -> None:
     graph.eliminate_dead_code()
 
 
-__all__ = ["NORM", "ForeignBlock", "ForeignModules", "ForeignRotary"]
+def foreign_modules(folder: Path, args: ModelArgs, build: Build) -> ForeignModules:
+    """Return the modules of a rank for the model in a folder."""
+    return ForeignModules(inspected(folder), args, build)

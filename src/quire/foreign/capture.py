@@ -20,7 +20,7 @@ SILENT = frozenset(  # arguments of attention that change nothing without a cach
 
 
 @dataclass
-class AttentionCall:
+class ModuleAttention:
     """A call of attention by a layer. window: as of `GroupedArgs`. refused: the reason why ours cannot answer it."""
 
     scale: float
@@ -31,7 +31,7 @@ class AttentionCall:
 
 
 @dataclass
-class LayerInputs:
+class LayerArguments:
     """Arguments of a layer beside the hidden states."""
 
     args: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Calls:
     kept    the masks, whose ids must last
     """
 
-    found: list[AttentionCall] = field(default_factory=list)
+    found: list[ModuleAttention] = field(default_factory=list)
     marks: dict[int, int | None | str] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Stubs:
 
     def __init__(self, skeleton: Skeleton, *, as_tuple: bool, result: Tensor | None = None) -> None:
         self.skeleton, self.as_tuple, self.result = skeleton, as_tuple, result
-        self.inputs: list[LayerInputs] = []
+        self.inputs: list[LayerArguments] = []
         self.seen: list[Tensor] = []
 
     @contextmanager
@@ -78,7 +78,7 @@ class Stubs:
 
     def _stub(self, number: int) -> Callable[..., Any]:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.inputs.append(LayerInputs(args, kwargs))
+            self.inputs.append(LayerArguments(args, kwargs))
             self.seen.append(hidden)
             last = number == len(self.skeleton.layers) - 1
             out = self.result if last and self.result is not None else hidden
@@ -97,7 +97,7 @@ def outer_params(skeleton: Skeleton) -> dict[str, nn.Parameter]:
 def run_base(
     skeleton: Skeleton, stubs: Stubs, params: dict[str, Tensor], embedded: Tensor, positions: Tensor
 ) -> Tensor:
-    """Run the base model on embedded tokens [1, T, width] at positions [1, T]. Return its result [1, T, hidden].
+    """LayerRun the base model on embedded tokens [1, T, width] at positions [1, T]. Return its result [1, T, hidden].
 
     params   values of `outer_params`
     """
@@ -120,7 +120,7 @@ def run_base(
 
 
 def captured(raw: dict[str, Any], skeleton: Skeleton, calls: Calls) -> Stubs:
-    """Run the base model with functions in place of its layers. Raises `UnsupportedModel` with what was found.
+    """LayerRun the base model with functions in place of its layers. Raises `UnsupportedModel` with what was found.
 
     calls   gets the masks that the model makes
     """
@@ -163,10 +163,16 @@ def answered(calls: Calls, *, marking: bool = False) -> Iterator[None]:
         return operations().attend(q, k, v, more.get("s_aux"), len(calls.found) - 1), None
 
     def product(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **more: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
     ) -> Tensor:
         window = None if attn_mask is None and is_causal else calls.marks.get(id(attn_mask), OWN_MASK)
-        call = AttentionCall(scale=more.get("scale") or q.shape[-1] ** -0.5)
+        call = ModuleAttention(scale=more.get("scale") or q.shape[-1] ** -0.5)
         calls.found.append(_with_window(call, window))
         return operations().attend(q, k, v, None, len(calls.found) - 1).transpose(1, 2)
 
@@ -178,11 +184,11 @@ def answered(calls: Calls, *, marking: bool = False) -> Iterator[None]:
         calls.marks[id(made)] = mask_window(kwargs["mask_function"], kwargs.get("local_size"))
         return made
 
-    masks, names = masking_utils.AttentionMaskInterface._global_mapping, (NAME, "sdpa")
-    own = {name: masks.get(name) for name in names}
+    masks, own = masking_utils.AttentionMaskInterface, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     functional, packed = torch.nn.functional.scaled_dot_product_attention, masking_utils.find_packed_sequence_indices
     AttentionInterface.register(NAME, attend)
-    masks.update(dict.fromkeys(names, mask))
+    for name in (NAME, "sdpa"):
+        masks.register(name, mask)
     torch.nn.functional.scaled_dot_product_attention = product
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it reads values of positions
     try:
@@ -190,16 +196,14 @@ def answered(calls: Calls, *, marking: bool = False) -> Iterator[None]:
     finally:
         torch.nn.functional.scaled_dot_product_attention = functional
         masking_utils.find_packed_sequence_indices = packed
-        AttentionInterface._global_mapping.pop(NAME)
-        masks.pop(NAME)
-        masks["sdpa"] = own["sdpa"]
+        masks.register("sdpa", own)
 
 
-def _call(module: Any, q: Tensor, mask: Any, more: dict[str, Any], calls: Calls) -> AttentionCall:
+def _call(module: Any, q: Tensor, mask: Any, more: dict[str, Any], calls: Calls) -> ModuleAttention:
     """Return a call of attention. For masks of transformers the mask decides on the window, as in the eager model."""
     scale = more.get("scaling")
     scale = scale if scale is not None else getattr(module, "scaling", None) or q.shape[-1] ** -0.5
-    call = AttentionCall(scale=float(scale), soft_cap=more.get("softcap"), sinks=more.get("s_aux") is not None)
+    call = ModuleAttention(scale=float(scale), soft_cap=more.get("softcap"), sinks=more.get("s_aux") is not None)
     others = [name for name, value in more.items() if name not in SILENT and isinstance(value, Tensor)]
     if others:
         call.refused = f"its attention reads {' and '.join(others)}"
@@ -208,7 +212,7 @@ def _call(module: Any, q: Tensor, mask: Any, more: dict[str, Any], calls: Calls)
     return _with_window(call, calls.marks.get(id(mask), OWN_MASK if mask is not None else None))
 
 
-def _with_window(call: AttentionCall, window: int | None | str) -> AttentionCall:
+def _with_window(call: ModuleAttention, window: int | None | str) -> ModuleAttention:
     if isinstance(window, str):
         call.refused = window
     else:

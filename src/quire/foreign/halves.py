@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of
-from quire.foreign.trace import Traced, key_of, kind_of
+from quire.foreign.trace import TracedGraph, key_of, kind_of
 from quire.kernels.activation import ACTS, ref
 
 TOKENS = 3
@@ -29,14 +29,14 @@ class Half:
     swapped: bool = False
 
 
-def find_halves(traced: Traced) -> list[Half]:
+def find_halves(traced: TracedGraph) -> list[Half]:
     """Return the activations of a layer that equal one of ours on random numbers."""
     linears = [node for node in traced.graph.nodes if kind_of(node) == LINEAR]
     found = (_half(traced, node, linears) for node in linears)
     return [half for half in found if half is not None]
 
 
-def _half(traced: Traced, node: fx.Node, linears: list[fx.Node]) -> Half | None:
+def _half(traced: TracedGraph, node: fx.Node, linears: list[fx.Node]) -> Half | None:
     x = node.args[0]
     assert isinstance(x, fx.Node), "a layer reads a tensor"
     reached = ancestors([x], linears)

@@ -51,6 +51,7 @@ class _Head:
         head = model.get_output_embeddings()
         hidden = torch.randn(1, len(logits), self.skeleton.config.hidden_size)
         seen = list[Tensor]()
+
         def product(x: Tensor) -> Tensor:
             seen.append(x)
             return logits[None]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from quire.foreign.leaves import ATTEND, LINEAR, NORM, NormForm, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values
-from quire.foreign.trace import Traced, key_of, kind_of
+from quire.foreign.trace import TracedGraph, key_of, kind_of
 from quire.kernels.norm import ref as norms
 from quire.kernels.rope import ref as ropes
 
@@ -22,7 +22,7 @@ Extras = Callable[[Tensor], list[Tensor]]  # positions [T] -> extra tensors of a
 
 @dataclass(frozen=True)
 class Side:
-    """Heads of queries, keys or values: the linear layer that projects them, and the first row of each head."""
+    """ProvenHeads of queries, keys or values: the linear layer that projects them, and the first row of each head."""
 
     linear: int
     starts: tuple[int, ...]
@@ -30,7 +30,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Heads:
+class ProvenHeads:
     """The way from projections to attention.
 
     order   order of the dimensions of a query or key head that kernels need
@@ -51,7 +51,7 @@ class Heads:
 class HeadsWay:
     """The part of a traced layer between its projections and its call of attention."""
 
-    def __init__(self, traced: Traced, extras: Extras) -> None:
+    def __init__(self, traced: TracedGraph, extras: Extras) -> None:
         self.traced, self.extras = traced, extras
         (self.attend,) = [node for node in traced.graph.nodes if kind_of(node) == ATTEND]
         self.sides: list[fx.Node] = list(self.attend.args[:3])  # type: ignore[arg-type]
@@ -60,7 +60,9 @@ class HeadsWay:
         self.linears = [node for node in stops if node in self.reached]
         self.norms = [node for node in traced.graph.nodes if node in self.reached and kind_of(node) == NORM]
 
-    def run(self, outputs: dict[fx.Node, Tensor], positions: Tensor, *, normed: bool, sides: slice = slice(3)) -> list[Tensor]:
+    def run(
+        self, outputs: dict[fx.Node, Tensor], positions: Tensor, *, normed: bool, sides: slice = slice(3)
+    ) -> list[Tensor]:
         """Return queries, keys and values [heads, T, D] of the projections' outputs [T, rows] at positions [T].
 
         normed   False: norms change nothing
@@ -95,7 +97,7 @@ class HeadsWay:
         return 1 + 0.3 * torch.randn(width, generator=torch.Generator().manual_seed(7 + key_of(node)))
 
 
-def find_heads(traced: Traced, extras: Extras) -> Heads | str:
+def find_heads(traced: TracedGraph, extras: Extras) -> ProvenHeads | str:
     """Return the way from projections to attention, or the reason why no kernel of ours computes it."""
     way = HeadsWay(traced, extras)
     if len({node.args[0] for node in way.linears}) != 1:
@@ -110,7 +112,7 @@ def find_heads(traced: Traced, extras: Extras) -> Heads | str:
         return f"its way to attention is not understood ({type(error).__name__})"
 
 
-def _find(way: HeadsWay) -> Heads | str:
+def _find(way: HeadsWay) -> ProvenHeads | str:
     read = _rows(way)
     if isinstance(read, str):
         return read
@@ -130,12 +132,13 @@ def _find(way: HeadsWay) -> Heads | str:
     words = next((one for one in sides if isinstance(one, str)), None)
     if words is not None:
         return words
-    heads = Heads(*sides, order, found, factor, lambda positions: _turn(way, k, order, pairs, positions))  # type: ignore[arg-type]
+    turn = lambda positions: _turn(way, k, order, pairs, positions)  # noqa: E731
+    heads = ProvenHeads(*sides, order, found, factor, turn)  # type: ignore[arg-type]
     return heads if _equal(way, heads, (q, k, v)) else "norms, rotation and other operations are in another order"
 
 
 def _outputs(way: HeadsWay, values: Callable[[int, int], Tensor]) -> dict[fx.Node, Tensor]:
-    """Return outputs of the projections: `values(first, count)` of their rows, which are numbered one after the other."""
+    """Return outputs of the projections: `values(first, count)` of their rows, which have numbers in order."""
     found, first = dict[fx.Node, Tensor](), 0
     for node in way.linears:
         count = int(node.args[2])  # type: ignore[arg-type]
@@ -259,7 +262,7 @@ def _turn(
     return cos[:, list(order)], sin[:, list(order)]
 
 
-def _equal(way: HeadsWay, heads: Heads, rows: tuple[Tensor, Tensor, Tensor]) -> bool:
+def _equal(way: HeadsWay, heads: ProvenHeads, rows: tuple[Tensor, Tensor, Tensor]) -> bool:
     """Compare with our operations on random numbers, at random positions."""
     made = torch.Generator().manual_seed(3)
     positions = torch.randint(0, 64, (6,), generator=made)

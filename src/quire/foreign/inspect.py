@@ -1,4 +1,4 @@
-"""The inspection of a decoder of transformers: its layers by kind, each traced once and compared with operations of ours."""
+"""The inspection of a decoder of transformers: each kind of layer is traced once, and compared with ours."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from quire.contracts.errors import UnsupportedModel
-from quire.foreign.capture import Calls, LayerInputs, Stubs, captured
+from quire.foreign.capture import Calls, LayerArguments, Stubs, captured
 from quire.foreign.halves import Half, find_halves
-from quire.foreign.heads import Heads, find_heads
+from quire.foreign.heads import ProvenHeads, find_heads
 from quire.foreign.leaves import NORM
 from quire.foreign.numbers import (
     NotEvaluated,
@@ -24,11 +24,10 @@ from quire.foreign.numbers import (
 )
 from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import (
-    Traced,
+    TracedGraph,
     check_rows,
     key_of,
     kind_of,
-    replaced,
     tensors_of,
     trace_end,
     trace_entry,
@@ -46,8 +45,8 @@ class Kind:
     """
 
     layers: list[int]
-    traced: Traced
-    heads: Heads | str
+    traced: TracedGraph
+    heads: ProvenHeads | str
     halves: list[Half]
     turn: int = -1
 
@@ -67,7 +66,7 @@ class Inspected:
     stubs: Stubs
     calls: Calls
     extras: list[Tensor]
-    entry: Traced
+    entry: TracedGraph
     end: nn.Module | None
     kinds: list[Kind] = field(default_factory=list)
     turns: list[Kind] = field(default_factory=list)
@@ -100,12 +99,12 @@ def inspect(raw: dict[str, Any], skeleton: Skeleton) -> Inspected:
     return found
 
 
-def traced_layer(found: Inspected, layer: int, dtype: torch.dtype) -> Traced:
+def traced_layer(found: Inspected, layer: int, dtype: torch.dtype) -> TracedGraph:
     """Trace a layer of an inspected model in a dtype."""
     return trace_layer(found.skeleton, layer, found.stubs.inputs[layer], found.extras, found.calls, dtype)
 
 
-def _traced(trace: Callable[[], Traced], what: str, error: Callable[[str], UnsupportedModel]) -> Traced:
+def _traced(trace: Callable[[], TracedGraph], what: str, error: Callable[[str], UnsupportedModel]) -> TracedGraph:
     try:
         return trace()
     except UnsupportedModel:
@@ -126,16 +125,18 @@ def _extras(stubs: Stubs, calls: Calls) -> list[Tensor]:
     return [first, *(one for one in found.values() if one is not first)]
 
 
-def _check_extras(entry: Traced, error: Callable[[str], UnsupportedModel]) -> None:
+def _check_extras(entry: TracedGraph, error: Callable[[str], UnsupportedModel]) -> None:
     """Refuse extra tensors that depend on tokens: they are computed once a step, from positions alone."""
     hidden = inputs_of(entry)["hidden"]
     for node in outputs_of(entry)[1:]:
         reached = ancestors([node], [])
-        if any(one is not node and hidden in one.all_input_nodes and "sym_size" not in str(one.target) for one in reached):
+        if any(
+            one is not node and hidden in one.all_input_nodes and "sym_size" not in str(one.target) for one in reached
+        ):
             raise error("its layers have further inputs that depend on tokens")
 
 
-def _end(traced: Traced, error: Callable[[str], UnsupportedModel]) -> nn.Module | None:
+def _end(traced: TracedGraph, error: Callable[[str], UnsupportedModel]) -> nn.Module | None:
     (out,) = outputs_of(traced)
     hidden = inputs_of(traced)["hidden"]
     while out.op == "call_function" and is_view(out) and isinstance(out.args[0], fx.Node):
@@ -157,11 +158,13 @@ def _alike(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], calls: Ca
     return list(found.values())
 
 
-def _signature(layer: nn.Module, number: int, inputs: LayerInputs, extras: Sequence[Tensor], calls: Calls) -> str:
+def _signature(layer: nn.Module, number: int, inputs: LayerArguments, extras: Sequence[Tensor], calls: Calls) -> str:
     words = [repr(layer)]
     for name, module in layer.named_modules():
         own = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str | bool | tuple)}
-        words.append(f"{name} {sorted((key, value) for key, value in own.items() if not _is_number(key, value, number))}")
+        words.append(
+            f"{name} {sorted((key, value) for key, value in own.items() if not _is_number(key, value, number))}"
+        )
         words += [f"{key} {value.flatten()[:8].tolist()}" for key, value in module.named_buffers(recurse=False)]
     marks = [f"mask {calls.marks[id(one)]}" for one in tensors_of(inputs.kwargs) if id(one) in calls.marks]
     place = {id(one): i for i, one in enumerate(extras)}
@@ -175,7 +178,7 @@ def _is_number(name: str, value: object, number: int) -> bool:
     return value == number and type(value) is int and ("idx" in name or "layer" in name or "number" in name)
 
 
-def _kind(found: Inspected, layers: list[int], traced: Traced, error: Callable[[str], UnsupportedModel]) -> Kind:
+def _kind(found: Inspected, layers: list[int], traced: TracedGraph, error: Callable[[str], UnsupportedModel]) -> Kind:
     what = f"layer {layers[0]}"
     if len(traced.calls) != 1:
         calls = "calls no attention of transformers" if not traced.calls else f"attends {len(traced.calls)} times"
@@ -220,10 +223,10 @@ def _number_turns(found: Inspected) -> None:
         kind.turn = same[0] if same else len(seen) - 1
 
 
-def left_operations(traced: Traced, heads: Heads | str, halves: Sequence[Half]) -> Iterator[str]:
+def left_operations(traced: TracedGraph, heads: ProvenHeads | str, halves: Sequence[Half]) -> Iterator[str]:
     """Yield the operations of PyTorch that remain beside our kernels, in their order."""
     gone = set[fx.Node]()
-    if isinstance(heads, Heads):
+    if isinstance(heads, ProvenHeads):
         (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
         gone |= ancestors(attend.args[:3], _linears(traced))  # type: ignore[arg-type]
     for half in halves:
@@ -235,8 +238,5 @@ def left_operations(traced: Traced, heads: Heads | str, halves: Sequence[Half]) 
             yield str(name).removeprefix("aten.")
 
 
-def _linears(traced: Traced) -> list[fx.Node]:
+def _linears(traced: TracedGraph) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if kind_of(node) == "linear"]
-
-
-__all__ = ["Inspected", "Kind", "extras_at", "inspect", "left_operations", "replaced", "traced_layer"]

@@ -115,7 +115,9 @@ def _proven_form(module: nn.Module, own: dict[str, nn.Parameter]) -> NormForm | 
     except Exception:
         return None
     weight, bias = values.get("weight"), values.get("bias")
-    for form in (NormForm(e, one, centered) for e in (*eps, *USUAL) for one in (False, True) for centered in (False, True)):
+    for form in (
+        NormForm(e, one, centered) for e in (*eps, *USUAL) for one in (False, True) for centered in (False, True)
+    ):
         if bias is not None and not form.centered or weight is None and form.plus_one:
             continue
         scale = torch.ones(width) if weight is None else weight + form.plus_one

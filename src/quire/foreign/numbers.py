@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from quire.foreign.leaves import ATTEND, LINEAR, NORM
-from quire.foreign.trace import STRIDED, Traced, aten, key_of, kind_of
+from quire.foreign.trace import STRIDED, TracedGraph, aten, key_of, kind_of
 
 Leaves = Callable[[fx.Node, tuple[Any, ...]], Any]  # (node of a leaf, its arguments) -> its value
 
@@ -65,20 +65,20 @@ def _value(node: fx.Node, known: Mapping[fx.Node, Any], leaves: Leaves | None, d
     return target(*args, **kwargs)
 
 
-def inputs_of(traced: Traced) -> dict[str, fx.Node]:
+def inputs_of(traced: TracedGraph) -> dict[str, fx.Node]:
     """Return the inputs of a graph by their names."""
     nodes = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return dict(zip(traced.inputs, nodes, strict=True))
 
 
-def outputs_of(traced: Traced) -> list[fx.Node]:
+def outputs_of(traced: TracedGraph) -> list[fx.Node]:
     """Return the nodes that a graph returns."""
     (node,) = [node for node in traced.graph.nodes if node.op == "output"]
     (value,) = node.args
     return list(value) if isinstance(value, tuple | list) else [value]  # type: ignore[list-item]
 
 
-def named_values(traced: Traced, values: Mapping[str, Tensor]) -> dict[fx.Node, Tensor]:
+def named_values(traced: TracedGraph, values: Mapping[str, Tensor]) -> dict[fx.Node, Tensor]:
     """Return the values of a graph's inputs: those that are given, buffers, and random numbers for parameters."""
     made = torch.Generator().manual_seed(1)
     found = dict[fx.Node, Tensor]()
@@ -118,7 +118,7 @@ def _factors(size: int, key: int) -> Tensor:
     return 1.0 + 0.5 * torch.sin(torch.arange(size, dtype=torch.float32) * (1.7 + key))
 
 
-def is_row_wise(traced: Traced, extras: Sequence[Tensor]) -> bool:
+def is_row_wise(traced: TracedGraph, extras: Sequence[Tensor]) -> bool:
     """Return True if a row of the result depends on its own row of the inputs alone, but for attention.
 
     extras   extra tensors of the rows, as the layer gets them

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quire.foreign.trace import STRIDED, Traced, aten
+from quire.foreign.trace import STRIDED, aten
 
-Step = Callable[["Run", list[Any]], Any]
+Step = Callable[["LayerRun", list[Any]], Any]
 ELEMENTWISE = {  # operations on each number by itself, which take hidden states of any shape
-    aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.gelu, aten.relu, aten.silu, aten.sigmoid, aten.tanh, aten.pow,
-    aten.softplus, aten.exp, aten.expm1, aten.minimum, aten.maximum, aten.clamp, aten.where, aten.gt, aten.lt, aten.rsqrt,
-    aten._to_copy,
+    aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.gelu, aten.relu, aten.silu, aten.sigmoid, aten.tanh,
+    aten.pow, aten.softplus, aten.exp, aten.expm1, aten.minimum, aten.maximum, aten.clamp, aten.where, aten.gt,
+    aten.lt, aten.rsqrt, aten._to_copy,
 }  # fmt: skip
 
 
 @dataclass
-class Run:
+class LayerRun:
     """Inputs of a layer in a step: see `DecoderBlock.forward`."""
 
     ctx: Any
@@ -31,7 +31,7 @@ class Ours:
 
     __name__ = "ours"  # that of the node of a graph
 
-    def __call__(self, run: Run, *values: Any) -> Any:
+    def __call__(self, run: LayerRun, *values: Any) -> Any:
         """Return the step's result."""
         raise NotImplementedError
 
@@ -52,7 +52,7 @@ class Program:
     size: int = field(compare=False)
     flat: bool = field(compare=False)
 
-    def __call__(self, run: Run, **values: Any) -> list[Any]:
+    def __call__(self, run: LayerRun, **values: Any) -> list[Any]:
         """Return the results for inputs by name."""
         row: list[Any] = [None] * self.size
         for name, value in values.items():
@@ -147,7 +147,7 @@ def _step(node: fx.Node, place: dict[fx.Node, int], device: torch.device, flat: 
         return _simple_step(target, node, place)
     bound = fx.node.map_arg((node.args, kwargs), lambda one: one)
 
-    def step(run: Run, row: list[Any]) -> Any:
+    def step(run: LayerRun, row: list[Any]) -> Any:
         args, more = fx.node.map_arg(bound, lambda one: row[place[one]])
         return target(*args, **more)
 
@@ -171,14 +171,9 @@ def _own_step(ours: Ours, places: list[int], flat: bool) -> Step:
             return lambda run, row: ours(run, row[only])
         return lambda run, row: ours(run, *[row[at] for at in places])
 
-    def step(run: Run, row: list[Any]) -> Any:
+    def step(run: LayerRun, row: list[Any]) -> Any:
         values = [row[at] for at in places]
         out = ours(run, *[value[0] if value.dim() == 3 else value for value in values])
         return out[None] if values[0].dim() == 3 else out
 
     return step
-
-
-def named_inputs(traced: Traced) -> list[str]:
-    """Return the names of a graph's inputs."""
-    return list(traced.inputs)

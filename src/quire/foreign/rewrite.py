@@ -1,4 +1,4 @@
-"""Traced layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
+"""TracedGraph layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from quire.foreign.leaves import ATTEND, LINEAR, NORM
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
 from quire.foreign.steps import Activated, Added, Gated, NormAdded, Normed, PreparedAttention, Projection
-from quire.foreign.trace import Traced, aten, key_of, kind_of
+from quire.foreign.trace import TracedGraph, aten, key_of, kind_of
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 
 
-def put_attention(traced: Traced, step: Ours, *, prepared: bool) -> None:
+def put_attention(traced: TracedGraph, step: Ours, *, prepared: bool) -> None:
     """Replace the call of attention, and before a prepared one its projections and all between."""
     graph = traced.graph
     (attend,) = [node for node in graph.nodes if kind_of(node) == ATTEND]
@@ -61,7 +61,7 @@ def _merged(graph: fx.Graph, attend: fx.Node, new: fx.Node) -> fx.Node | None:
     return new
 
 
-def put_gate(traced: Traced, reads: int, step: Gated | Activated) -> None:
+def put_gate(traced: TracedGraph, reads: int, step: Gated | Activated) -> None:
     """Replace what the linear layer `reads` reads: an activation and the linear layers before it."""
     graph = traced.graph
     (reader,) = [node for node in graph.nodes if kind_of(node) == LINEAR and key_of(node) == reads]
@@ -75,7 +75,7 @@ def put_gate(traced: Traced, reads: int, step: Gated | Activated) -> None:
     reader.replace_input_with(x, new)
 
 
-def put_leaves(traced: Traced, linears: Mapping[int, Linear], norms: Mapping[int, Norm]) -> None:
+def put_leaves(traced: TracedGraph, linears: Mapping[int, Linear], norms: Mapping[int, Norm]) -> None:
     """Replace the other linear layers and norms, by their keys, and join neighbours."""
     graph = traced.graph
     graph.eliminate_dead_code()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.foreign.program import Ours, Run
+from quire.foreign.program import LayerRun, Ours
 from quire.kernels.select import Kernels
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import HeadNorm, Norm
@@ -18,7 +18,7 @@ class Projection(Ours):
     def __init__(self, linear: Linear, norm: Norm | None = None) -> None:
         self.linear, self.norm = linear, norm
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the projection."""
         if self.norm is not None:
             return self.linear.normed(values[0], self.norm, run.ctx)
@@ -31,7 +31,7 @@ class Added(Ours):
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return residual + the projection of x."""
         x, residual = values
         return self.linear.add(x, residual, run.ctx)
@@ -43,7 +43,7 @@ class Normed(Ours):
     def __init__(self, norm: Norm) -> None:
         self.norm = norm
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the norm of x."""
         out: Tensor = self.norm(values[0])
         return out
@@ -55,7 +55,7 @@ class NormAdded(Ours):
     def __init__(self, norm: Norm) -> None:
         self.norm = norm
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return residual + the norm of x."""
         x, residual = values
         return self.norm.added(x, residual)
@@ -69,7 +69,7 @@ class Activated(Ours):
         self.norm: Norm | None = None
         self.ones: Tensor | None = None
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the activation of the projection of x."""
         (x,) = values
         rows = self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
@@ -89,28 +89,30 @@ class Gated(Ours):
         self.linear = linear
         self.norm: Norm | None = None
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the activation of gate and up of x."""
         (x,) = values
         return self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
 
 
 class Attends:
-    """The numbers of a layer's attention. group, window, num_heads, head_dim: see `quire.layers.attention.Attention`."""
+    """The attention of a layer. group, window, num_heads, head_dim: as in `quire.layers.attention.Attention`."""
 
-    def __init__(self, kernels: Kernels, heads: tuple[int, int, int], group: int, window: int | None, args: Any) -> None:
+    def __init__(
+        self, kernels: Kernels, heads: tuple[int, int, int], group: int, window: int | None, args: Any
+    ) -> None:
         self.kernels, self.group, self.window = kernels, group, window
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.scale, self.soft_cap = args.factor, args.scores.soft_cap
 
-    def prepared(self, run: Run, qkv: Tensor, norm: Tensor | None, eps: float, turn: int) -> Tensor:
+    def prepared(self, run: LayerRun, qkv: Tensor, norm: Tensor | None, eps: float, turn: int) -> Tensor:
         """Prepare queries [T, heads, D] and write keys and values of qkv [T, all heads, D]."""
         cos, sin = run.turns[turn]
         slots = run.ctx.attention[self.group].kv_slots
         q: Tensor = self.kernels.heads.prepare(qkv, norm, eps, cos, sin, run.kv, slots, "")
         return q
 
-    def attended(self, run: Run, q: Tensor, sinks: Tensor | None) -> Tensor:
+    def attended(self, run: LayerRun, q: Tensor, sinks: Tensor | None) -> Tensor:
         """Return the attention of queries, [T, heads, D]."""
         meta = run.ctx.attention[self.group]
         out: Tensor = self.kernels.attention.paged_attention(
@@ -126,7 +128,7 @@ class PreparedAttention(Ours):
         self.linear, self.attends, self.turn, self.head_norm = linear, attends, turn, head_norm
         self.norm: Norm | None = None
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the attention of x. A second value: the sinks."""
         x, own = values[0], self.attends
         qkv = self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
@@ -144,7 +146,7 @@ class PlainAttention(Ours):
     def __init__(self, attends: Attends, turn: int) -> None:
         self.attends, self.turn = attends, turn
 
-    def __call__(self, run: Run, *values: Tensor) -> Tensor:
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the attention. A fourth value: the sinks."""
         q, k, v = (one[0].transpose(0, 1) for one in values[:3])
         own, width = self.attends, v.shape[2]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from quire.contracts.errors import UnsupportedModel
-from quire.foreign.capture import AttentionCall, Calls, LayerInputs, Stubs, answered, outer_params, run_base
-from quire.foreign.leaves import ATTEND, LINEAR, NORM, Leaf, find_leaves, norm_form, norm_width, operations, standing_in
+from quire.foreign.capture import Calls, LayerArguments, ModuleAttention, Stubs, answered, outer_params, run_base
+from quire.foreign.leaves import ATTEND, LINEAR, NORM, Leaf, find_leaves, operations, standing_in
 from quire.foreign.skeleton import Skeleton
 
 TRACED_TOKENS = 13  # of a trace; any other number gives the same graph
@@ -22,7 +22,7 @@ SAME = {  # operations whose result is their input, whatever its values
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A graph. Its inputs are hidden states [1, T, H], then extra tensors, then parameters and buffers.
 
     inputs      names of the graph's inputs, in order: "hidden", "positions", "extra0", ..., names of parameters
@@ -34,7 +34,7 @@ class Traced:
     graph: fx.Graph
     inputs: tuple[str, ...]
     leaves: list[Leaf]
-    calls: list[AttentionCall]
+    calls: list[ModuleAttention]
     constants: dict[str, Tensor]
 
 
@@ -101,8 +101,8 @@ def _casts_nothing(node: fx.Node) -> bool:
 
 
 def trace_layer(
-    skeleton: Skeleton, number: int, inputs: LayerInputs, extras: Sequence[Tensor], marks: Calls, dtype: torch.dtype
-) -> Traced:
+    skeleton: Skeleton, number: int, inputs: LayerArguments, extras: Sequence[Tensor], marks: Calls, dtype: torch.dtype
+) -> TracedGraph:
     """Trace a layer.
 
     inputs   its arguments in the captured run
@@ -137,7 +137,7 @@ def trace_layer(
             [1, *moving, *[-1] * len(names)],
         )
     labels = ["hidden", "positions", *(f"extra{i}" for i in range(1, len(extras))), *names]
-    return Traced(graph, tuple(labels), leaves, calls.found, buffers)
+    return TracedGraph(graph, tuple(labels), leaves, calls.found, buffers)
 
 
 def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -187,7 +187,7 @@ def _grown(extras: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     return made, moving
 
 
-def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> Traced:
+def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
     """Trace the way from embedded tokens and positions to the first layer: hidden states, then the extra tensors."""
     place = [_way(stubs.inputs[0], one) for one in extras[1:]]
 
@@ -198,14 +198,14 @@ def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtyp
     return _trace_base(skeleton, stubs, outputs, dtype)
 
 
-def trace_end(skeleton: Skeleton, stubs: Stubs, dtype: torch.dtype) -> Traced:
+def trace_end(skeleton: Skeleton, stubs: Stubs, dtype: torch.dtype) -> TracedGraph:
     """Trace the way from the last layer's hidden states to the result of the base model."""
     return _trace_base(skeleton, stubs, lambda again, out: out, dtype, end=True)
 
 
 def _trace_base(
     skeleton: Skeleton, stubs: Stubs, outputs: Callable[[Stubs, Tensor], Any], dtype: torch.dtype, *, end: bool = False
-) -> Traced:
+) -> TracedGraph:
     base = skeleton.base
     leaves = [leaf for leaf in find_outer(skeleton)]
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
@@ -232,7 +232,7 @@ def _trace_base(
             [hidden, positions, *map(_on_cpu, own.values()), *buffers.values()],
             [1, 1, *[-1] * len(names)],
         )
-    return Traced(graph, ("hidden", "positions", *names), leaves, [], buffers)
+    return TracedGraph(graph, ("hidden", "positions", *names), leaves, [], buffers)
 
 
 def find_outer(skeleton: Skeleton) -> list[Leaf]:
@@ -241,7 +241,7 @@ def find_outer(skeleton: Skeleton) -> list[Leaf]:
     return [leaf for leaf in find_leaves(skeleton.base) if leaf.module not in inside]
 
 
-def _way(inputs: LayerInputs, tensor: Tensor) -> tuple[Any, ...]:
+def _way(inputs: LayerArguments, tensor: Tensor) -> tuple[Any, ...]:
     """Return the keys that lead to a tensor in the arguments of a layer."""
 
     def search(value: Any, way: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -255,14 +255,14 @@ def _way(inputs: LayerInputs, tensor: Tensor) -> tuple[Any, ...]:
     return found
 
 
-def _at(inputs: LayerInputs, way: tuple[Any, ...]) -> Any:
+def _at(inputs: LayerArguments, way: tuple[Any, ...]) -> Any:
     value: Any = (inputs.args, inputs.kwargs)
     for key in way:
         value = value[key]
     return value
 
 
-def check_rows(traced: Traced, what: str, refused: Callable[[str], UnsupportedModel]) -> None:
+def check_rows(traced: TracedGraph, what: str, refused: Callable[[str], UnsupportedModel]) -> None:
     """Raise the error for a graph that makes positions by itself, from the number of tokens."""
     for node in traced.graph.nodes:
         if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step) and _counts(node):

@@ -20,7 +20,7 @@ from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
 
 
-class ForeignModules(Protocol):
+class DecoderModules(Protocol):
     """Modules of a decoder of transformers, in place of those of `layers`. `quire.foreign` makes them."""
 
     def block(self, layer: int) -> nn.Module:
@@ -54,7 +54,6 @@ class Build:
     moe          kernel and dispatcher of the experts; None: a model without experts
     kv_groups    KV groups of this rank's layers, behind which those of a draft model stand; (): all layers form a group
                  without a sliding window
-    foreign      modules of a decoder of transformers; None: a model of Quire's own
     before       number of layers before those of the model that is built: for a draft model those of the model
     """
 
@@ -73,7 +72,6 @@ class Build:
     moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
     before: int = 0
-    foreign: ForeignModules | None = None
 
     def group_of(self, layer: int) -> int:
         """Return the number of the KV group of a layer."""

@@ -20,7 +20,7 @@ from quire.kernels.states import BothViews, StateView
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
-from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.context import Build, DecoderModules, Loads, LoadsInPlace, StepContext
 from quire.layers.delta import GatedDelta
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -145,10 +145,10 @@ def _recurrent(own: RecurrentArgs, layer: int, args: ModelArgs, build: Build) ->
     return module(own, f"layers.{layer}.{name}", args.norm, build)
 
 
-def _layer(args: ModelArgs, layer: int, build: Build) -> nn.Module:
+def _layer(args: ModelArgs, layer: int, build: Build, modules: DecoderModules | None) -> nn.Module:
     """Return a layer of a decoder, by its number: that of a model, of an EAGLE head, or of transformers."""
-    if build.foreign is not None:
-        return build.foreign.block(layer)
+    if modules is not None:
+        return modules.block(layer)
     return (EagleLayer if args.eagle else DecoderBlock)(args, layer, build)
 
 
@@ -199,15 +199,22 @@ class Decoder(nn.Module):
     head: LMHead
 
     def __init__(
-        self, args: ModelArgs, layout: Sequence[Param], build: Build, *, elsewhere: frozenset[str] = frozenset()
+        self,
+        args: ModelArgs,
+        layout: Sequence[Param],
+        build: Build,
+        *,
+        elsewhere: frozenset[str] = frozenset(),
+        modules: DecoderModules | None = None,
     ) -> None:
+        """Make a decoder. modules: of a decoder of transformers, in place of those of `layers`; None: Quire's own."""
         super().__init__()
         self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
         self.dtype, self.device, self.vocabulary = build.dtype, build.device, build.vocabulary
         self.first, self.last = "embed.weight" in build.params, "norm.weight" in build.params
-        if build.foreign is not None:  # its norm may have no weights
+        if modules is not None:  # its norm may have no weights
             self.last = build.layers is None or build.layers[1] == args.num_layers
-        tied, modules = self.first and self.last and args.tie_word_embeddings, build.foreign
+        tied = self.first and self.last and args.tie_word_embeddings
         if self.last:
             self.head = LMHead("" if tied else "head", args.ends, build)
             self.norm = Norm("norm", args.norm, build) if modules is None else modules.norm()
@@ -216,7 +223,7 @@ class Decoder(nn.Module):
         self.inputs = LayerInputs(args, build) if args.inputs else None
         self.entry = modules.entry() if modules is not None and self.first else None
         self.numbers = own = range(*(build.layers or (0, args.num_layers)))
-        self.layers = nn.ModuleList(_layer(args, layer, build) for layer in own)
+        self.layers = nn.ModuleList(_layer(args, layer, build, modules) for layer in own)
         self.ids: DraftIds | None = None
         if args.eagle is not None and "ids.offsets" in build.params:
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)

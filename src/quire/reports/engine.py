@@ -310,8 +310,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), self._pack(at, name, linear))
-                for name, param in params.items()
+                self._weight(param, run.get(name, ""), self._pack(at, name, linear)) for name, param in params.items()
             ]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head",

@@ -57,8 +57,8 @@ def _norm(
         residual = residual.contiguous()
     if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape or not bias.is_contiguous()):
         raise ValueError(
-            f"native norm: the bias must be {weight.dtype} {tuple(weight.shape)} like the weight, and contiguous; it is "
-            f"{bias.dtype} {tuple(bias.shape)}"
+            f"native norm: the bias must be like the weight, {weight.dtype} {tuple(weight.shape)}, and contiguous; it "
+            f"is {bias.dtype} {tuple(bias.shape)}"
         )
     if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1 or not factor.is_cpu):
         raise ValueError(
