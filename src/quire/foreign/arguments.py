@@ -22,9 +22,10 @@ from quire.args.rope import UNROTATED
 from quire.foreign.halves import Half
 from quire.foreign.head import fitted_head
 from quire.foreign.heads import ProvenHeads, Side
-from quire.foreign.inspect import Inspected, Kind, left_operations
+from quire.foreign.inspect import Inspected, Kind
 from quire.foreign.leaves import LINEAR, NORM, Leaf, norm_form, norm_width
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values, outputs_of
+from quire.foreign.rewrite import left_operations
 from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import TracedGraph, key_of, kind_of
 
@@ -192,7 +193,7 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
         head_norm=tuple(norms),  # type: ignore[arg-type]
         leaves=tuple(leaves),
         gates=tuple(gates),
-        operations=tuple(left_operations(traced, heads, kind.halves)),
+        operations=tuple(left_operations(traced, kind.halves, prepared=prepared)),
         kind=number,
     )
     return LayerArgs(mixer=mixer, feed_forward=NONE, norms="")

@@ -236,7 +236,7 @@ class ForeignModules:
             assert isinstance(linear, GatedLinear)
             return Gated(linear)
         assert isinstance(linear, Linear) and (act in UNGATED or act)
-        return Activated(linear, act, self.build.kernels)
+        return Activated(linear, act, self.build.kernels.activation)
 
     def _by_key(self, traced: TracedGraph, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
         leaves = {key: made.get(leaf.name) for key, leaf in enumerate(traced.leaves)}

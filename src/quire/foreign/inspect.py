@@ -1,6 +1,6 @@
 """The inspection of a decoder of transformers: each kind of layer is traced once, and compared with ours."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,22 +221,3 @@ def _number_turns(found: Inspected) -> None:
             seen.append((order, cos, sin))
             found.turns.append(kind)
         kind.turn = same[0] if same else len(seen) - 1
-
-
-def left_operations(traced: TracedGraph, heads: ProvenHeads | str, halves: Sequence[Half]) -> Iterator[str]:
-    """Yield the operations of PyTorch that remain beside our kernels, in their order."""
-    gone = set[fx.Node]()
-    if isinstance(heads, ProvenHeads):
-        (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
-        gone |= ancestors(attend.args[:3], _linears(traced))  # type: ignore[arg-type]
-    for half in halves:
-        gone |= ancestors([half.reads.args[0]], _linears(traced))  # type: ignore[list-item]
-    kept = ancestors(outputs_of(traced), gone)
-    for node in traced.graph.nodes:
-        if node in kept and node not in gone and node.op == "call_function" and not kind_of(node):
-            name = getattr(node.target, "overloadpacket", node.target)
-            yield str(name).removeprefix("aten.")
-
-
-def _linears(traced: TracedGraph) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if kind_of(node) == "linear"]

@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from quire.foreign.trace import STRIDED, aten
 
 Step = Callable[["LayerRun", list[Any]], Any]
-ELEMENTWISE = {  # operations on each number by itself, which take hidden states of any shape
-    aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.gelu, aten.relu, aten.silu, aten.sigmoid, aten.tanh,
-    aten.pow, aten.softplus, aten.exp, aten.expm1, aten.minimum, aten.maximum, aten.clamp, aten.where, aten.gt,
-    aten.lt, aten.rsqrt, aten._to_copy,
-}  # fmt: skip
+WORDS = (  # operations on each number by itself, which take hidden states of any shape
+    "add sub mul div neg gelu relu silu sigmoid tanh pow softplus exp expm1 minimum maximum clamp where gt lt rsqrt "
+    "_to_copy"
+)
+ELEMENTWISE = frozenset(getattr(aten, word) for word in WORDS.split())
 
 
 @dataclass

@@ -1,12 +1,15 @@
-"""TracedGraph layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
+"""Traced layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from quire.foreign.leaves import ATTEND, LINEAR, NORM
+from quire.args.layers import NormArgs
+from quire.foreign.halves import Half
+from quire.foreign.leaves import ATTEND, LINEAR, NORM, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
 from quire.foreign.steps import Activated, Added, Gated, NormAdded, Normed, PreparedAttention, Projection
@@ -165,3 +168,46 @@ def _within(user: fx.Node, total: fx.Node) -> bool:
     while _is_sum(user) and len(user.users) == 1 and user is not total:
         (user,) = user.users
     return user is total
+
+
+class _Anything(Linear):
+    """Stands for a linear layer where only the shape of a program matters."""
+
+    tp = None
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
+def left_operations(traced: TracedGraph, halves: Sequence[Half], *, prepared: bool) -> list[str]:
+    """Return the operations of PyTorch that a layer's program runs beside our kernels, in their order."""
+    graph = fx.Graph()
+    places: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(traced.graph, places))
+    for before, after in places.items():
+        after.meta = dict(before.meta)
+    own, linear = replace(traced, graph=graph), _Anything()
+    put_attention(own, _Step(), prepared=prepared)
+    for half in halves:
+        put_gate(own, key_of(places[half.reads]), Activated(linear, half.act, None))
+    keys = range(len(traced.leaves))
+    put_leaves(own, dict.fromkeys(keys, linear), {key: _norm_of(traced, key) for key in keys})
+    found = [getattr(node.target, "overloadpacket", node.target) for node in graph.nodes if node.op == "call_function"]
+    names = [str(one).removeprefix("aten.") for one in found if not isinstance(one, Ours)]
+    return [name for name in names if name not in ("sym_size", "view", "_unsafe_view") and "getitem" not in name]
+
+
+class _Step(PreparedAttention):
+    """Stands for attention."""
+
+    def __init__(self) -> None:
+        self.norm = None
+
+
+def _norm_of(traced: TracedGraph, key: int) -> Norm:
+    """Return a norm without weights, for the form of which neighbours ask."""
+    form = norm_form(traced.leaves[key].module)
+    made = Norm.__new__(Norm)
+    torch.nn.Module.__init__(made)
+    made.args = NormArgs(eps=0.0, centered=form is not None and form.centered)
+    return made

@@ -64,8 +64,8 @@ class NormAdded(Ours):
 class Activated(Ours):
     """A linear layer and an activation behind it that has no gate: the kernel of a gate whose other side is 1."""
 
-    def __init__(self, linear: Linear, act: str, kernels: Kernels) -> None:
-        self.linear, self.act, self.kernel = linear, act, kernels.activation
+    def __init__(self, linear: Linear, act: str, kernel: Any) -> None:
+        self.linear, self.act, self.kernel = linear, act, kernel
         self.norm: Norm | None = None
         self.ones: Tensor | None = None
 

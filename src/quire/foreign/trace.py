@@ -16,9 +16,15 @@ from quire.foreign.skeleton import Skeleton
 TRACED_TOKENS = 13  # of a trace; any other number gives the same graph
 aten = torch.ops.aten
 STRIDED = (aten.view.default, aten._unsafe_view.default)  # operations that need strides of a kind
-SAME = {  # operations whose result is their input, whatever its values
-    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-}  # fmt: skip
+SAME = frozenset(  # operations whose result is their input, whatever its values
+    (
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.lift_fresh_copy.default,
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ static void norm_tasks(void *argument) {
 }
 
 /* y [rows, dim] = residual + norm of x [rows, dim], which has a stride between rows. weight [weight_rows, dim], by row
-   modulo weight_rows. residual [rows, dim], may be y, or NULL. factor of the result, or NULL. bias [dim] of the weight's
-   type, or NULL. half: bfloat16, else float32; half_weight: likewise, of the weight. centered: layer normalization. */
+   modulo weight_rows. residual [rows, dim], may be y, or NULL. factor of the result, or NULL. bias [dim] of the
+   weight's type, or NULL. half: bfloat16, else float32; half_weight: likewise, of the weight. centered: layer
+   normalization. */
 void quire_norm(const void *x, const void *weight, const void *residual, const float *factor, const void *bias, void *y,
                 long rows, long dim, long x_stride, long weight_rows, float eps, int half, int half_weight,
                 int centered, int threads) {
