@@ -95,6 +95,7 @@ class ForeignArgs(msgspec.Struct, frozen=True, kw_only=True, tag="foreign"):
 
     attention    its heads and its window; whether the layer rotates heads is its own affair
     prepared     True: norm, rotation and the write of keys and values are one kernel; False: operations of the module
+    apart        the reason why the layer is not prepared; "": it is
     turn         number of its rotation among those of the model; -1: it is not prepared
     order        order of the dimensions of its heads that kernels need; (): the checkpoint's
     head_norm    norms of the heads of queries and keys of a prepared layer; (): there are none
@@ -109,6 +110,7 @@ class ForeignArgs(msgspec.Struct, frozen=True, kw_only=True, tag="foreign"):
     attention: GroupedArgs
     leaves: tuple[ForeignLeaf, ...]
     prepared: bool = False
+    apart: str = ""
     turn: int = -1
     order: tuple[int, ...] = ()
     head_norm: tuple[ForeignNorm, ...] = ()

@@ -188,6 +188,7 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
     mixer = ForeignArgs(
         attention=attention,
         prepared=prepared,
+        apart=heads if isinstance(heads, str) else "",
         turn=kind.turn,
         order=() if order == tuple(range(sizes[2])) else order,
         head_norm=tuple(norms),  # type: ignore[arg-type]

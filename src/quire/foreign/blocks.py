@@ -17,7 +17,7 @@ from quire.foreign.inspect import Inspected, Kind, extras_at, traced_layer
 from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import ancestors, inputs_of, outputs_of
 from quire.foreign.program import LayerRun, Program, compiled
-from quire.foreign.rewrite import put_attention, put_gate, put_leaves
+from quire.foreign.rewrite import copied, put_attention, put_gate, put_leaves
 from quire.foreign.steps import Activated, Attends, Gated, PlainAttention, PreparedAttention
 from quire.foreign.trace import TracedGraph, key_of, kind_of, trace_entry
 from quire.kernels.activation import UNGATED
@@ -115,7 +115,20 @@ class ForeignModules:
 
     def __init__(self, found: Inspected, args: ModelArgs, build: Build) -> None:
         self.found, self.args, self.build = found, args, build
-        self._programs: dict[int, TracedGraph] = {}
+        self._graphs: dict[int, TracedGraph] = {}  # of each kind of layer, by its number
+        self._entry: TracedGraph | None = None
+
+    def _traced(self, number: int) -> TracedGraph:
+        """Return the graph of a kind of layer in the model's dtype."""
+        if number not in self._graphs:
+            self._graphs[number] = traced_layer(self.found, self.found.kinds[number].layers[0], self.build.dtype)
+        return self._graphs[number]
+
+    def _traced_entry(self) -> TracedGraph:
+        """Return the graph from embedded tokens to the first layer, in the model's dtype."""
+        if self._entry is None:
+            self._entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
+        return copied(self._entry)
 
     def norm(self) -> nn.Module:
         """Return the norm behind the last layer."""
@@ -127,7 +140,7 @@ class ForeignModules:
         own = self.args.layers[layer].mixer
         assert isinstance(own, ForeignArgs), "all layers are of transformers"
         kind = self.found.kinds[own.kind]
-        traced = traced_layer(self.found, kind.layers[0], self.build.dtype)
+        traced = copied(self._traced(own.kind))
         made = {leaf.name: self._leaf(leaf, f"layers.{layer}.{leaf.name}", own) for leaf in own.leaves}
         group = self.build.group_of(layer)
         attends = self._attends(own, group, layer)
@@ -150,7 +163,7 @@ class ForeignModules:
         assert self.args.foreign is not None
         if not self.args.foreign.entry_operations:
             return None
-        entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
+        entry = self._traced_entry()
         hidden, *_ = outputs_of(entry)
         made = {leaf.name: self._leaf(leaf, f"entry.{leaf.name}", None) for leaf in self.args.foreign.entry}
         _only_output(entry.graph, hidden)
@@ -160,7 +173,7 @@ class ForeignModules:
 
     def rotary(self) -> ForeignRotary:
         """Return the rows of positions that the layers read."""
-        entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
+        entry = self._traced_entry()
         outputs = outputs_of(entry)[1:]
         extras = compiled(entry.graph, entry.inputs, self._constants(entry, {}), self.build.device, outputs=outputs)
         turns: list[Any] = [self._turn(kind) for kind in self.found.turns]
@@ -178,7 +191,7 @@ class ForeignModules:
 
     def _turn(self, kind: Kind) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return a function that reads cos and sin off the module's way of keys, which norms are left out of."""
-        traced = traced_layer(self.found, kind.layers[0], self.build.dtype)
+        traced = copied(self._traced(self.found.kinds.index(kind)))
         heads = kind.heads
         assert isinstance(heads, ProvenHeads)
         way = HeadsWay(traced, lambda positions: extras_at(self.found, positions))
@@ -236,7 +249,8 @@ class ForeignModules:
             assert isinstance(linear, GatedLinear)
             return Gated(linear)
         assert isinstance(linear, Linear) and (act in UNGATED or act)
-        return Activated(linear, act, self.build.kernels.activation)
+        ones = torch.ones(1, linear.out_features, dtype=self.build.dtype, device=self.build.device)
+        return Activated(linear, act, self.build.kernels.activation, ones)
 
     def _by_key(self, traced: TracedGraph, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
         leaves = {key: made.get(leaf.name) for key, leaf in enumerate(traced.leaves)}

@@ -155,5 +155,6 @@ def _taken(one: Tensor, places: Tensor) -> Tensor:
 
 def is_view(node: fx.Node) -> bool:
     """Return True for an operation that computes nothing."""
-    views = {aten.view, aten.transpose, aten.unsqueeze, aten.squeeze, aten.slice, aten.split, aten.expand, aten.select}
+    views = {aten.view, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.slice, aten.split, aten.select}
+    views.add(aten.expand)
     return getattr(node.target, "overloadpacket", None) in views

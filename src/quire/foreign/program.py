@@ -81,6 +81,8 @@ def compiled(
     outputs     nodes to return; None: those of the graph
     """
     found = outputs if outputs is not None else _outputs(graph)
+    if outputs is None and _drop_row_views(graph, found):
+        found = _outputs(graph)
     nodes = _needed(graph, found)
     place = {node: i for i, node in enumerate(nodes)}
     flat = all(_is_flat(node) for node in nodes)
@@ -122,6 +124,27 @@ def _needed(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Node]:
 
     needed = ancestors(outputs, [])
     return [node for node in graph.nodes if node in needed]
+
+
+def _drop_row_views(graph: fx.Graph, outputs: Sequence[fx.Node]) -> bool:
+    """Leave out views between [1, T, N] and [T, N], if then all values can be rows. Return True if that was done."""
+    nodes = _needed(graph, outputs)
+    views = [node for node in nodes if node.target in STRIDED and _is_row_view(node)]
+    sizes = [node for node in nodes if "sym_size" in str(node.target)]
+    if not views or not all(_is_flat(node) for node in nodes if node not in views and node not in sizes):
+        return False
+    if any(user not in views for size in sizes for user in size.users):
+        return False
+    for node in views:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.eliminate_dead_code()
+    return True
+
+
+def _is_row_view(node: fx.Node) -> bool:
+    assert isinstance(node.args[0], fx.Node), "a view is one of a tensor"
+    before, after = (one.meta["val"].shape for one in (node.args[0], node))
+    return {len(before), len(after)} <= {2, 3} and before[-1] == after[-1]
 
 
 def _is_flat(node: fx.Node) -> bool:

@@ -18,6 +18,15 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 
 
+def copied(traced: TracedGraph) -> TracedGraph:
+    """Return a copy of a traced layer, whose graph may be rewritten."""
+    graph, places = fx.Graph(traced.graph.owning_module), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(traced.graph, places))
+    for before, after in places.items():
+        after.meta = dict(before.meta)
+    return replace(traced, graph=graph)
+
+
 def put_attention(traced: TracedGraph, step: Ours, *, prepared: bool) -> None:
     """Replace the call of attention, and before a prepared one its projections and all between."""
     graph = traced.graph
@@ -181,15 +190,11 @@ class _Anything(Linear):
 
 def left_operations(traced: TracedGraph, halves: Sequence[Half], *, prepared: bool) -> list[str]:
     """Return the operations of PyTorch that a layer's program runs beside our kernels, in their order."""
-    graph = fx.Graph()
-    places: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(traced.graph, places))
-    for before, after in places.items():
-        after.meta = dict(before.meta)
-    own, linear = replace(traced, graph=graph), _Anything()
+    own, linear = copied(traced), _Anything()
+    graph = own.graph
     put_attention(own, _Step(), prepared=prepared)
     for half in halves:
-        put_gate(own, key_of(places[half.reads]), Activated(linear, half.act, None))
+        put_gate(own, key_of(half.reads), Activated(linear, half.act, None, None))
     keys = range(len(traced.leaves))
     put_leaves(own, dict.fromkeys(keys, linear), {key: _norm_of(traced, key) for key in keys})
     found = [getattr(node.target, "overloadpacket", node.target) for node in graph.nodes if node.op == "call_function"]

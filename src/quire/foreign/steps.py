@@ -62,12 +62,14 @@ class NormAdded(Ours):
 
 
 class Activated(Ours):
-    """A linear layer and an activation behind it that has no gate: the kernel of a gate whose other side is 1."""
+    """A linear layer and an activation behind it that has no gate: the kernel of a gate whose other side is 1.
 
-    def __init__(self, linear: Linear, act: str, kernel: Any) -> None:
-        self.linear, self.act, self.kernel = linear, act, kernel
+    ones   [1, M] of the model's type
+    """
+
+    def __init__(self, linear: Linear, act: str, kernel: Any, ones: Tensor | None) -> None:
+        self.linear, self.act, self.kernel, self.ones = linear, act, kernel, ones
         self.norm: Norm | None = None
-        self.ones: Tensor | None = None
 
     def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the activation of the projection of x."""
@@ -76,8 +78,7 @@ class Activated(Ours):
         if self.act == "relu2":
             squared: Tensor = self.kernel.squared(rows)
             return squared
-        if self.ones is None or self.ones.dtype != rows.dtype:
-            self.ones = torch.ones(1, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        assert self.ones is not None, "the activation has a kernel for gates"
         out: Tensor = self.kernel.gated(rows, self.act, self.ones.expand(rows.shape))
         return out
 

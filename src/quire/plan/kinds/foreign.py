@@ -98,7 +98,7 @@ class ForeignKind:
         args = self._args
         return self._attention.facts() | {
             "foreign": {
-                "prepared": args.prepared,
+                "apart": args.apart,
                 "operations": list(args.operations),
                 "linears": [leaf.name for leaf in args.leaves if isinstance(leaf, ForeignLinear)],
                 "gates": [gate.act for gate in args.gates],
