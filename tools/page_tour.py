@@ -181,6 +181,13 @@ class Tour:
         self.tab.until(f"{every('.lane .turn')}.length > {turns} && {IDLE} && {ANSWER}.querySelector('.foot button')")
         assert not self.tab.look(f"{ANSWER}.querySelector('.error')?.textContent ?? ''")
 
+    def late_refusal(self, key: str) -> None:
+        """A refusal of a key that was replaced meanwhile does not ask for a key again."""
+        api = "import(document.querySelector('script').src.replace('main.js', 'api.js'))"
+        late = f"{api}.then(({{send, setKey}}) => {{ setKey('old'); const asked = send('v1/models'); setKey('{key}');"
+        assert self.tab.look(f"{late} return asked.catch((error) => error.status); }})") == 401
+        assert not self.tab.look("document.getElementById('key-dialog').open")
+
     def refused(self) -> None:
         """A request that is refused gives its text back, and stays out of the conversation and of the export."""
         tab, words = self.tab, "A request that is refused"
@@ -205,6 +212,34 @@ class Tour:
         tab.click(f"{named('.check', 'Two settings')}.firstChild")
         assert self.number(".lane .turn") == 2 * turns
         tab.click(f"{named('.check', 'Two settings')}.firstChild")
+
+    def own_life(self) -> None:
+        """The timeline of an answer of Talk has every event, though nobody had Live open."""
+        tab = self.tab
+        tab.click(f"{ANSWER}.querySelector('.foot button')")
+        tab.until(one("svg.timeline"))
+        words = "document.querySelector('.timeline-box').textContent"
+        tab.until(f"{words}.includes('finished with') && !{words}.includes('not known')", 20)
+        assert "admitted" in tab.look(words), tab.look(words)
+        assert not self.number(".timeline .unknown")
+
+    def trace(self) -> None:
+        """A request of Talk is sent again, and its trace goes down to the model runner or its stand-in."""
+        tab = self.tab
+        tab.click(named(".timeline-box button", "Send it again"))
+        tab.until(f"{every('.trace .tree > details')}.length > 2", 60)
+        tab.click(f"{every('.trace .tree > details')}[1].querySelector('.branch summary')")
+        calls = tab.look(f"{every('.trace .name')}.map((one) => one.textContent)")
+        assert {"EngineCore.add", "EngineCore.step"} <= set(calls), calls
+        tab.size(SIZE[0], 480)
+        self.picture("trace")
+        tab.size(*SIZE)
+        self.look_with_axe("a trace")
+        tab.click(named(".trace button", "Trace the next"))
+        tab.until(f"!{named('.trace button', 'Cancel')}.hidden")
+        tab.click(named(".trace button", "Cancel"))
+        tab.until(f"{one('.trace [role=status]')}.textContent === 'Cancelled.'")
+        self.view("talk")
 
     def panel_closes(self) -> None:
         """The panel of a token closes on a second click, a click elsewhere, Escape from anywhere, and with the view."""
@@ -363,6 +398,7 @@ class Tour:
         """The plan, a search in it, the table of meetings, and the timeline of a request."""
         tab = self.tab
         self.view("inside")
+        self.view("plan")
         tab.until(f"{every('.kernel s')}.length > 2")
         tab.look(f"{one('.tree details')}.open = true")
         tab.until(f"{one('.tree .branch')}.childElementCount > 3")
@@ -377,7 +413,7 @@ class Tour:
         self.view("timeline")
         tab.write(one('[aria-label="Search requests"]'), "length")
         long = "Number(row.cells[3].textContent) > 50 && Number(row.cells[2].textContent) > 150"
-        tab.click(f"{every('#part-timeline tbody tr')}.find((row) => {long})?.querySelector('button')")
+        tab.click(f"{every('.two-columns > div:first-child tbody tr')}.find((row) => {long})?.querySelector('button')")
         tab.until(f"{every('svg.timeline rect')}.length > 2")
         tab.write(one('[aria-label="Search requests"]'), tab.look(f"{one('.timeline-box h3')}.textContent")[:2])
         self.picture("timeline")
@@ -422,9 +458,7 @@ class Tour:
             return
         if not self.tab.look("Boolean(window.axe)"):
             self.tab.look(f"{self._axe}; 0")
-        found = self.tab.look(
-            "axe.run().then((found) => found.violations.map((one) => [one.impact, one.id, one.nodes[0].html]))"
-        )
+        found = self.tab.look(AXE)
         told(f"axe, {where}: {[one[:2] for one in found] or 'no finding'}")
         assert not [one for one in found if one[0] in SERIOUS], found
 
@@ -458,6 +492,8 @@ def tour_of_model(tab: Tab, url: str, images: Path | None, axe: str) -> None:
     tour = Tour(tab, url, images, axe)
     assert tour.start() < FIRST_PAINT
     tour.chat()
+    tour.own_life()
+    tour.trace()
     tour.tool()
     tour.compare()
     tour.hostile()
@@ -473,8 +509,11 @@ def tour_of_mock(tab: Tab, url: str, axe: str) -> None:
     """Chat with a server whose device is the mock, with an API key, and watch it."""
     tour = Tour(tab, url, None, axe)
     tour.start(KEY)
+    tour.late_refusal(KEY)
     tour.refused()
     tour.ask("Hello")
+    tour.own_life()
+    tour.trace()
     tour.again()
     tour.live("mock")
     tour.check(locked=True)
@@ -485,6 +524,8 @@ def tour_of_router(tab: Tab, url: str, backends: int, stop: Callable[[], None]) 
     tour = Tour(tab, url)
     tour.start()
     tour.ask("Hello")
+    tour.own_life()
+    tour.trace()
     tour.view("live")
     engines = every("input[name=engine]")
     tab.until(f"{engines}.length === {backends}")

@@ -54,15 +54,15 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> Callable[..., Oracle]:
-    """Makes the checkpoint of a `tiny`; seeds are resampled until every greedy choice of 64 steps is clear."""
-    made: dict[Tiny, Oracle] = {}
+    """Makes the checkpoint of a `tiny`; seeds are resampled until every greedy choice of so many steps is clear."""
+    made: dict[tuple[Tiny, int], Oracle] = {}
 
-    def make(spec: Tiny | None = None) -> Oracle:
-        spec = spec or Tiny()
-        if spec not in made:
-            made[spec] = make_oracle(spec, prompts, tmp_path_factory.mktemp)
+    def make(spec: Tiny | None = None, steps: int = 64) -> Oracle:
+        key = spec or Tiny(), steps
+        if key not in made:
+            made[key] = make_oracle(key[0], prompts, tmp_path_factory.mktemp, steps=steps)
             spare_known_objects()
-        return made[spec]
+        return made[key]
 
     return make
 

@@ -1,5 +1,6 @@
 """The end of a server: asked politely, asked twice, asked while it loads. Real processes, an engine without a model."""
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,7 +114,10 @@ def test_a_signal_while_it_loads_leaves_nothing(number: signal.Signals, code: in
         refused = server.complete()
         assert refused.status == 503 and refused.headers["retry-after"]
         core = server.core_pid
+        os.kill(core, signal.SIGSTOP)  # or it could be ready before the signal comes
+        assert server.ask("/health").status == 503
         server.signal(number)
+        os.kill(core, signal.SIGCONT)
         assert server.process.wait(10) == code
         wait_until(lambda: not is_running(core), "the end of the engine's process")
         assert "Traceback" not in server.stderr

@@ -36,7 +36,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) ->
     folder = tmp_path_factory.mktemp("mxfp4")
     write_model(model, folder / "plain", "gpt_oss")
     write_mxfp4(folder / "plain", blocks, folder / "quantized")
-    return Oracle(folder / "quantized", model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
+    return Oracle(folder / "quantized", model, {tuple(p): t for p, (t, _) in zip(prompts, runs, strict=True)})
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

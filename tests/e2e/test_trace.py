@@ -14,9 +14,12 @@ from quire import LLM
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.trace import Span, _stops, recording, render, trace
-from quire.worker.call_trace import PACKAGE
+from quire.explain.trace import _stops, recording, render, trace
+from quire.observe.calls import PACKAGE, Span
+from quire.procs.messages import Add
 from quire.worker.taps import HiddenTap
+
+from ..unit.procs.test_request_trace import asking, new, serve, traced
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
 PROMPT = [11, 12, 13, 14, 15]
@@ -191,6 +194,26 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
         assert names(root)[:2] == ["", "LLM.generate"] and root.inside[0].end
     else:
         trace(llm, PROMPT)
+    assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
+    assert not any(isinstance(one, HiddenTap) for one in llm.engine.worker.features.all)
+
+
+def test_a_request_of_a_server_shows_the_same_stops(llm: LLM) -> None:
+    core = llm.engine.core
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    found = traced(serve(core, asking(), Add((new(0, tokens=3),))))
+    first, second, third = found.steps
+    assert [one.kind for one in found.steps] == ["prefill", "decode", "decode"]
+    runner = first.calls[-1]
+    assert runner.name == "model runner" and [one.name for one in runner.inside] == [
+        "StepRunner.submit",
+        "StepRunner.collect",
+    ]
+    alone = {span.name for span in flat(trace(llm, PROMPT, max_tokens=2)) if span.where.startswith("kernels/")}
+    called = {one.name for call in (*first.calls, *second.calls) for one in flat(call)}
+    assert alone - called <= {"sampling.draw.draw_filtered"}, "the served request is greedy"
+    assert "layers.1 to layers.7: the same stops, 7 in all" in called
+    assert third.calls[-1].inside[0].again and not third.calls[-1].inside[0].inside
     assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
     assert not any(isinstance(one, HiddenTap) for one in llm.engine.worker.features.all)
 

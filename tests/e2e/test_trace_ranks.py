@@ -9,7 +9,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.entry.cli.main import main
-from quire.explain.trace import Span, trace
+from quire.explain.trace import trace
+from quire.observe.calls import Span
+from quire.procs.messages import Add
+
+from ..unit.procs.test_request_trace import asking, new, serve, traced
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -75,6 +79,11 @@ def test_every_rank_of_a_layer_is_followed() -> None:
         for before, after in zip(steps, steps[1:], strict=False):
             for name in before:
                 assert before[name][0].end <= after[name][0].begin
+        found = traced(serve(llm.engine.core, asking(), Add((new(0, tokens=2),))))
+        for one in found.steps:
+            assert [call.name for call in one.calls[-2:]] == ["rank 0", "rank 1"]
+            assert {"StepRunner.submit", "StepRunner.collect"} == {call.name for call in one.calls[-1].inside}
+        assert "tp.all_reduce" in [span.name for span in flat(found.steps[0].calls[-1])]
         assert llm.engine.core.executor.control("trace", {"on": False}) == [[], []]
         greedy = SamplingParams(temperature=0.0, max_tokens=2)
         assert len(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids) == 2

@@ -23,7 +23,7 @@ NUM_TOKENS = 48
 def checkpoint(request: pytest.FixtureRequest, oracle: Any, tiny: Any) -> Any:
     kinds = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL), "unequal": ("gemma4_text", ())}
     family, changes = kinds[request.param]
-    return oracle(tiny(family=family, changes=changes))
+    return oracle(tiny(family=family, changes=changes), NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_tokens(
     options: Row, checkpoint: Any, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Any
 ) -> None:
     if options.get("speculative_config", {}).get("method") == "draft_model":
-        draft: Path = oracle(tiny(family="qwen3", changes=MIXED[:3])).folder
+        draft: Path = oracle(tiny(family="qwen3", changes=MIXED[:3]), NUM_TOKENS).folder
         options = {"speculative_config": options["speculative_config"] | {"model": str(draft)}}
     llm = engine(checkpoint.folder, block_size=8, max_num_batched_tokens=16, max_num_seqs=7, **options)
     expected = checkpoint.greedy(prompts, NUM_TOKENS)
@@ -79,7 +79,7 @@ def test_blocks_of_other_sizes(
         return tuple(full if one is None else window for one in windows)
 
     monkeypatch.setattr(kv_geometry, "block_sizes", sizes)
-    checkpoint = oracle(tiny(family="qwen3", changes=MIXED))
+    checkpoint = oracle(tiny(family="qwen3", changes=MIXED), NUM_TOKENS)
     if "speculative_config" in options:
         options = {"speculative_config": options["speculative_config"] | {"model": str(checkpoint.folder)}}
     llm = engine(checkpoint.folder, block_size=8, max_num_batched_tokens=16, max_num_seqs=7, **options)

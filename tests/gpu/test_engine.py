@@ -265,6 +265,19 @@ def test_a_cache_of_rows_holds_the_cpu_s_numbers(family: str, oracle: Oracles) -
     assert rounding > 1e-3 and error < 0.1 * rounding
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_short_prompts_beside_longer_ones(family: str, oracle: Oracles) -> None:
+    """Prompts of a step, of which some are shorter than what layers choose: the CPU's tokens, from the cache, too."""
+    prompts = [list(range(5, 5 + count)) for count in (3, 17, 40, 33, 8)]
+    found = []
+    for device in ("cpu", DEVICE):
+        with make(
+            oracle(family).folder, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, device=device
+        ) as llm:
+            found += [tokens(run(llm, prompts, greedy(24))) for _ in range(1 if device == "cpu" else 3)]
+    assert all(one == found[0] for one in found)
+
+
 # --- however it is scheduled ------------------------------------------------------------------------------------------
 
 

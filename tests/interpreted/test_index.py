@@ -56,8 +56,11 @@ def test_the_best_are_chosen(case: Case, top_k: int, decode_len: int) -> None:
 
 
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, *full_rows([torch.float8_e5m2])])
-def test_keys_that_are_codes(codes: torch.dtype) -> None:
-    check_choice(triton, make(MIXED, torch.float32, codes), 8, 2)
+def test_keys_that_are_codes(codes: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as codes, and as numbers that are made of them once for all rows of prompts."""
+    for rows in (0, 1 << 30):
+        monkeypatch.setattr(triton, "ROWS", rows)
+        check_choice(triton, make(MIXED, torch.float32, codes), 8, 2)
 
 
 def test_scores_that_do_not_fit_the_buffer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A cache of rows (fp8_ds_mla) for GPUs in Triton's interpreter, over poisoned pages, and compiled for sm_90 without a
 GPU."""
 
+import itertools
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -15,7 +16,7 @@ from torch import Tensor
 from quire.kernels import triton_runtime
 from quire.kernels.attention import inputs, sequences
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import ref, triton
+from quire.kernels.latent import ref, triton, triton_contexts
 from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.rows import numbers, row_view
 from quire.kernels.latent_rows import latent_row
@@ -68,8 +69,8 @@ def test_absorbed_and_expanded(case: Case, dtype: torch.dtype, monkeypatch: pyte
 
 
 @every
-def test_attention_to_chosen_tokens(case: Case, dtype: torch.dtype) -> None:
-    """In several parts; from any row of the step on."""
+def test_attention_to_chosen_tokens(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts; from any row of the step on; from codes, and from numbers that were made of them once."""
     rope = case.head_dim - 384 if case.head_dim == 400 else R
     q_latent, q_rope, cache, meta = make(case, rope, dtype)
     rows, plain = coded(cache)
@@ -79,9 +80,12 @@ def test_attention_to_chosen_tokens(case: Case, dtype: torch.dtype) -> None:
             some = torch.randperm(past + row - first + 1)[:TOP_K].sort().values
             positions[row, : len(some)] = some
     expected = ref.chosen(q_latent, q_rope, plain, replace(meta, prompts=None), 0.2, positions)
-    for first in (0, 1):
-        given = q_latent[first:].contiguous(), q_rope[first:], rows, on_device(meta), 0.2, positions[first:], first
+    for first, read in itertools.product((0, 1), (0, 1 << 30)):
+        monkeypatch.setattr(triton_contexts, "READ", read)
+        device = on_device(meta)
+        given = q_latent[first:].contiguous(), q_rope[first:], rows, device, 0.2, positions[first:], first
         near(triton.chosen(*given), expected[first:])
+        assert any("contexts" in str(key) for key in device.plans) == (not read)
 
 
 @pytest.mark.parametrize("size", [64, 48])

@@ -376,7 +376,7 @@ class Oracle:
 
     folder: Path
     model: Any
-    _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    _greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     _logits: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -409,12 +409,12 @@ class Oracle:
         return torch.log_softmax(torch.from_numpy(self.logits(ids)), -1).numpy()
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """`count` greedy tokens of each prompt by `generate`, never stopping early."""
-        missing = [list(p) for p in prompts if (tuple(p), count) not in self._greedy]
+        """`count` greedy tokens of each prompt by `generate`, never stopping early. More that are known begin so."""
+        missing = [list(p) for p in prompts if len(self._greedy.get(tuple(p), ())) < count]
         if missing:
             for prompt, (tokens, _) in zip(missing, generate(self.model, missing, count), strict=True):
-                self._greedy[tuple(prompt), count] = tokens
-        return [self._greedy[tuple(p), count] for p in prompts]
+                self._greedy[tuple(prompt)] = tokens
+        return [self._greedy[tuple(p)][:count] for p in prompts]
 
 
 @torch.inference_mode()
@@ -640,7 +640,7 @@ def make_oracle(
     model.generation_config.eos_token_id = list(spec.eos) or None
     write_model(model, folder, spec.family)
     model.generation_config.eos_token_id = None
-    return Oracle(folder, model, {(tuple(p), steps): t for p, (t, _) in zip(prompts, runs, strict=True)})
+    return Oracle(folder, model, {tuple(p): t for p, (t, _) in zip(prompts, runs, strict=True)})
 
 
 class Recorder(Executor):

@@ -27,6 +27,7 @@ from quire.weights.cache_scales import Scales
 from quire.weights.digest import fact
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
+from quire.worker.call_trace import controls_of
 from quire.worker.construct import make_runner
 
 
@@ -82,7 +83,7 @@ def _finish(
         plan=plan,
         model=model,
         worker=worker,
-        executor=lambda facts: InProcessExecutor(worker.run, facts, {"describe": worker.describe}),
+        executor=lambda facts: InProcessExecutor(worker.run, facts, controls_of(worker)),
         depth=plan.config.device.async_depth or 1,
         memory=memory,
         plans={"cache": cache_words(plan, scales)},

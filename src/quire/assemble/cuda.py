@@ -38,6 +38,7 @@ from quire.plan.tiers import resolve_offload
 from quire.platforms.cuda import CudaFacts
 from quire.procs.async_executor import LaunchingExecutor
 from quire.weights.cache_scales import Scales
+from quire.worker.call_trace import controls_of
 from quire.worker.construct import make_runner
 from quire.worker.runner import StepRunner
 
@@ -106,7 +107,7 @@ def load_cuda(
             depth=sized.depth,
             memory=memory,
             prompt_chunk=PROMPT_CHUNK,
-            executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
+            executor=lambda facts: LaunchingExecutor(worker, facts, controls_of(worker)),
             notes=(note,) if note else (),
             shards=shards,
             namespace=namespace,

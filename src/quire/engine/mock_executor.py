@@ -176,7 +176,9 @@ class MockExecutor(Executor):
         return self._facts
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Refuse every name: the mock has no operations."""
+        """Return no calls for "trace". Refuse every other name: the mock has no operations."""
+        if name == "trace":
+            return []
         raise ConfigError(f"unknown control {name!r}.")
 
     def shutdown(self, *, wait: bool = True) -> None:

@@ -4,63 +4,46 @@ The calls of the core and the front end are recorded here, those of the model ru
 process, or in the process of each rank.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import msgspec
 import torch
 
-from quire.engine.replicas import Replicas
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
+from quire.observe.calls import RANK, CallRecorder, Shown, Span, Stop, fold, methods_of
 from quire.plan.placement import parallel_sizes, ranks
 from quire.procs.in_process import InProcessExecutor
+from quire.procs.request_trace import core_stops
 from quire.reports.ranks import rank_name
 from quire.text.sequence import SequenceText
-from quire.worker.call_trace import CallRecorder, Span, Stop, methods_of, without_recordings, worker_stops
+from quire.worker.call_trace import without_recordings, worker_stops
 
 STEP = "LLM._step"
-RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step
-Shown = set[tuple[str, object]]  # calls that were shown, each with the rank
 
 
-def alike(span: Span) -> tuple[object, ...]:
-    """Return a key that is equal for calls which differ only in times, layer or step.
+def render(span: Span, shown: Shown | None) -> Iterator[str]:
+    """Yield the lines of the tree of a call.
 
-    Calls inside a kernel count as a set: their number and order do not matter.
+    shown   calls that were drawn before, see `fold`; None = draw all calls
     """
-    kernel = span.where.startswith("kernels/")
-    inside = frozenset(one.name for one in span.inside) if kernel else tuple(map(alike, span.inside))
-    return re.sub(r"\.\d+", "", span.name), span.takes, span.gives, span.way, span.phase.partition(":")[2], inside
+    return _lines(span if shown is None else fold(span, shown), 0)
 
 
-def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> Iterator[str]:
-    """Yield the lines of the tree of a call. Successive calls that are `alike` are joined in one line.
-
-    shown   calls that were drawn before: a call of the same rank that is `alike` gets one line. None = draw all calls
-    depth   depth of the call in the tree
-    rank    name of the call that holds the calls of a rank; "" outside ranks
-    """
-    rank = span.name if RANK.match(span.name) else rank
-    indent, again = "  " * depth, shown is not None and span.inside and (rank, alike(span)) in shown
+def _lines(span: Span, depth: int) -> Iterator[str]:
+    indent = "  " * depth
     if span.phase:
         yield from ("", f"{' ' * 14}{indent}{span.phase}")
     shapes = f"  ({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
-    yield f"{_ms(span)}  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * bool(again)}".rstrip()
-    if span.way and not again:
+    line = f"{1e3 * span.seconds:9.3f} ms  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * span.again}"
+    yield line.rstrip()
+    if span.way:
         yield f"{' ' * 14}{indent}{span.way}"
-    for _, calls in groupby([] if again else span.inside, key=id if shown is None else alike):
-        first, *others = calls
-        yield from render(first, shown, depth + 1, rank)
-        if others:
-            ends = dict.fromkeys(call.phase.partition(":")[0] or call.name for call in (others[0], others[-1]))
-            yield f"{_ms(*others)}  {indent}  {' to '.join(ends)}: the same stops, {len(others)} in all"
-    if shown is not None:
-        shown.add((rank, alike(span)))
+    for inner in span.inside:
+        yield from _lines(inner, depth + 1)
 
 
 def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Iterator[dict[str, object]]:
@@ -139,13 +122,8 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
 def _stops(llm: LLM) -> Iterator[Stop]:
     """Yield (owner, attribute, name) of every function to record in this process."""
     core = llm.engine.core
-    executor = core.executor._runner if isinstance(core.executor, InProcessExecutor) else core.executor
-    parts = [llm, llm._front]
-    if isinstance(core, Replicas):
-        parts += [core, *(one.executor for one in core.cores)]
-    for one in core.cores if isinstance(core, Replicas) else (core,):
-        parts += [one, one.scheduler, one.scheduler.allocator, one._finisher]
-    yield from methods_of([*((type(part).__name__, part) for part in parts), (type(core.executor).__name__, executor)])
+    yield from core_stops(core)
+    yield from methods_of((type(part).__name__, part) for part in (llm, llm._front))
     yield llm, "_step", STEP
     yield SequenceText, "push", "SequenceText.push"
     if isinstance(core.executor, InProcessExecutor):
@@ -178,7 +156,3 @@ def _steps(span: Span) -> Iterator[Span]:
         yield span
     for inner in span.inside:
         yield from _steps(inner)
-
-
-def _ms(*spans: Span) -> str:
-    return f"{sum(span.end - span.begin for span in spans) / 1e6:9.3f} ms"

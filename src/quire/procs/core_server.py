@@ -34,6 +34,7 @@ from quire.procs.messages import (
     ToCore,
     Watched,
 )
+from quire.procs.request_trace import TRACE, RequestTrace
 from quire.procs.wire import TO_CORE, encode
 
 LOG = logging.getLogger("quire")
@@ -137,10 +138,10 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
-    ones, and a frame of the live view when one is due. Without requests it waits for messages, and checks every 0.5 s
-    that the executor is alive.
+    ones, a frame of the live view when one is due, and a trace when it is complete. Without requests it waits for
+    messages, and checks every 0.5 s that the executor is alive.
     """
-    feed = LiveFeed(core, send)
+    feed, trace = LiveFeed(core, send), RequestTrace(core, send)
     try:
         while True:
             while (message := receive(not core.has_work)) is not None:
@@ -149,7 +150,11 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
                     return 0
                 if isinstance(message, NextFrame):
                     feed.ask(message.place)
+                elif isinstance(message, Control) and message.name == TRACE:
+                    trace.ask(message)
                 else:
+                    if trace.active and isinstance(message, Add):
+                        trace.begin(message)
                     _obey(core, message, send)
             if core.has_work:
                 send(Outputs(core.step()))
@@ -157,6 +162,8 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
                 core.executor.check_alive()
             if feed.active:
                 feed.tell()
+            if trace.active:
+                trace.tell()
     except Exception as fault:  # any fault: every waiting client must be told
         _log("the engine stopped", fault)
         send(failed(fault))

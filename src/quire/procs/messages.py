@@ -47,6 +47,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     reset_prefix_cache   True when no request was running
     blocks               `BlockMap` as JSON
     check                True when the records of requests and KV blocks are consistent; else an error names the fault
+    trace_request        `TracedRequest` as JSON, of the next request; or, in `refused`, why there is none
     plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 
     Other names are operations of the executor; see `Executor.control`. `args` are its keyword arguments.

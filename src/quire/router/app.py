@@ -96,14 +96,21 @@ class RouterApp:
             self._tasks.append(asyncio.create_task(follow(self._indexes[number], *addresses)))
 
     def drain(self) -> None:
-        """Refuse new requests; those that are being answered go on."""
+        """Refuse new requests; those that are being answered go on. The live view goes on until none is left."""
         self._draining = True
-        self._live.end()
+        self._live.drain(self._num_left)
 
     async def idle(self) -> None:
         """Wait until no request is being answered, after `drain`."""
         while self.num_live:
+            self._live.drain(self._num_left)
+            if not self._num_left:
+                self._live.end()
             await asyncio.sleep(0.02)
+
+    @property
+    def _num_left(self) -> int:
+        return self.num_live - self._live.num_readers
 
     async def close(self) -> None:
         """End the checks and the connections."""
@@ -154,6 +161,7 @@ class RouterApp:
         if backend is None:
             return _refusal(scope, 404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
         backend.draining = draining
+        self._live.tell()
         return _json(backend.described())
 
     def _own_answer(self, scope: Scope) -> WholeAnswer | None:

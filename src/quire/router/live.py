@@ -17,7 +17,7 @@ from quire.router.exchange import Asked, Send, WholeAnswer, refusal
 from quire.router.upstream import LEFT_OUT, UpstreamError, read_all
 
 LIVE, MODELS = "/debug/live", "/v1/models"
-OF_ONE = ("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/requests")  # and what lies under the last
+OF_ONE = ("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/trace", "/debug/requests")  # also below the last
 RETRY_SECONDS = 2.0  # between two tries to watch a backend
 MOST_WAITING = 8  # events of a backend that wait for a slow reader
 MOST_EVENT = 1 << 24  # bytes of an event; a backend that sends more is no server of ours
@@ -104,7 +104,25 @@ class LiveStreams:
     def __init__(self, backends: Sequence[Backend], timeout: float) -> None:
         self._backends, self._timeout = backends, timeout
         self._readers = set[asyncio.Event]()
-        self._ended = False
+        self._ended, self._version = False, 0
+        self._left: int | None = None  # requests of a router that drains
+
+    @property
+    def num_readers(self) -> int:
+        """The streams that are open."""
+        return len(self._readers)
+
+    def drain(self, requests: int) -> None:
+        """Tell readers that the router drains, and how many requests are left."""
+        if requests != self._left:
+            self._left = requests
+            self.tell()
+
+    def tell(self) -> None:
+        """Send the event `router` again: a backend drains, or does no more, or the router does."""
+        self._version += 1
+        for come in self._readers:
+            come.set()
 
     def end(self) -> None:
         """End all streams, and those that begin later."""
@@ -135,8 +153,8 @@ class LiveStreams:
         following = [asyncio.create_task(one.follow(asked, self._timeout)) for one in every]
         self._readers.add(come)
         try:
-            names = [backend.name for backend in self._backends]
-            yield b"event: router\ndata: " + msgspec.json.encode({"backends": names}) + b"\n\n"
+            version = self._version
+            yield self._router()
             while not self._ended:
                 try:
                     async with asyncio.timeout(KEEP_ALIVE):
@@ -145,13 +163,24 @@ class LiveStreams:
                     yield b": keep-alive\n\n"
                     continue
                 come.clear()
-                yield b"".join(event for one in every for event in one.take())
+                news = [] if version == self._version else [self._router()]
+                version = self._version
+                yield b"".join([*news, *(event for one in every for event in one.take())])
             yield b'event: end\ndata: {"reason":"the router ends."}\n\n'
         finally:
             self._readers.discard(come)
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
+
+    def _router(self) -> bytes:
+        """Return the event `router`."""
+        told = {
+            "backends": [backend.name for backend in self._backends],
+            "draining": [backend.name for backend in self._backends if backend.draining],
+            "ending": None if self._left is None else {"requests": self._left},
+        }
+        return b"event: router\ndata: " + msgspec.json.encode(told) + b"\n\n"
 
 
 async def ask_one(backends: Sequence[Backend], asked: Asked, timeout: float) -> WholeAnswer:

@@ -178,6 +178,16 @@ def test_a_server_that_drains() -> None:
     assert picture(("frame", frame))[0].endswith("draining: 3 requests, 12 s left")
 
 
+def test_a_router_that_drains_and_one_of_its_backends() -> None:
+    names = ["http://a:1", "http://b:2"]
+    before = ("router", {"backends": names, "draining": [], "ending": None})
+    frame = ("frame", {"backend": "http://a:1"} | FRAME)
+    lines = picture(before, frame, ("router", {"backends": names, "draining": ["http://b:2"], "ending": None}))
+    assert lines[0].endswith("2 backends · b:2 gets no new requests") and any(line.startswith("a:1 ") for line in lines)
+    lines = picture(before, frame, ("router", {"backends": names, "draining": [], "ending": {"requests": 4}}))
+    assert lines[0].endswith("2 backends · the router ends: 4 requests are left")
+
+
 def test_an_idle_engine() -> None:
     none = dict.fromkeys(SUMS, 0)
     idle = copy.deepcopy(FRAME)

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession
 
 from quire.router import live
+from quire.router.app import DRAIN, RESUME, RouterApp
 from quire.router.live import MOST_WAITING, BackendEvents
 
 from ...support.mock_backends import MockBackend, mock_backends, routed
@@ -79,7 +80,7 @@ def test_frames_of_all_backends_come_as_one_stream() -> None:
                 async with session.get(url + live.LIVE) as answer:
                     assert answer.content_type == "text/event-stream"
                     stream = events(answer)
-                    assert await anext(stream) == ("router", {"backends": list(seen)})
+                    assert await anext(stream) == ("router", {"backends": list(seen), "draining": [], "ending": None})
                     async for name, told in stream:
                         if name == "lost":
                             continue  # a slow machine reads slowly
@@ -163,18 +164,61 @@ def test_answers_have_one_date() -> None:
     run(work())
 
 
-def test_streams_end_with_the_router() -> None:
+def test_streams_go_on_until_the_router_has_no_other_request() -> None:
     async def work() -> None:
         async with mock_backends(1) as backends, ClientSession() as session:
             watched(backends)
             async with routed(backends) as (router, url), session.get(url + live.LIVE) as answer:
-                last = ""
-                async for name, _ in events(answer):
-                    if name == "frame":
-                        router.drain()
+                router.num_live += 1  # a request that is being answered
+                idle, left, last, after = None, [], "", 0
+                async for name, told in events(answer):
                     last = name
-                assert last == "end"
-                await router.idle()
+                    if name == "router":
+                        left.append(told["ending"])
+                    if name != "frame":
+                        continue
+                    if idle is None:
+                        router.drain()
+                        idle = asyncio.create_task(router.idle())
+                    elif left[-1] == {"requests": 1}:
+                        after += 1
+                        if after == 5:
+                            router.num_live -= 1
+                assert last == "end" and after >= 5 and left[:2] == [None, {"requests": 1}]
+                assert idle is not None
+                await idle
+
+    run(work())
+
+
+async def operate(router: RouterApp, path: str, body: object) -> None:
+    """Send a request of an operator, and drop the answer."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        assert message.get("status", 200) == 200
+
+    await router.operate({"type": "http", "method": "POST", "path": path}, receive, send)
+
+
+def test_readers_learn_of_a_backend_that_drains() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, ClientSession() as session:
+            watched(backends)
+            async with routed(backends) as (router, url), session.get(url + live.LIVE) as answer:
+                told: list[list[str]] = []
+                async for name, data in events(answer):
+                    if name == "router":
+                        told.append(data["draining"])
+                        if len(told) == 3:
+                            break
+                    elif len(told) == 1 or told[-1]:
+                        path = DRAIN if len(told) == 1 else RESUME
+                        await operate(router, path, {"backend": backends[1].url})
+                assert told == [[], [backends[1].url], []]
+                answer.close()
 
     run(work())
 

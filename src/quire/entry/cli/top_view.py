@@ -94,6 +94,7 @@ class SourceView:
         self.facts: dict[str, Any] = {}
         self.frame: dict[str, Any] = {}
         self.down = ""
+        self.leaves = False  # the router sends it no new requests
         self.lost = 0
         self.engines: dict[int, EngineView] = {}
         self.exchanged = deque[tuple[float, dict[str, int]]](maxlen=20)
@@ -129,12 +130,16 @@ class TopView:
     def __init__(self, where: str, *, ascii_only: bool = False) -> None:
         self.where, self.notice = where, ""
         self._ascii, self._width = ascii_only, 0
+        self.ending: dict[str, Any] | None = None  # of a router that drains
         self.sources: dict[str, SourceView] = {}
 
     def take(self, event: str, data: dict[str, Any]) -> None:
         """Take an event of the stream."""
         if event == "router":
-            self.sources = {name: SourceView(name) for name in data["backends"]}
+            self.sources = {name: self.sources.get(name) or SourceView(name) for name in data["backends"]}
+            for name, source in self.sources.items():
+                source.leaves = name in data.get("draining", ())
+            self.ending = data.get("ending")
             return
         name = data.get("backend", "")
         self.sources.setdefault(name, SourceView(name)).take(event, data)
@@ -175,7 +180,11 @@ class TopView:
         elif len(self.sources) > 1:
             down = sum(bool(source.down) for source in self.sources.values())
             words.append(f"{len(self.sources)} backends" + f", {down} down" * bool(down))
+        if self.ending is not None:
+            words.append(f"the router ends: {self.ending['requests']} requests are left")
         for source in self.sources.values():
+            if source.leaves:
+                words.append(f"{_short(source.name)} gets no new requests")
             if draining := source.frame.get("draining"):
                 told = f"draining: {draining['requests']} requests, {draining['seconds']:.0f} s left"
                 words.append(f"{_short(source.name)} {told}".strip())

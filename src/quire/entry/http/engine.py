@@ -207,14 +207,14 @@ class ServedEngine:
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
-    async def control(self, name: str) -> bool | int | str | None:
+    async def control(self, name: str, **args: Any) -> bool | int | str | None:
         """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1
         number = self._num_controls
         self._replies[number] = reply = asyncio.get_running_loop().create_future()
         try:
-            self._client.send(messages.Control(number, name))
+            self._client.send(messages.Control(number, name, args))
             answer: bool | int | str | None = await reply
             return answer
         finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, Prompt
+from quire.kernels.attention.triton_contexts import context_blocks, count_blocks
 from quire.kernels.attention.triton_tiles import coded, finite
 from quire.kernels.index import Chosen, IndexView
 from quire.kernels.index.triton_places import places_of
@@ -35,6 +36,7 @@ FULL = 1024  # programs from which on there are many
 # Of prompts; two programs fit a multiprocessor, so that one's sums over heads run beside the other's products.
 PROMPT, PROMPT_SPAN = (64, 4, 2), 4096
 TOGETHER = 8  # rows of a prompt that a program scores together, at most
+ROWS = 64  # mean rows of a prompt from which on its keys are made of codes once
 LANES = 256  # most pairs of a row and a head in a product
 # Tokens that a program of a selection takes, and its warps: where many programs fill the GPU, and elsewhere.
 SPLIT_MANY, SPLIT_FEW = (8192, 8), (1024, 4)
@@ -175,12 +177,30 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
     """Return the best tokens of each row. See `quire.kernels.index`."""
     chosen = room(len(q), meta, top_k, q.device)
     if len(chosen.positions):
-        at, places = 0, places_of(meta, len(q))
+        at, places, table = 0, places_of(meta, len(q)), meta.block_tables
         for piece in _pieces(meta, chosen.decodes or 0, chosen.sequences, cache.block_size):
             count = piece.last - piece.first
-            _choose_piece(q, weights, cache, meta, piece, places, chosen.positions[at : at + count])
+            if not piece.alone and table is meta.block_tables:
+                cache, table = _plain(cache, meta, chosen.sequences, q.dtype)
+            _choose_piece(q, weights, cache, table, piece, places, chosen.positions[at : at + count])
             at += count
     return chosen
+
+
+def _plain(
+    cache: IndexView, meta: AttentionMeta, prompts: tuple[Prompt, ...], dtype: torch.dtype
+) -> tuple[IndexView, Tensor]:
+    """Return a cache of numbers with the keys of some prompts, and its block table: those given where it gains nothing.
+
+    The scales are powers of two, so that bfloat16 holds the numbers of all codes, and scores have the same bits.
+    """
+    counts = count_blocks(prompts, cache.block_size)
+    pairs = sum((prompt[1] - prompt[0]) * count for prompt, count in zip(prompts, counts, strict=True))
+    if cache.scales is None or dtype == torch.float16 or pairs < ROWS * sum(counts):
+        return cache, meta.block_tables
+    blocks, table = context_blocks(meta, prompts, cache.block_size)
+    codes = cache.keys.view(torch.uint8)[blocks].view(cache.keys.dtype)
+    return IndexView(codes.to(dtype).mul_(cache.scales[blocks])), table
 
 
 def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[ScoredPart]:
@@ -203,7 +223,7 @@ def _choose_piece(
     q: Tensor,
     weights: Tensor,
     cache: IndexView,
-    meta: AttentionMeta,
+    table: Tensor,
     piece: ScoredPart,
     places: Tensor,
     positions: Tensor,
@@ -223,7 +243,7 @@ def _choose_piece(
         weights[piece.first :],
         cache.keys,
         cache.scales,
-        meta.block_tables,
+        table,
         own,
         scores,
         bins,
@@ -231,7 +251,7 @@ def _choose_piece(
         weights.stride(0),
         cache.keys.stride(0),
         0 if cache.scales is None else cache.scales.stride(0),
-        meta.block_tables.stride(0),
+        table.stride(0),
         width,
         count,
         positions.shape[1],

@@ -3,6 +3,7 @@
     triton_project, triton_absorbed   sequences of few rows
     triton_shared                     decodes that share the beginning of their context
     triton_chosen                     rows that attend to chosen tokens
+    triton_contexts                   what many of these rows read, made of codes once
     triton_expanded                   sequences of many rows
     triton_rows                       numbers of a cache of rows (fp8_ds_mla)
 
@@ -26,6 +27,7 @@ from quire.kernels.index.triton_places import places_of
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
+from quire.kernels.latent.triton_contexts import plain_contexts
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.latent.triton_project import project
 from quire.kernels.latent.triton_rows import padded, store_latent
@@ -338,7 +340,11 @@ def chosen(
     sizes = {"L": dim, "LP": padded(dim), "GROUP": group, "M": lanes, "HEADS": heads // group, "PARTS": parts}
     sizes |= {"PDL": in_pdl, **pdl.options(in_pdl)}
     sums, stats = state
-    slots = slots_of(positions, places, cache, meta)
+    common, table = _common_scale(cache), meta.block_tables
+    rows = range(first, first + tokens)
+    if (plain := plain_contexts(cache, meta, rows, top_k, q_latent.dtype, WORKSPACE)) is not None:
+        cache, table = plain
+    slots = slots_of(positions, places, table, cache.block_size)
     chosen_kernel[(work, parts)](
         q_latent,
         q_rope,
@@ -355,7 +361,7 @@ def chosen(
         cache.latent.stride(0),
         cache.rope.stride(0),
         scale * cache.scale * LOG2E,
-        _common_scale(cache),
+        common,
         top_k,
         span,
         EXACT=EXACT.get(q_latent.dtype, "tf32"),
@@ -376,9 +382,9 @@ def chosen(
     return out
 
 
-def slots_of(positions: Tensor, places: Tensor, cache: LatentView, meta: AttentionMeta) -> Tensor:
+def slots_of(positions: Tensor, places: Tensor, table: Tensor, block_size: int) -> Tensor:
     """Return the slots in the cache of chosen tokens, [T, K] int32. places: of the rows, see `places_of`"""
-    (tokens, top_k), table, in_pdl = positions.shape, meta.block_tables, pdl.in_use()
+    (tokens, top_k), in_pdl = positions.shape, pdl.in_use()
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
     slots_kernel[(tokens, -(-top_k // 256))](
         positions,
@@ -387,7 +393,7 @@ def slots_of(positions: Tensor, places: Tensor, cache: LatentView, meta: Attenti
         slots,
         table.stride(0),
         top_k,
-        SIZE=cache.block_size,
+        SIZE=block_size,
         BLOCK=256,
         PDL=in_pdl,
         num_warps=4,

@@ -130,13 +130,21 @@ def store_latent(numbers, latent, scales, L: tl.constexpr, LP: tl.constexpr):
     tl.store(scales + group, own, mask=group * SHARING < L)
 
 
-def widen(cache: LatentView, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the latents [n, L] and rotated keys [n, R] of n tokens of a cache of rows, as numbers of type `dtype`.
+def widen(
+    cache: LatentView, blocks: Tensor, offsets: Tensor, dtype: torch.dtype, space: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the latents [n, L] and rotated keys [n, R] of n tokens of a cache of codes, as numbers of type `dtype`.
 
     blocks, offsets   [n] int64: block of each token in the cache, and its offset in the block
+    space             memory for at least n (L + R) numbers; None: it is allocated
+    The scale of all codes, if there is one, is not applied.
     """
-    latent, rope = cache.latent, cache.rope
-    made = [torch.empty(len(blocks), side.shape[3], dtype=dtype, device=side.device) for side in (latent, rope)]
+    latent, rope, count = cache.latent, cache.rope, len(blocks)
+    widths = [side.shape[3] for side in (latent, rope)]
+    if space is None:
+        space = torch.empty(count * sum(widths), dtype=dtype, device=latent.device)
+    parts = space[: count * sum(widths)].split([count * width for width in widths])
+    made = [part.view(count, width) for part, width in zip(parts, widths, strict=True)]
     _widen_rows[(-(-len(blocks) // TOKENS),)](
         latent,
         rope,

@@ -32,7 +32,7 @@ from .conftest import FakeEngine, call
 from .test_engine import open_one, read, run, serving
 
 OFF = ServerConfig.from_flat(web=False)
-PATHS = ("/debug/live", "/debug/blocks", "/debug/requests/x", "/debug/meetings")
+PATHS = ("/debug/live", "/debug/blocks", "/debug/requests/x", "/debug/trace", "/debug/meetings")
 
 
 def frame(
@@ -266,6 +266,16 @@ def test_a_timeline_marks_the_stretch_that_nobody_watched() -> None:
     assert timeline(RECORD, lives)["unknown"] is None
 
 
+def test_a_timeline_has_an_end_before_the_frame_that_tells_it() -> None:
+    lives = Timelines()
+    lives.take(frame(1, happened(Kind.ARRIVED), happened(Kind.ADMITTED)))
+    told = timeline(RECORD, lives)
+    assert told["watched"] and [event.what for event in told["events"]][-2:] == [Kind.ADMITTED, Kind.FINISHED]
+    assert timeline(RECORD | {"state": "running"}, lives)["events"][-1].what is Kind.ADMITTED
+    lives.take(frame(2, happened(Kind.FINISHED)))
+    assert [event.what for event in timeline(RECORD, lives)["events"]].count(Kind.FINISHED) == 1
+
+
 def test_a_timeline_tells_why_its_request_was_aborted() -> None:
     told = timeline(RECORD | {"state": "abort", "cause": "queue_timeout"}, Timelines())
     assert told["events"][-1].detail == "abort: queue_timeout"
@@ -405,6 +415,40 @@ def test_a_timeline_and_the_map_of_a_server() -> None:
             gone = await asyncio.to_thread(call, _on(app, asyncio.get_running_loop()), "/debug/requests/nobody")
             assert (gone.status, gone.error["code"]) == (404, "unknown_request")
             open_stream.close()
+
+    run(work())
+
+
+def test_a_trace_of_the_next_request_and_a_caller_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=1) as (engine, _):
+            app = build_app(engine, ServerConfig.from_flat(device="mock"), Metrics())
+            told: list[Any] = []
+            original = engine.control
+
+            async def control(name: str, **args: Any) -> Any:
+                told.append(args.get("on"))
+                return await original(name, **args)
+
+            monkeypatch.setattr(engine, "control", control)
+            there = _on(app, asyncio.get_running_loop())
+            asking = asyncio.create_task(asyncio.to_thread(call, there, "/debug/trace"))
+            while not told:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            await read(open_one(engine, tokens=5))
+            found = (await asking).json()
+            assert found["request_id"] == "r" and [step["kind"] for step in found["steps"]][0] == "prefill"
+            messages = [{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]
+
+            async def receive() -> Any:
+                return messages.pop(0)
+
+            scope = {"type": "http", "method": "GET", "path": "/debug/trace", "raw_path": b"", "headers": []}
+            await asyncio.wait_for(app(scope, receive, lambda message: pytest.fail("answered")), 30)
+            assert told == [True, True, False], "the core waits on for a caller who has left"
+            foreign = await asyncio.to_thread(call, there, "/debug/trace", sec_fetch_site="cross-site")
+            assert foreign.status == 403 and len(told) == 3
 
     run(work())
 

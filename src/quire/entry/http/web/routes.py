@@ -4,6 +4,7 @@
 /debug/live            server-sent events: facts of the engine, then frames
 /debug/blocks          the map of KV blocks, with the requests that hold them
 /debug/requests/{id}   the timeline of a request
+/debug/trace           waits for the next request of the caller, and answers with the calls of its steps
 /debug/meetings        the table of what works with what
 """
 
@@ -21,16 +22,25 @@ from quire.config.serve import ServerConfig
 from quire.contracts.live import BlockMap
 from quire.entry.http.auth import tenant_of
 from quire.entry.http.engine import ServedEngine
-from quire.entry.http.errors import error_answer
+from quire.entry.http.errors import error_answer, error_json
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.web.live_hub import event
 from quire.entry.http.web.page import OFF
 from quire.entry.http.web.timelines import timeline
+from quire.procs.request_trace import BUSY, NOBODY, PATIENCE, REPLACED, TRACE
 
 OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
 MAP_SHARE = 0.005  # most of the core's time that goes into maps
 PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step
+
+FOREIGN = ("cross-site", "same-site")  # values of the header Sec-Fetch-Site
+REFUSED = '{"refused"'
+NO_TRACE = {
+    NOBODY: (504, f"no request of your key came within {PATIENCE:.0f} s: ask for a trace, then send a request."),
+    BUSY: (409, "a trace of another request is being made: try again in a moment."),
+    REPLACED: (409, "another caller has asked for the trace of the next request."),
+}  # reason why there is no trace -> status and message
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -41,6 +51,7 @@ def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
         "/debug/live": LiveStream(engine, config),
         "/debug/blocks": BlockMapRoute(engine, config).answer,
         "/debug/requests/{request_id:path}": _timelines(engine, config),
+        "/debug/trace": TraceRoute(engine, config),
         "/debug/meetings": _meetings,
     }
     return [Route(path, _off if not config.http.web else paths[path], methods=["GET"]) for path in paths]
@@ -94,6 +105,38 @@ class BlockMapRoute:
             for owner in engine["owners"]:
                 owner["id"] = owner["id"] if owner.pop("tenant") == tenant else None
         return _json(content)
+
+
+class TraceRoute:
+    """The trace of the caller's next request, as an ASGI application: it notices a caller that leaves."""
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+        self._engine, self._http = engine, config.http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        tenant = tenant_of(scope, self._http)
+        try:
+            await exchange.body()
+            if exchange.header(b"sec-fetch-site") in FOREIGN:  # a browser asks for a page of somebody else
+                words = "a page of another origin may not slow this server: open its own page."
+                return await exchange.reply(error_json(403, words, "foreign_page"), status=403)
+            try:
+                async with exchange.watch() as watch:
+                    found = str(await self._engine.control(TRACE, on=True, tenant=tenant))
+                    watch.stop()
+            except ClientGone:
+                await self._engine.control(TRACE, on=False, tenant=tenant)  # the next request is not slowed for nobody
+                raise
+            if not found.startswith(REFUSED):
+                return await exchange.reply(found.encode())
+            why = msgspec.json.decode(found)["refused"]
+            status, words = NO_TRACE[why]
+            await exchange.reply(error_json(status, words, why), status=status)
+        except ClientGone:
+            return
+        except Exception as error:  # the client always gets an answer
+            await exchange.fail(error)
 
 
 class LiveStream:

@@ -50,6 +50,9 @@ def timeline(record: Mapping[str, Any], timelines: Timelines) -> dict[str, Any]:
     """Return the timeline of a request from its record (`request_record`): docs/live.md."""
     events = timelines.of(record["handles"])
     if events is not None:
+        last = told(record)[-1]
+        if last.what is LiveEventKind.FINISHED and not any(event.what is last.what for event in events):
+            events.append(last)  # the core's own comes with the next frame
         return {"request": record, "events": events, "watched": True, "unknown": None}
     return {"request": record, "events": told(record), "watched": False, "unknown": _unknown(record)}
 

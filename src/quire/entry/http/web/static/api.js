@@ -28,7 +28,8 @@ export function onKeyNeeded(ask) {
 
 /** Send a request. Raises `Refusal` for an error. `options.json`: a body. */
 export async function send(path, options = {}) {
-  const headers = key() ? { authorization: `Bearer ${key()}` } : {};
+  const own = key();
+  const headers = own ? { authorization: `Bearer ${own}` } : {};
   if (options.json !== undefined) headers["content-type"] = "application/json";
   const response = await fetch(new URL(path, base), {
     method: options.json === undefined ? "GET" : "POST",
@@ -46,7 +47,7 @@ export async function send(path, options = {}) {
   } catch {
     found = null; // a proxy's answer
   }
-  if (response.status === 401) askForKey(Boolean(key()));
+  if (response.status === 401 && own === key()) askForKey(Boolean(own)); // not for a key that was replaced meanwhile
   throw new Refusal(response.status, found?.message ?? `The server answered ${response.status}.`, found?.code ?? "");
 }
 

@@ -92,8 +92,8 @@ class Engine {
   }
 
   /** Return a sum of frames for each second, over the last seconds. */
-  rate(name) {
-    const found = this.recent();
+  rate(name, over = RATE_SECONDS) {
+    const found = this.recent(over);
     const time = found.reduce((sum, one) => sum + one.seconds, 0);
     return time ? found.reduce((sum, one) => sum + one.sums[name], 0) / time : 0;
   }
@@ -112,14 +112,32 @@ export class Feed {
     this.words = "not watching";
     this.lost = 0;
     this.stopper = null;
+    this.holders = new Set();
+    this.backendNames = null; // of a router, as it told them first
+    this.leaving = new Set(); // backends that the router sends no new requests
+    this.ending = null; // of a router that drains: the requests that are left
+    this.came = new Set(); // backends from which a frame has come since the stream began
+    this.waiting = []; // functions to call when frames come from all
   }
 
   get open() {
     return this.stopper !== null;
   }
 
+  /** Keep the stream open for somebody, until `release`. */
+  hold(who) {
+    this.holders.add(who);
+    this.start();
+  }
+
+  release(who) {
+    this.holders.delete(who);
+    if (!this.holders.size) this.stop();
+  }
+
   start() {
     if (this.open) return;
+    this.came.clear();
     this.stopper = new AbortController();
     this.run(this.stopper);
   }
@@ -130,14 +148,30 @@ export class Feed {
     this.words = "not watching";
   }
 
+  /** Wait until frames come from every server that is up: from then on all steps are recorded. most: milliseconds to wait. */
+  async recording(most) {
+    if (this.records()) return;
+    await new Promise((resolve) => {
+      this.waiting.push(resolve);
+      setTimeout(resolve, most);
+    });
+  }
+
+  records() {
+    return this.came.size > 0 && (this.backendNames ?? []).every((name) => this.came.has(name) || this.down.has(name));
+  }
+
   /** Return the addresses of the backends behind a router; none for a server. The stream is opened for a moment if nothing is known. */
   async backends() {
-    if (!this.factsOf && !this.open) {
-      this.start();
-      await new Promise((resolve) => setTimeout(resolve, 700));
-      this.stop();
+    if (!this.factsOf && !this.backendNames && !this.open) {
+      this.hold("backends");
+      await new Promise((resolve) => {
+        this.waiting.push(resolve);
+        setTimeout(resolve, 700);
+      });
+      this.release("backends");
     }
-    return [...new Set([...Object.keys(this.factsOf ?? {}), ...this.down.keys()])].filter(Boolean);
+    return this.backendNames ?? [];
   }
 
   async run(stopper) {
@@ -153,9 +187,11 @@ export class Feed {
           this.take(name, JSON.parse(data));
           this.changed();
         }
+        this.ending = null;
         if (!this.words) this.words = "the stream ended; it is opened again";
       } catch (error) {
         if (signal.aborted) return;
+        this.ending = null;
         this.words = error.message;
         if (error.status === 401 || error.code === "web_off") this.stopper = null;
         this.changed();
@@ -168,12 +204,17 @@ export class Feed {
 
   take(name, data) {
     const backend = data.backend ?? null;
-    if (name === "engine") {
+    if (name === "router") {
+      this.backendNames = data.backends;
+      this.leaving = new Set(data.draining);
+      this.ending = data.ending ?? null;
+    } else if (name === "engine") {
       this.down.delete(backend);
       for (const engine of [...this.engines.values()].filter((one) => one.backend === backend)) this.engines.delete(engine.key);
       this.factsOf = { ...this.factsOf, [backend ?? ""]: data };
     } else if (name === "frame") {
       for (const entry of data.engines) this.engine(backend, entry.replica).take(entry, data);
+      this.came.add(backend);
     } else if (name === "lost") {
       this.lost += data.frames;
     } else if (name === "down") {
@@ -182,6 +223,7 @@ export class Feed {
       if (backend === null) this.words = data.reason;
       else this.down.set(backend, data.reason);
     }
+    if (this.waiting.length && this.records()) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
   engine(backend, replica) {

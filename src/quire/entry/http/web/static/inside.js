@@ -1,11 +1,13 @@
-// The view Inside: the plan, the table of meetings, and the timelines of requests.
+// The view Inside: the plan, the table of meetings, the timelines of requests, and the trace of one.
 
 import { ask } from "./api.js";
 import { h, put, say, seconds, table, tabs } from "./dom.js";
 import { Plan } from "./plan.js";
 import { timelineOf } from "./timeline.js";
+import { Trace } from "./trace.js";
 
 const AGAIN_MS = 1500; // a live request's timeline is asked for again
+const YOUNG_S = 4; // seconds after its end
 const MEANINGS = [
   ["missing", "would make sense, and is not implemented yet: the server does not start"],
   ["refused", "the two contradict each other, or the model: the server does not start, or answers the request with 400"],
@@ -24,10 +26,13 @@ function meetingsTable(columns, rows) {
 }
 
 export class Inside {
-  /** feed: knows the backends behind a router. */
-  constructor(root, feed) {
+  /** feed: knows the backends behind a router. again: returns a function that sends a request of Talk again, by its id or the
+   * last one; null if there is none. */
+  constructor(root, feed, again) {
     this.root = root;
     this.feed = feed;
+    this.again = again;
+    this.trace = new Trace((signal) => this.traced(signal), () => again());
     this.plan = new Plan();
     this.part = "plan";
     this.shown = null; // id of the request
@@ -37,7 +42,7 @@ export class Inside {
 
   build() {
     const tab = (id, words, chosen) => h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": `part-${id}`, "aria-selected": String(chosen), tabindex: chosen ? null : -1 }, words);
-    this.list = h("div", { class: "tabs", role: "tablist", "aria-label": "Parts of Inside" }, tab("plan", "Plan", true), tab("timeline", "Timeline", false), tab("meetings", "What works with what", false));
+    this.list = h("div", { class: "tabs", role: "tablist", "aria-label": "Parts of Inside" }, tab("plan", "Plan", true), tab("timeline", "Timeline", false), tab("trace", "Trace", false), tab("meetings", "What works with what", false));
     this.backend = h("select", { "aria-label": "Backend", onchange: () => this.load() });
     this.backendField = h("label", { class: "inline", hidden: true }, "Backend ", this.backend);
     this.error = h("p", { class: "error", role: "alert" });
@@ -55,6 +60,7 @@ export class Inside {
       part("plan", this.plan.element),
       part("timeline", h("div", { class: "two-columns" },
         h("div", {}, h("div", { class: "row search" }, this.requestFilter, h("button", { type: "button", class: "small", onclick: () => this.loadRequests() }, "Load again")), this.requestsBox), this.timelineBox)),
+      part("trace", this.trace.element),
       part("meetings", h("div", { class: "row search" }, this.filter, this.status, this.meetingsNumber), this.meetingsBox));
     this.choose = tabs(this.list, (chosen) => {
       this.part = chosen.id.slice(4);
@@ -64,8 +70,8 @@ export class Inside {
 
   async show() {
     this.seen = true;
-    clearInterval(this.again);
-    this.again = setInterval(() => this.refresh(), AGAIN_MS);
+    clearInterval(this.timer);
+    this.timer = setInterval(() => this.refresh(), AGAIN_MS);
     const names = await this.feed.backends();
     if (names.length && this.backend.length !== names.length) put(this.backend, names.map((name) => h("option", { value: name }, name)));
     this.backendField.hidden = names.length < 1;
@@ -75,7 +81,7 @@ export class Inside {
 
   hide() {
     this.seen = false;
-    clearInterval(this.again);
+    clearInterval(this.timer);
   }
 
   retry() {
@@ -90,8 +96,8 @@ export class Inside {
     this.choose("tab-timeline");
   }
 
-  async get(path) {
-    return ask(this.backend.value ? `${path}?backend=${encodeURIComponent(this.backend.value)}` : path);
+  async get(path, options) {
+    return ask(this.backend.value ? `${path}?backend=${encodeURIComponent(this.backend.value)}` : path, options);
   }
 
   /** Return the answer of the chosen backend, or of another one that knows the request. */
@@ -116,6 +122,7 @@ export class Inside {
     try {
       if (this.part === "plan") this.plan.set(await this.get("debug/plan"));
       else if (this.part === "meetings") await this.loadMeetings();
+      else if (this.part === "trace") this.trace.show();
       else await Promise.all([this.loadRequests(), this.loadTimeline()]);
     } catch (error) {
       if (error.status !== 401) say(this.error, error.message);
@@ -174,15 +181,35 @@ export class Inside {
       const found = await this.find(`debug/requests/${encodeURIComponent(id)}`);
       if (id !== this.shown) return;
       this.life = found;
-      put(this.timelineBox, timelineOf(found, this.timelineBox.clientWidth));
+      const again = this.again(found.request.request_id);
+      put(this.timelineBox, timelineOf(found, this.timelineBox.clientWidth),
+        again ? h("p", {}, h("button", { type: "button", onclick: () => this.traceAgain(again) }, "Send it again, and trace it")) : null);
     } catch (error) {
       if (error.status !== 401) put(this.timelineBox, h("p", { class: "error" }, error.message));
     }
   }
 
-  /** Ask again for the timeline of a request that lives. */
+  /** Wait for the trace of the next request. Behind a router every backend is asked, since any of them may get the request. */
+  async traced(signal) {
+    const names = await this.feed.backends();
+    const paths = names.length ? names.map((name) => `debug/trace?backend=${encodeURIComponent(name)}`) : ["debug/trace"];
+    try {
+      return await Promise.any(paths.map((path) => ask(path, { signal })));
+    } catch (error) {
+      throw error.errors[0];
+    }
+  }
+
+  traceAgain(again) {
+    this.choose("tab-trace");
+    this.trace.run(again);
+  }
+
+  /** Ask again for the timeline of a request that lives, or that has just ended: its last events come with the next frame. */
   refresh() {
-    const lives = this.life?.request.request_id === this.shown && ["running", "waiting"].includes(this.life?.request.state);
-    if (this.part === "timeline" && lives && !this.timelineBox.contains(document.activeElement)) this.loadTimeline();
+    const { request } = this.life ?? {};
+    if (this.part !== "timeline" || request?.request_id !== this.shown) return;
+    const lives = ["running", "waiting"].includes(request.state) || Date.now() / 1000 - request.arrived - request.e2e_s < YOUNG_S;
+    if (lives && !this.timelineBox.contains(document.activeElement)) this.loadTimeline();
   }
 }

@@ -8,6 +8,9 @@ import { TokenPanel, TokenText, chatTokens, completionTokens, textOf } from "./t
 const THOUGHT = "</think>"; // the end of reasoning, as most models write it
 const LABELS = { user: "You", assistant: "Answer", completion: "Completion", tool: "Result of a tool", prompt: "Prompt" };
 
+/** Return the id under which the server's records have a request. */
+const idOf = (id) => id.replace(/^(chatcmpl|cmpl)-/, "");
+
 /** A way an answer went: `tokens` in the order in which they were drawn, and parts {kind, text, view}. */
 class Variant {
   constructor() {
@@ -193,9 +196,10 @@ class Item {
 }
 
 export class Lane {
-  /** read: returns {settings, shared}. openTimeline: shows a request. busy: called when a stream begins or ends. */
-  constructor(name, { read, openTimeline, busy, announce }) {
-    Object.assign(this, { name, read, openTimeline, busy, announce });
+  /** read: returns {settings, shared}. openTimeline: shows a request. busy: called when a stream begins or ends.
+   * watched: returns when the server records steps. sent: keeps a request by its id. */
+  constructor(name, { read, openTimeline, busy, announce, watched, sent }) {
+    Object.assign(this, { name, read, openTimeline, busy, announce, watched, sent });
     this.items = [];
     this.stopper = null;
     this.list = h("div", { class: "turns" });
@@ -324,7 +328,7 @@ export class Lane {
     this.busy();
     this.element.setAttribute("aria-busy", "true");
     variant.foot.textContent = "waiting for the first token";
-    const begun = performance.now();
+    let begun = performance.now();
     const told = { first: 0, usage: null, reason: "", id: "" };
     const queue = [];
     let frame = 0;
@@ -339,11 +343,15 @@ export class Lane {
     };
     try {
       const { path, body } = make();
-      const response = await send(path, { json: asked(path, body, Number(settings.alternatives)), signal: stopper.signal });
+      const json = asked(path, body, Number(settings.alternatives));
+      await this.watched();
+      begun = performance.now();
+      const response = await send(path, { json, signal: stopper.signal });
       for await (const { data } of events(response)) {
         if (data === "[DONE]") continue; // the response is read to its end, else it counts as given up
         const event = JSON.parse(data);
         if (event.error) throw new Error(event.error.message);
+        if (!told.id && event.id) this.sent(idOf(event.id), { path, body: { ...json, stream: false, stream_options: undefined } });
         this.take(variant, event, told, later, goesOn, begun);
       }
       draw();
@@ -402,7 +410,7 @@ export class Lane {
       words.push(`${told.usage.prompt_tokens_details?.cached_tokens ?? 0} of ${told.usage.prompt_tokens} prompt tokens cached`);
     }
     if (told.first) words.push(`first token after ${seconds(told.first / 1000)}`);
-    const id = told.id.replace(/^(chatcmpl|cmpl)-/, "");
+    const id = idOf(told.id);
     put(variant.foot, words.join(" · "), " ",
       id ? h("button", { type: "button", class: "link", onclick: () => this.openTimeline(id) }, "timeline") : null, " ",
       h("button", { type: "button", class: "link again", onclick: () => this.regenerate(item) }, "Regenerate"));

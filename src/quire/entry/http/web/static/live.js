@@ -5,22 +5,17 @@ import { BlockMap } from "./blocks.js";
 import { Heat, Lines, Strip, percentOf } from "./charts.js";
 import { bytes, count, h, percent, put, say, seconds, table } from "./dom.js";
 import { Feed } from "./feed.js";
+import { RequestTable } from "./requests.js";
 import { STATES, WHY, eventWords } from "./words.js";
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const MAP_MS = 1000;
 const TABLE_MS = 1000; // between two changes of a table: people read them
-const MOST_ROWS = 100;
 const WAITS_FOR = { slots: "every slot is taken", blocks: "blocks are short", budget: "steps are full", result: "for a result" };
+const WINDOWS = [3, 10, 60]; // seconds
 const FULL = 0.95; // share of held blocks from which they are short
-const COLUMNS = [
-  // name, flush right, value by which a click on the head sorts
-  ["request"], ["state"], ["slot", true], ["prompt", true, (requests, at) => requests.prompt[at]],
-  ["output", true, (requests, at) => requests.tokens[at] - requests.prompt[at]], ["computed"], ["cached", true, (requests, at) => requests.cached[at]],
-  ["blocks", true, (requests, at) => requests.blocks[at]], ["preempted", true, (requests, at) => requests.preemptions[at]],
-  ["age", true, (requests, at, engine) => engine.age(requests.handle[at])], ["life"],
-];
 const sum = (values) => values.reduce((total, one) => total + one, 0);
+const requestsLeft = (number) => (number === 1 ? "1 request is left" : `${number} requests are left`);
 const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
@@ -30,7 +25,7 @@ export class Live {
   constructor(root, openTimeline) {
     this.root = root;
     this.openTimeline = openTimeline;
-    this.feed = new Feed(() => this.later());
+    this.feed = new Feed(() => this.paused || this.later());
     this.chosen = null; // key of the engine
     this.selected = null; // handle of the request
     this.paused = false;
@@ -44,6 +39,7 @@ export class Live {
 
   build() {
     this.status = h("p", { class: "hint" }, "");
+    this.drains = h("p", { class: "drains", role: "status" });
     this.spoken = h("p", { class: "sr", role: "status" });
     this.pause = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.togglePause() }, "Pause");
     this.engines = h("div", { class: "panel engines", hidden: true });
@@ -69,16 +65,16 @@ export class Live {
     this.heatTable = h("div");
     this.heatWords = h("p", { class: "hint" });
     const box = () => h("div", { class: "scroll", tabindex: 0, role: "group" });
-    this.boxes = { requests: box(), misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box() };
+    this.boxes = { misses: box(), latency: box(), bytes: box(), events: box(), steps: box(), blocks: box(), split: box(), rates: box() };
     for (const [name, one] of Object.entries(this.boxes)) one.setAttribute("aria-label", `Table: ${name}`);
-    this.requestWords = h("p", { class: "hint" });
-    const requestTable = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? end(name) : name)), []);
-    this.sorted = null; // {column, down}; null: the order of service
-    this.requestHeads = [...requestTable.tHead.rows[0].cells];
-    this.requestHeads.forEach((head, column) => COLUMNS[column][2] && put(head, h("button", { type: "button", class: "link sort", onclick: () => this.sort(column) }, COLUMNS[column][0])));
-    this.requestRows = requestTable.tBodies[0];
-    this.boxes.requests.classList.add("requests");
-    put(this.boxes.requests, requestTable);
+    this.requests = new RequestTable({
+      select: (handle) => this.select(handle),
+      openTimeline: (engine, handle) => this.openTimeline(engine.nameOf(handle), engine.backend),
+      sorted: () => {
+        this.tablesAt = 0;
+        this.later();
+      },
+    });
     this.chosenName = h("bdi");
     this.chosenFacts = h("span");
     this.chosenLife = h("button", { type: "button", class: "link", onclick: () => {
@@ -89,8 +85,8 @@ export class Live {
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.requestWords, this.boxes.requests),
-      panel("Throughput", "", this.rate.element),
+      panel("Requests", "wide", this.requests.words, this.requests.element, behind("What the columns mean", this.requests.meanings)),
+      panel("Throughput", "", this.rate.element, this.boxes.rates),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
       panel("Prefix cache", "", this.hits.element, this.boxes.misses),
@@ -99,11 +95,7 @@ export class Live {
       panel("Experts", "", this.heatWords, this.heat.element, this.heatTable),
       panel("Events", "half", this.boxes.events));
     this.tilesOf = h("p", { class: "hint tiles-of" });
-    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
-    this.boxes.requests.addEventListener("click", (event) => {
-      const row = event.target.closest("tr[data-handle]");
-      if (row && !event.target.closest("button")) this.select(Number(row.dataset.handle) === this.selected ? null : Number(row.dataset.handle));
-    });
+    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.drains, this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
     addEventListener("quire-theme", () => this.seen && this.later());
     addEventListener("resize", () => this.seen && this.later(true));
   }
@@ -121,14 +113,14 @@ export class Live {
   retry() {}
 
   watch() {
-    this.feed.start();
+    this.feed.hold("live");
     clearInterval(this.mapTimer);
     this.mapTimer = setInterval(() => this.loadMap(), MAP_MS);
     this.loadMap();
   }
 
   unwatch() {
-    this.feed.stop();
+    this.feed.release("live");
     clearInterval(this.mapTimer);
   }
 
@@ -200,6 +192,7 @@ export class Live {
     const facts = engine?.facts;
     const words = facts ? [`${facts.models.join(", ")} on ${facts.device}`, facts.dtype === "none" ? "" : facts.dtype, facts.num_drafts ? `${facts.num_drafts} drafts` : ""].filter(Boolean).join(", ") : "";
     say(this.status, this.paused ? "paused: nothing is asked of the server" : this.feed.words || `${words}${lost}`);
+    say(this.drains, this.drainWords());
     this.engineTable();
     const reason = this.feed.down.get(engine?.backend);
     this.grid.hidden = this.tileBox.hidden = this.tilesOf.hidden = !engine?.last;
@@ -234,6 +227,15 @@ export class Live {
     this.chosenLife.hidden = !this.ended.id;
   }
 
+  /** Return words about a server or a router that drains; "" if none does. */
+  drainWords() {
+    const { ending, engines } = this.feed;
+    if (ending) return `The router ends: it takes no new requests, and ${requestsLeft(ending.requests)}.`;
+    if (engines.size !== 1) return ""; // the table of engines tells
+    const { draining } = [...engines.values()][0].frame ?? {};
+    return draining ? `The server drains: it takes no new requests, and ${requestsLeft(draining.requests)} with ${seconds(draining.seconds)} to end.` : "";
+  }
+
   tell(engine) {
     const { queue, blocks, prefix } = engine.last;
     const tell = (name, words) => say(this.tiles.get(name), words);
@@ -262,12 +264,15 @@ export class Live {
 
   tables(engine) {
     const { last, frame } = engine;
-    this.requestTable(engine);
+    this.requests.draw(engine, this.selected);
+    put(this.boxes.rates, table("Tokens each second, as means of windows", ["tokens each second", ...WINDOWS.map((each) => end(`${each} s`))], [["prompt", "prompt_tokens"], ["output", "sampled"]].map(
+      ([words, name]) => [words, ...WINDOWS.map((each) => count(Math.round(engine.rate(name, each))))])));
     const split = engine.recent(10);
     const total = (name) => sum(split.map((one) => one.sums[name]));
     const steps = total("steps");
-    const parts = [["plan", "plan_s"], ["launch", "launch_s"], ["wait for the result", "collect_s"], ["apply the result", "finish_s"], ["device, at most", "device_s"]];
-    put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, name]) => [words, seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
+    const parts = [["plan", "chooses requests and blocks", "plan_s"], ["launch", engine.facts?.depth === 1 ? "hands the step over; with one step in flight it computes here" : "hands the step to the device", "launch_s"],
+      ["wait", "for the result", "collect_s"], ["apply", "gives new tokens to their requests", "finish_s"], ["device", "from launch to result, at most", "device_s"]];
+    put(this.boxes.split, steps ? table("Mean times of the steps of the last ten seconds", ["part", end("mean")], parts.map(([words, meaning, name]) => [h("span", {}, words, h("small", {}, ` ${meaning}`)), seconds(total(name) / steps)])) : h("p", { class: "hint" }, "No step in the last ten seconds."));
     const misses = Object.entries(last.prefix.misses);
     put(this.boxes.misses, misses.length
       ? table("Why prompts were not reused, since watching began", ["not reused because", end("prompts"), end("blocks")], misses.map(([why, one]) => [WHY[why] ?? why, count(one.requests), count(one.blocks)]))
@@ -330,8 +335,10 @@ export class Live {
       words.forEach((text, column) => say(rows[at].cells[column + 1], text));
       rows[at].querySelector("input").checked = one === this.engine;
       const reason = this.feed.down.get(one.backend);
+      const { draining } = one.frame;
+      const drains = draining ? `drains: ${requestsLeft(draining.requests)}, ${seconds(draining.seconds)} to end` : this.feed.leaving.has(one.backend) ? "gets no new requests" : "";
       rows[at].classList.toggle("down", reason !== undefined);
-      say(rows[at].querySelector("span"), reason === undefined ? "" : `down: ${reason}`);
+      say(rows[at].querySelector("span"), reason === undefined ? drains : `down: ${reason}`);
     });
   }
 
@@ -340,70 +347,6 @@ export class Live {
     this.enginesAt = 0;
     this.select(null);
     this.loadMap();
-  }
-
-  /** Update the rows of live requests in place: a row that is being clicked or has the focus stays. */
-  requestTable(engine) {
-    const { requests } = engine.last;
-    const states = new Map();
-    for (const state of requests.state) states.set(state, (states.get(state) ?? 0) + 1);
-    const shown = Math.min(MOST_ROWS, requests.handle.length);
-    const rest = requests.handle.length - shown + requests.more;
-    const words = [...states].map(([state, number]) => `${number} ${STATES[state] ?? state}`).join(" · ");
-    say(this.requestWords, shown ? `${words}${rest ? ` · ${rest} more are not listed` : ""}` : "No request lives. Talk to the model, or send it requests.");
-    this.requestRows.parentElement.hidden = !shown;
-    const kept = new Map([...this.requestRows.rows].map((row) => [row.dataset.key, row]));
-    const order = requests.handle.map((_, at) => at);
-    if (this.sorted) {
-      const value = COLUMNS[this.sorted.column][2];
-      order.sort((one, other) => (value(requests, other, engine) - value(requests, one, engine)) * (this.sorted.down ? 1 : -1));
-    }
-    for (let place = 0; place < shown; place += 1) {
-      const at = order[place];
-      const handle = requests.handle[at];
-      const key = `${engine.key} ${handle}`;
-      const row = kept.get(key) ?? this.requestRow(key, handle);
-      kept.delete(key);
-      if (this.requestRows.rows[place] !== row) this.requestRows.insertBefore(row, this.requestRows.rows[place] ?? null);
-      const id = requests.id[at];
-      const [name, state, slot, prompt, output, progress, cached, blocks, preempted, age, life] = [...row.cells].map((cell) => cell.firstElementChild ?? cell);
-      say(name.firstElementChild, engine.nameOf(handle));
-      say(state, STATES[requests.state[at]] ?? requests.state[at]);
-      say(slot, requests.slot[at] < 0 ? "" : String(requests.slot[at]));
-      say(prompt, count(requests.prompt[at]));
-      say(output, count(requests.tokens[at] - requests.prompt[at]));
-      progress.max = Math.max(1, requests.tokens[at]);
-      progress.value = requests.computed[at];
-      say(cached, requests.cached[at] < 0 ? "" : count(requests.cached[at]));
-      say(blocks, count(requests.blocks[at]));
-      say(preempted, String(requests.preemptions[at] || ""));
-      say(age, `${engine.sawBegin(handle) ? "" : "> "}${Math.floor(engine.age(handle))} s`);
-      life.hidden = id === null;
-      row.classList.toggle("selected", handle === this.selected);
-    }
-    for (const row of kept.values()) row.remove();
-  }
-
-  /** Sort by a column: largest first, then smallest first, then the order of service again. */
-  sort(column) {
-    const same = this.sorted?.column === column;
-    this.sorted = !same ? { column, down: true } : this.sorted.down ? { column, down: false } : null;
-    this.requestHeads.forEach((head, at) => {
-      if (this.sorted?.column === at) head.setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
-      else head.removeAttribute("aria-sort");
-    });
-    this.tablesAt = 0;
-    this.later();
-  }
-
-  requestRow(key, handle) {
-    const link = (click, ...children) => h("button", { type: "button", class: "link", onclick: click }, children);
-    const cell = (...children) => h("td", {}, children);
-    const number = () => h("td", { class: "end" });
-    return h("tr", { data: { key, handle } },
-      cell(link(() => this.select(handle === this.selected ? null : handle), h("bdi"))), cell(), number(), number(), number(),
-      cell(h("progress", { "aria-label": "tokens computed" })), number(), number(), number(), number(),
-      cell(link(() => this.openTimeline(this.engine.nameOf(handle), this.engine.backend), "timeline")));
   }
 
   byteTable(engine) {

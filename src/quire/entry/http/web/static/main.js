@@ -68,11 +68,8 @@ function start() {
     location.hash = detail ? `${view}/${encodeURIComponent(detail)}` : view;
   };
   const live = new Live(byId("view-live"), (id, backend) => go("inside", backend ? `${backend} ${id}` : id));
-  const views = {
-    talk: new Talk(byId("view-talk"), (id) => go("inside", id)),
-    live,
-    inside: new Inside(byId("view-inside"), live.feed),
-  };
+  const talk = new Talk(byId("view-talk"), (id) => go("inside", id), live.feed);
+  const views = { talk, live, inside: new Inside(byId("view-inside"), live.feed, (id) => talk.again(id)) };
   let current = "talk";
   const choose = tabs(document.querySelector("[role=tablist]"), (tab) => {
     const name = tab.id.slice(4);

@@ -1,6 +1,6 @@
 // The view Talk: settings, one or two conversations, and the field for the next prompt.
 
-import { ask } from "./api.js";
+import { ask, send } from "./api.js";
 import { copy, h, put, say } from "./dom.js";
 import { Lane } from "./lane.js";
 import { asCurl, asPython } from "./request.js";
@@ -17,6 +17,9 @@ const FIELDS = [
   ["frequency_penalty", "Frequency penalty", "number", "", "0.1", ""],
   ["seed", "Seed", "number", "", "1", ""],
 ];
+const MOST_SENT = 50; // requests that can be sent again
+const WATCHED_MS = 300; // for the server to begin to record the steps of a request
+const WATCHED_ON_MS = 2000; // for the last event of a request to come
 const EFFORTS = ["", "none", "minimal", "low", "medium", "high"];
 const TOOLS = JSON.stringify(
   [{ type: "function", function: { name: "get_weather", description: "Return the weather of a city.", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }],
@@ -68,9 +71,13 @@ class Settings {
 }
 
 export class Talk {
-  constructor(root, openTimeline) {
+  /** openTimeline: shows a request. feed: while it is open, the server records steps. */
+  constructor(root, openTimeline, feed) {
     this.root = root;
+    this.feed = feed;
     this.loaded = false;
+    this.sent = new Map(); // id of a request of this page -> {path, body}
+    this.watching = 0;
     this.live = h("p", { class: "sr", role: "status" });
     this.settings = { A: new Settings("A"), B: new Settings("B") };
     this.settings.B.inputs.get("temperature").value = "0"; // so that the two differ from the start
@@ -78,6 +85,8 @@ export class Talk {
       read: () => ({ settings: this.settings[name].read(), shared: this.shared() }),
       openTimeline,
       busy: () => this.busy(),
+      watched: () => this.watched(),
+      sent: (id, request) => this.keep(id, request),
       announce: (words) => say(this.live, words),
     });
     this.lanes = { A: lane("A"), B: lane("B") };
@@ -201,6 +210,28 @@ export class Talk {
     const running = this.active.some((lane) => lane.running);
     this.stopButton.disabled = !running;
     this.sendButton.disabled = this.compare.disabled = running;
+    clearTimeout(this.watching);
+    if (!running) this.watching = setTimeout(() => this.feed.release("talk"), WATCHED_ON_MS);
+  }
+
+  /** Let the server record steps while an answer comes, so that the timeline of its request is complete. */
+  async watched() {
+    clearTimeout(this.watching);
+    this.feed.hold("talk");
+    await this.feed.recording(WATCHED_MS);
+  }
+
+  keep(id, request) {
+    this.sent.delete(id);
+    this.sent.set(id, request);
+    if (this.sent.size > MOST_SENT) this.sent.delete(this.sent.keys().next().value);
+  }
+
+  /** Return a function that sends a request of this page again, outside the conversation; null for an unknown one.
+   * id: of the request; none: the last one. */
+  again(id = [...this.sent.keys()].at(-1)) {
+    const request = this.sent.get(id);
+    return request ? async (signal) => (await send(request.path, { json: request.body, signal })).text() : null;
   }
 
   stop() {

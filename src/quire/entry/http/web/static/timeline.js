@@ -11,6 +11,7 @@ const KINDS = {
   decode: ["--c-decode", "decodes"],
   preempted: ["--c-wrong", "preempted"],
 };
+const UNKNOWN = "nobody watched: chunks and preemptions are not known";
 const LEAST_WIDTH = 320; // pixels
 const ROW = 34;
 
@@ -39,8 +40,19 @@ const shade = (element, name) => {
   return element;
 };
 
-/** Return the drawing of the time between two moments, `width` pixels wide. */
-function drawing(title, rows, [from, to], width) {
+/** Return the hatches of the stretch that nobody watched, with a word where there is room. */
+function hatches(left, right, y) {
+  const lines = [];
+  for (let x = left - 18; x < right; x += 7) {
+    const [begin, end] = [Math.max(x, left), Math.min(x + 18, right)];
+    lines.push(`M${begin} ${y + 18 - (begin - x)}L${end} ${y + 18 - (end - x)}`);
+  }
+  return [svg("path", { d: lines.join(""), class: "unknown" }, svg("title", {}, UNKNOWN)),
+    right - left > 90 ? svg("text", { x: (left + right) / 2, y: y + 14, class: "label unknown-word", "text-anchor": "middle" }, "not watched") : ""];
+}
+
+/** Return the drawing of the time between two moments, `width` pixels wide. unknown: a stretch that nobody watched, or null. */
+function drawing(title, rows, [from, to], width, unknown) {
   const span = Math.max(to - from, 1e-6);
   const x = (at) => 60 + ((at - from) / span) * (width - 90);
   const height = rows.length * ROW + 26;
@@ -60,6 +72,7 @@ function drawing(title, rows, [from, to], width) {
       const box = svg("rect", { x: left, y, width: Math.max(2, x(Math.min(stop, to)) - left), height: 18, rx: 2 }, svg("title", {}, `${KINDS[kind][1]}: ${seconds(stop - begin)}`));
       picture.append(shade(box, KINDS[kind][0]));
     }
+    if (unknown && unknown[0] < to) picture.append(...hatches(x(Math.max(unknown[0], from)), x(Math.min(unknown[1] ?? to, to)), y));
     for (const event of events) {
       if (event.at < from || event.at > to) continue;
       const left = x(event.at);
@@ -96,14 +109,14 @@ export function timelineOf(found, room) {
   return [
     h("h3", {}, h("bdi", {}, request.request_id)),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
-    found.watched ? null : h("p", { class: "hint" }, "Nobody watched when this request came: the times are those of the HTTP process, and chunks and preemptions are not known. Keep Live or `quire top` open to have them."),
-    first !== undefined && first - begun < 0.7 * (now - begun) ? drawing("Until the first token", rows, [begun, first + (first - begun) * 0.05], width) : null,
-    drawing("Whole life", rows, [begun, now], width),
+    found.watched ? null : h("p", { class: "hint" }, "Nobody watched when this request came: the times are those of the HTTP process, and chunks and preemptions are not known. Requests that Talk sends are watched; keep Live or `quire top` open to have those of others."),
+    first !== undefined && first - begun < 0.7 * (now - begun) ? drawing("Until the first token", rows, [begun, first + (first - begun) * 0.05], width, found.unknown) : null,
+    drawing("Whole life", rows, [begun, now], width, found.unknown),
     h("ul", { class: "keys" }, kinds.map((kind) => {
       const box = h("i", { "aria-hidden": "true" });
       box.style.background = `var(${KINDS[kind][0]})`;
       return h("li", {}, box, KINDS[kind][1]);
-    }), h("li", {}, "▾ reused or fetched blocks"), h("li", {}, "│ a chunk")),
+    }), h("li", {}, "▾ reused or fetched blocks"), h("li", {}, "│ a chunk"), found.unknown ? h("li", {}, `╱╱ ${UNKNOWN}`) : null),
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table: events" }, table("Events of the request", [{ name: "after", end: true }, { name: "step", end: true }, "event"],
       events.map((event) => [seconds(event.at - begun), event.step < 0 ? "" : event.step, handles.length > 1 ? `no. ${event.handle}: ${eventWords(event)}` : eventWords(event)]))),
   ];
