@@ -89,6 +89,7 @@ class ForeignEnds(msgspec.Struct, frozen=True, kw_only=True):
     entry              parameters that the operations between the embedding and the first layer read
     entry_operations   these operations
     norm               norm behind the last layer
+    experts            names of the tensors of experts: (name in the checkpoint, parameter, part), as in `models/`
     unread             patterns of names of stored tensors that nothing reads
     divides            the reason why tensor parallelism cannot divide its layers; "": it can
     """
@@ -101,5 +102,6 @@ class ForeignEnds(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     entry: tuple[ForeignLeaf, ...] = ()
     entry_operations: tuple[str, ...] = ()
+    experts: tuple[tuple[str, str, str], ...] = ()
     unread: tuple[str, ...] = ()
     divides: str = ""

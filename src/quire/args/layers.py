@@ -9,7 +9,7 @@ import msgspec
 from msgspec import structs
 
 from quire.args.delta import DeltaArgs
-from quire.args.experts import MoEArgs
+from quire.args.experts import ForeignExpertsArgs, MoEArgs
 from quire.args.foreign import ForeignGate, ForeignLeaf, ForeignNorm
 from quire.args.latent import LatentArgs
 from quire.args.mamba import MambaArgs
@@ -187,7 +187,7 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
 AttentionArgs = GroupedArgs | LatentArgs | ForeignArgs
 RecurrentArgs = DeltaArgs | ShortConvArgs | MambaArgs
 MixerArgs = AttentionArgs | RecurrentArgs | NoneArgs
-FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs | NoneArgs
+FeedForwardArgs = DenseArgs | MoEArgs | ForeignExpertsArgs | BesideArgs | NoneArgs
 
 
 class NormArgs(msgspec.Struct, frozen=True, kw_only=True):

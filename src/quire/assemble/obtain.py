@@ -94,7 +94,8 @@ def read_foreign(config: EngineConfig, folder: Path, lacks: str = "") -> ModelAr
     except (ModelNotFound, WeightsError):  # the loader tells
         stored = ()
     try:
-        return foreign_args(folder, stored, lacks=lacks)
+        args = foreign_args(folder, stored, lacks=lacks)
+        return as_stored(args, stored, lambda name: _shape(config, folder, name))
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{error} {lacks}".strip()) from None
 

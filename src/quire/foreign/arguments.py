@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.experts import ForeignExpertsArgs, Routing
 from quire.args.foreign import (
     ForeignEnds,
     ForeignGate,
@@ -17,13 +18,14 @@ from quire.args.foreign import (
     ForeignRows,
     ForeignTensor,
 )
-from quire.args.layers import NONE, EndArgs, ForeignArgs, GroupedArgs, LayerArgs, NormArgs, ScoreArgs
+from quire.args.layers import NONE, EndArgs, ForeignArgs, GroupedArgs, LayerArgs, NoneArgs, NormArgs, ScoreArgs
 from quire.args.rope import UNROTATED
 from quire.foreign.halves import Half
 from quire.foreign.head import fitted_head
 from quire.foreign.heads import ProvenHeads, Side
 from quire.foreign.inspect import Inspected, Kind
-from quire.foreign.leaves import LINEAR, NORM, Leaf, norm_form, norm_width
+from quire.foreign.leaves import EXPERTS, LINEAR, NORM, Leaf, experts_form, norm_form, norm_width
+from quire.foreign.names import expert_names
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values, outputs_of
 from quire.foreign.rewrite import left_operations
 from quire.foreign.skeleton import Skeleton, refused
@@ -124,6 +126,7 @@ def _ends(
         head_bias=head.bias is not None,
         norm=end,
         entry=tuple(leaves),
+        experts=_expert_names(found, stored),
         unread=tuple(_unread(found, stored)),
         entry_operations=tuple(name.removeprefix("aten.") for name in operations if "sym_size" not in name),
         divides="operations of the module stand between its projections and attention" if apart else "",
@@ -197,7 +200,37 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
         operations=tuple(left_operations(traced, kind.halves, prepared=prepared)),
         kind=number,
     )
-    return LayerArgs(mixer=mixer, feed_forward=NONE, norms="")
+    return LayerArgs(mixer=mixer, feed_forward=_experts(found, kind), norms="")
+
+
+def _experts(found: Inspected, kind: Kind) -> NoneArgs | ForeignExpertsArgs:
+    """Return the experts of a layer."""
+    leaves = [leaf for leaf in kind.traced.leaves if leaf.kind == EXPERTS]
+    if not leaves:
+        return NONE
+    module: Any = leaves[0].module
+    act, words = experts_form(module), {"model_type": found.skeleton.config.model_type}
+    if not act or len(leaves) > 1:
+        raise refused(words, f"layer {kind.layers[0]} has experts of a form that Quire's kernels do not have")
+    nodes = [node for node in kind.traced.graph.nodes if kind_of(node) == EXPERTS]
+    top_k = nodes[0].args[1].meta["val"].shape[-1]
+    return ForeignExpertsArgs(
+        routing=Routing(num_experts=module.down_proj.shape[0], top_k=int(top_k), scoring="softmax"),
+        expert_size=module.down_proj.shape[2],
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+        act=act,
+        stored="rows",
+    )
+
+
+def _expert_names(found: Inspected, stored: Stored) -> tuple[tuple[str, str, str], ...]:
+    for kind in found.kinds:
+        for leaf in kind.traced.leaves:
+            if leaf.kind == EXPERTS:
+                return tuple(expert_names(found.skeleton, kind.layers[0], leaf.name, stored))
+    return ()
 
 
 def _head_norms(heads: ProvenHeads | str) -> tuple[int, ...]:
@@ -230,8 +263,10 @@ def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], lis
         gates.append(ForeignGate(act=half.act, gated=half.gated, **names))
     used = ancestors(outputs_of(traced), [])
     for key, leaf in enumerate(traced.leaves):
-        if key not in fused and any(
-            kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used
+        if (
+            leaf.kind != EXPERTS
+            and key not in fused
+            and any(kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used)
         ):
             made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, "")))
     return made + _tensors(traced, used, at, stored), gates

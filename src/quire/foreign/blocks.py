@@ -1,6 +1,6 @@
 """Modules of a decoder of transformers: its layers, the norm behind them, and the rows of positions that they read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import ancestors, inputs_of, outputs_of
 from quire.foreign.program import LayerRun, Program, compiled
 from quire.foreign.rewrite import copied, put_attention, put_gate, put_leaves
-from quire.foreign.steps import Activated, Attends, Gated, PlainAttention, PreparedAttention
+from quire.foreign.steps import Activated, Attends, ChosenExperts, Gated, PlainAttention, PreparedAttention
 from quire.foreign.trace import TracedGraph, key_of, kind_of, trace_entry
 from quire.kernels.activation import UNGATED
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import GatedLinear, Linear
+from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm
 
 
@@ -54,10 +55,10 @@ class ForeignBlock(nn.Module):
     experts = None
     shares_experts = False
 
-    def __init__(self, program: Program, leaves: dict[str, nn.Module], attention: Attends) -> None:
+    def __init__(self, program: Program, leaves: Iterable[nn.Module], attention: Attends) -> None:
         super().__init__()
         self.program, self.attention = program, attention
-        self.leaves = nn.ModuleList(leaves.values())
+        self.leaves = nn.ModuleList(leaves)
 
     def forward(self, hidden: Tensor, turns: Any, ctx: StepContext, kv: Any) -> Tensor:
         """LayerRun the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
@@ -153,10 +154,16 @@ class ForeignModules:
         put_attention(traced, step, prepared=own.prepared)
         for half in kind.halves:
             put_gate(traced, key_of(half.reads), self._gate(made[gate_name(traced, half)], half.act, half.gated))
-        put_leaves(traced, *self._by_key(traced, made))
+        experts = self._experts(layer)
+        chosen = None if experts is None else ChosenExperts(experts, self.build.tp)
+        put_leaves(traced, *self._by_key(traced, made), chosen)
         program = compiled(traced.graph, traced.inputs, self._constants(traced, made), self.build.device, own.kind)
-        leaves = made | ({} if head_norm is None else {"head_norm": head_norm})
-        return ForeignBlock(program, leaves, attends)
+        leaves = made | {"head_norm": head_norm, "experts": experts}
+        return ForeignBlock(program, [one for one in leaves.values() if one is not None], attends)
+
+    def _experts(self, layer: int) -> Experts | None:
+        own = self.args.layers[layer].experts
+        return None if own is None else Experts(f"layers.{layer}.mlp.experts", own, self.build)
 
     def entry(self) -> nn.Module | None:
         """Return the operations between the embedding and the first layer; None: there are none."""

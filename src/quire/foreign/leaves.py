@@ -2,6 +2,7 @@
 
     quire::linear(x, key, rows)         a projection
     quire::norm(x, key)                 a norm over the last dimension
+    quire::experts(x, ids, weights, key) the sum of some experts of each row, times their weights
     quire::attend(q, k, v, sinks, key)  q [1, Hq, T, D], k, v [1, Hkv, T, D] -> [1, T, Hq, Dv]
 Keys are numbers of leaves in a list. The operations have shapes and no values.
 """
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LINEAR, NORM, ATTEND = "linear", "norm", "attend"
+LINEAR, NORM, ATTEND, EXPERTS = "linear", "norm", "attend", "experts"
 USUAL = (1e-5, 1e-6, 1e-8, 0.0)  # epsilons of norms that keep theirs in their code
 
 
@@ -41,9 +42,11 @@ def operations() -> Any:
     library = torch.library.Library("quire_foreign", "FRAGMENT")
     library.define("linear(Tensor x, int key, int rows) -> Tensor")
     library.define("norm(Tensor x, int key) -> Tensor")
+    library.define("experts(Tensor x, Tensor ids, Tensor weights, int key) -> Tensor")
     library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, int key) -> Tensor")
     library.impl("linear", lambda x, key, rows: x.new_empty(*x.shape[:-1], rows), "Meta")
     library.impl("norm", lambda x, key: torch.empty_like(x), "Meta")
+    library.impl("experts", lambda x, ids, weights, key: torch.empty_like(x), "Meta")
     library.impl("attend", _attend_shape, "Meta")
     operations.library = library  # type: ignore[attr-defined] # it defines the operations as long as it lives
     return torch.ops.quire_foreign
@@ -54,11 +57,13 @@ def _attend_shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key: in
 
 
 def find_leaves(root: nn.Module) -> list[Leaf]:
-    """Return the linear layers and the norms of a layer, in the order of its modules."""
+    """Return the linear layers, the norms and the experts of a layer, in the order of its modules."""
     found = list[Leaf]()
     for name, module in root.named_modules():
         if is_linear(module):
             found.append(Leaf(name, LINEAR, module))
+        elif hasattr(module, "_is_expert_parallel"):
+            found.append(Leaf(name, EXPERTS, module))
         elif norm_form(module) is not None:
             found.append(Leaf(name, NORM, module))
     return found
@@ -127,6 +132,21 @@ def _proven_form(module: nn.Module, own: dict[str, nn.Parameter]) -> NormForm | 
     return None
 
 
+def experts_form(module: Any) -> str:
+    """Return the activation of experts that our kernels compute; "": they do not.
+
+    transformers calls such experts by an interface, so their form is known: gate and up of an expert in one matrix.
+    """
+    from quire.kernels.activation import ACTS, ref
+
+    form = [getattr(module, name, None) for name in ("has_gate", "is_concatenated", "has_bias", "is_transposed")]
+    if form != [True, True, False, False] or getattr(module, "has_post_expert_norm", False):
+        return ""
+    rows = 3 * torch.randn(4, 2 * module.down_proj.shape[2], generator=torch.Generator().manual_seed(8))
+    truth = module._apply_gate(rows)
+    return next((act for act in ACTS if torch.allclose(ref.gated(rows, act), truth, atol=1e-5, rtol=1e-4)), "")
+
+
 @contextmanager
 def standing_in(leaves: list[Leaf]) -> Iterator[None]:
     """Let the modules of leaves call the operations above."""
@@ -136,6 +156,8 @@ def standing_in(leaves: list[Leaf]) -> Iterator[None]:
         if leaf.kind == LINEAR:
             rows = leaf.module.out_features
             return lambda x: ops.linear(x, key, rows)
+        if leaf.kind == EXPERTS:
+            return lambda x, ids, weights: ops.experts(x, ids, weights, key)  # type: ignore[misc]
         return lambda x: ops.norm(x, key)
 
     for key, leaf in enumerate(leaves):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quire.foreign.leaves import ATTEND, LINEAR, NORM
+from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM
 from quire.foreign.trace import STRIDED, TracedGraph, aten, key_of, kind_of
 
 Leaves = Callable[[fx.Node, tuple[Any, ...]], Any]  # (node of a leaf, its arguments) -> its value
@@ -59,7 +59,7 @@ def _value(node: fx.Node, known: Mapping[fx.Node, Any], leaves: Leaves | None, d
             raise NotEvaluated(node.name)
         return leaves(node, args)
     if "device" in kwargs:
-        kwargs["device"] = torch.device(device)
+        kwargs = {**kwargs, "device": torch.device(device)}
     assert callable(node.target), "a node calls a function"
     target = aten.reshape.default if node.target in STRIDED else node.target  # strides may differ here
     return target(*args, **kwargs)
@@ -104,10 +104,14 @@ def mixed_leaf(node: fx.Node, args: tuple[Any, ...]) -> Tensor:
         rows = v.repeat_interleave(q.shape[1] // v.shape[1], 1) + q.mean((1, 3), keepdim=True)
         out: Tensor = rows.transpose(1, 2).contiguous()
         return out
+    if kind == EXPERTS:
+        _, ids, weights = args[:3]
+        summed: Tensor = x * (weights * (1.5 + torch.sin(1.0 + ids))).sum(-1, keepdim=True)
+        return summed
     if kind == NORM:
         scaled: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         return scaled * _factors(x.shape[-1], key_of(node))
-    assert kind == LINEAR, "there are three kinds of leaves"
+    assert kind == LINEAR, "it is one of the kinds of leaves"
     rows_out = int(args[2])
     at = (torch.arange(rows_out) * 7919 + 13 * key_of(node)) % x.shape[-1]
     projected: Tensor = x[..., at] * _factors(rows_out, key_of(node)) + x.mean(-1, keepdim=True)

@@ -9,10 +9,10 @@ from torch import fx
 
 from quire.args.layers import NormArgs
 from quire.foreign.halves import Half
-from quire.foreign.leaves import ATTEND, LINEAR, NORM, norm_form
+from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
-from quire.foreign.steps import Activated, Added, Gated, NormAdded, Normed, PreparedAttention, Projection
+from quire.foreign.steps import Activated, Added, ChosenExperts, Gated, NormAdded, Normed, PreparedAttention, Projection
 from quire.foreign.trace import TracedGraph, aten, key_of, kind_of
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
@@ -87,12 +87,16 @@ def put_gate(traced: TracedGraph, reads: int, step: Gated | Activated) -> None:
     reader.replace_input_with(x, new)
 
 
-def put_leaves(traced: TracedGraph, linears: Mapping[int, Linear], norms: Mapping[int, Norm]) -> None:
-    """Replace the other linear layers and norms, by their keys, and join neighbours."""
+def put_leaves(
+    traced: TracedGraph, linears: Mapping[int, Linear], norms: Mapping[int, Norm], experts: ChosenExperts | None = None
+) -> None:
+    """Replace the other linear layers, norms and experts, by their keys, and join neighbours."""
     graph = traced.graph
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         kind = kind_of(node)
+        if kind == EXPERTS:
+            node.target, node.args = experts, node.args[:3]  # type: ignore[assignment]
         if kind in (LINEAR, NORM):
             step: Ours = Projection(linears[key_of(node)]) if kind == LINEAR else Normed(norms[key_of(node)])
             node.target, node.args = step, (node.args[0],)
@@ -196,7 +200,12 @@ def left_operations(traced: TracedGraph, halves: Sequence[Half], *, prepared: bo
     for half in halves:
         put_gate(own, key_of(half.reads), Activated(linear, half.act, None, None))
     keys = range(len(traced.leaves))
-    put_leaves(own, dict.fromkeys(keys, linear), {key: _norm_of(traced, key) for key in keys})
+    put_leaves(
+        own,
+        dict.fromkeys(keys, linear),
+        {key: _norm_of(traced, key) for key in keys},
+        ChosenExperts.__new__(ChosenExperts),
+    )
     found = [getattr(node.target, "overloadpacket", node.target) for node in graph.nodes if node.op == "call_function"]
     names = [str(one).removeprefix("aten.") for one in found if not isinstance(one, Ours)]
     return [name for name in names if name not in ("sym_size", "view", "_unsafe_view") and "getitem" not in name]

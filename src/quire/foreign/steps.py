@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.distributed import Group
 from quire.foreign.program import LayerRun, Ours
 from quire.kernels.select import Kernels
 from quire.layers.linear import GatedLinear, Linear
+from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm
 
 
@@ -94,6 +96,19 @@ class Gated(Ours):
         """Return the activation of gate and up of x."""
         (x,) = values
         return self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
+
+
+class ChosenExperts(Ours):
+    """Experts that the module has chosen: x [T, H], ids and weights [T, k] -> [T, H], summed over ranks."""
+
+    def __init__(self, experts: Experts, tp: Group | None) -> None:
+        self.experts, self.tp = experts, tp
+
+    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts."""
+        x, ids, weights = values
+        out = self.experts(x.contiguous(), weights.float(), ids.to(torch.int32), None)
+        return out if self.tp is None else self.tp.all_reduce(out)
 
 
 class Attends:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from quire.contracts.errors import UnsupportedModel
 from quire.foreign.capture import Calls, LayerArguments, ModuleAttention, Stubs, answered, outer_params, run_base
-from quire.foreign.leaves import ATTEND, LINEAR, NORM, Leaf, find_leaves, operations, standing_in
+from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, Leaf, find_leaves, operations, standing_in
 from quire.foreign.skeleton import Skeleton
 
 TRACED_TOKENS = 13  # of a trace; any other number gives the same graph
@@ -45,15 +45,20 @@ class TracedGraph:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a leaf's node: LINEAR, NORM or ATTEND; "" for another node."""
+    """Return the kind of a leaf's node: LINEAR, NORM, ATTEND or EXPERTS; "" for another node."""
     ops = operations()
-    kinds = {ops.linear.default: LINEAR, ops.norm.default: NORM, ops.attend.default: ATTEND}
+    kinds = {
+        ops.linear.default: LINEAR,
+        ops.norm.default: NORM,
+        ops.attend.default: ATTEND,
+        ops.experts.default: EXPERTS,
+    }
     return kinds.get(node.target, "") if node.op == "call_function" else ""
 
 
 def key_of(node: fx.Node) -> int:
     """Return the key of a leaf's node."""
-    return int(node.args[4 if kind_of(node) == ATTEND else 1])  # type: ignore[arg-type]
+    return int(node.args[{ATTEND: 4, EXPERTS: 3}.get(kind_of(node), 1)])  # type: ignore[arg-type]
 
 
 def graph_of(run: Callable[..., Any], tensors: Sequence[Tensor], moving: Sequence[int]) -> fx.Graph:

@@ -43,8 +43,8 @@ def layer_names(args: ModelArgs, layer: int = 0) -> Mapping[tuple[str, str], str
 
     Layers that predict several tokens may have names of their own.
     """
-    if args.foreign is not None:  # its parameters have their names by themselves
-        return {}
+    if args.foreign is not None:  # its other parameters have their names by themselves
+        return {(parameter, part): stored for stored, parameter, part in args.foreign.experts}
     names: Mapping[tuple[str, str], str] = checkpoint_names(args.model_type)
     if layer >= args.num_layers:
         names = {key: args.prediction.named(one) for key, one in names.items()}

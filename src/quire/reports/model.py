@@ -42,7 +42,9 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
         | {"rotary_dim": rotation.rotated, "head_dim": kinds[0].head_dim, "without": unrotated}
         | {"others": [asdict(one.rope) for one in turning[1:]]},
         "foreign": _foreign(args),
-        "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
+        "router": None
+        if moe is None or args.foreign is not None
+        else asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
 
 

@@ -129,6 +129,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
     ),
     (
+        SHARED | {"routing": "uniform"},
+        {"foreign": True},
+        {("-ep", "layers of transformers"), ("routing", "layers of transformers")},
+    ),
+    (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},
         {"gemma4": True},
         {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
-from quire.args.experts import MoEArgs
+from quire.args.experts import ForeignExpertsArgs, MoEArgs
 from quire.args.latent import LatentArgs
 from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, ForeignArgs, GroupedArgs, MixerArgs, NoneArgs
 from quire.args.mamba import MambaArgs
@@ -24,7 +24,7 @@ from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.delta import DeltaKind
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
-from quire.plan.kinds.foreign import ForeignKind
+from quire.plan.kinds.foreign import ForeignExpertsKind, ForeignKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
@@ -44,6 +44,7 @@ MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
     MoEArgs: ExpertsKind,
+    ForeignExpertsArgs: ForeignExpertsKind,
     BesideArgs: BesideKind,
     NoneArgs: NoneKind,
 }

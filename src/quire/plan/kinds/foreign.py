@@ -8,6 +8,7 @@ from quire.args.layers import ForeignArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param, Part
+from quire.plan.kinds.experts import ExpertsKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import (
     LAYER_NORM,
@@ -22,6 +23,7 @@ from quire.plan.kinds.interfaces import (
     StoredRows,
     weights,
 )
+from quire.plan.kinds.stored_experts import StoredExperts
 
 LAYER = "layers.{i}."
 
@@ -202,3 +204,19 @@ def _vocabulary(name: str, stored: str, vocab: StoredRows, width: int) -> Param:
     shape = (vocab.stored, width) if width else (vocab.stored,)
     part = Part(stored, shape, vocab.start, vocab.taken)
     return Param(name, part.local_shape, (part,), shard="rows")
+
+
+class ForeignExpertsKind(ExpertsKind):
+    """Experts of a layer of transformers, which the module's operations choose; a `FeedForward`."""
+
+    def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
+        """Yield the stacked experts of the rank."""
+        experts = StoredExperts(write, self._moe, layer)
+        yield experts.gate_up("gate_up", write.hidden)
+        yield experts.down("down")
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the kernel of experts."""
+        yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+        if step.sliced:
+            yield Call(SUM)
