@@ -61,8 +61,8 @@ as those of a family in the table; `quire verify` has nothing to compare.
 
 `--model-impl transformers` runs a family of the table this way, `--model-impl quire` refuses all others. Refused with the
 reason: code of a checkpoint (`trust_remote_code` stays off), recurrent layers, cross-attention, encoders, masks of a
-model's own, positions derived from the length of a cache (Llama 4), rope types dynamic and longrope, experts. `-tp` needs
-layers whose heads are prepared by Quire; `-pp` needs nothing.
+model's own, positions derived from the length of a cache (Llama 4), rope types dynamic and longrope. Experts run by
+Quire's kernels, and the module chooses them. `-tp` needs layers whose heads are prepared by Quire; `-pp` needs nothing.
 
 Compared like the families above, with random tiny checkpoints: {}.
 """

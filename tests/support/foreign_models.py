@@ -42,8 +42,21 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**dict.fromkeys(SIZES), **_GPT, "vocab_size": 96, "rotary_dim": 8},
     "gpt_bigcode": {**dict.fromkeys(SIZES), **_GPT, "vocab_size": 96},
     "persimmon": {"num_key_value_heads": None},
-    "cohere": {"logit_scale": 0.25},
+    "cohere": {"logit_scale": 2.0},
     "olmo": {},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24},
+    "granitemoe": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+    },
+    "dots1": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "head_dim": 16, "n_group": 2, "topk_group": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "head_dim": 16,
+    },
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
 }  # fmt: skip
 
 
@@ -76,7 +89,7 @@ def make_foreign(
     model_type: str, make_folder: Callable[[str], Path], prompts: Sequence[list[int]], steps: int = 64, **changes: Any
 ) -> Oracle:
     """Write a checkpoint in which no greedy choice of `steps` tokens behind the prompts is close."""
-    for seed in range(20):
+    for seed in range(60):
         model = random_foreign(model_type, seed, **changes)
         answers = generate(model, list(prompts), steps)
         if min(min(margins) for _, margins in answers) > MARGIN:

@@ -55,11 +55,12 @@ class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True, tag="norm"):
 
 
 class ForeignTensor(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
-    """A parameter that operations of PyTorch read."""
+    """A parameter that operations of PyTorch read. shard: "rows": ranks share its first dimension (sinks of heads)."""
 
     name: str
     stored: str
     shape: tuple[int, ...]
+    shard: str = ""
 
 
 ForeignLeaf = ForeignLinear | ForeignNorm | ForeignTensor

@@ -209,19 +209,20 @@ def _experts(found: Inspected, kind: Kind) -> NoneArgs | ForeignExpertsArgs:
     if not leaves:
         return NONE
     module: Any = leaves[0].module
-    act, words = experts_form(module), {"model_type": found.skeleton.config.model_type}
-    if not act or len(leaves) > 1:
+    form, words = experts_form(module), {"model_type": found.skeleton.config.model_type}
+    if form is None or len(leaves) > 1:
         raise refused(words, f"layer {kind.layers[0]} has experts of a form that Quire's kernels do not have")
     nodes = [node for node in kind.traced.graph.nodes if kind_of(node) == EXPERTS]
     top_k = nodes[0].args[1].meta["val"].shape[-1]
     return ForeignExpertsArgs(
-        routing=Routing(num_experts=module.down_proj.shape[0], top_k=int(top_k), scoring="softmax"),
-        expert_size=module.down_proj.shape[2],
+        routing=Routing(num_experts=form.count, top_k=int(top_k), scoring="softmax"),
+        expert_size=form.size,
         shared_size=0,
         shared_gate=False,
         router_float=False,
-        act=act,
-        stored="rows",
+        act=form.act,
+        biased=form.biased,
+        stored=form.stored,
     )
 
 
@@ -229,7 +230,9 @@ def _expert_names(found: Inspected, stored: Stored) -> tuple[tuple[str, str, str
     for kind in found.kinds:
         for leaf in kind.traced.leaves:
             if leaf.kind == EXPERTS:
-                return tuple(expert_names(found.skeleton, kind.layers[0], leaf.name, stored))
+                form = experts_form(leaf.module)
+                assert form is not None, "others were refused"
+                return tuple(expert_names(found.skeleton, kind.layers[0], leaf.name, stored, form))
     return ()
 
 
@@ -386,8 +389,10 @@ def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "") -> Foreign
 def _tensors(traced: TracedGraph, used: set[fx.Node], at: str, stored: Stored) -> list[ForeignLeaf]:
     """Return the parameters that operations of PyTorch read."""
     found = list[ForeignLeaf]()
+    sinks = [node.args[3] for node in traced.graph.nodes if kind_of(node) == "attend"]
     for name, node in inputs_of(traced).items():
         if node in used and name not in traced.constants and name not in RESERVED and not name.startswith("extra"):
             shape = tuple(int(size) for size in node.meta["val"].shape)
-            found.append(ForeignTensor(name=name, stored=stored(at + name), shape=shape))
+            shard = "rows" if node in sinks else ""
+            found.append(ForeignTensor(name=name, stored=stored(at + name), shape=shape, shard=shard))
     return found

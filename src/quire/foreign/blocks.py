@@ -38,7 +38,8 @@ class KeptTensor(nn.Module):
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Move the parameter to the layer's device. See `Loads`."""
-        self.value = tensors["value"].to(self.device).view(self.shape)
+        value = tensors["value"].to(self.device)
+        self.value = value if self.shape else value.view(())  # files have numbers as vectors of one
 
 
 class PlainNorm(Norm):

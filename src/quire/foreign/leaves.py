@@ -132,19 +132,34 @@ def _proven_form(module: nn.Module, own: dict[str, nn.Parameter]) -> NormForm | 
     return None
 
 
-def experts_form(module: Any) -> str:
-    """Return the activation of experts that our kernels compute; "": they do not.
+class ExpertsForm(NamedTuple):
+    """Experts as our kernels compute them. act, biased, stored: see `MoEArgs`. size: numbers between gate and down."""
 
-    transformers calls such experts by an interface, so their form is known: gate and up of an expert in one matrix.
+    act: str
+    biased: bool
+    stored: str
+    count: int
+    size: int
+
+
+def experts_form(module: Any) -> ExpertsForm | None:
+    """Return the form of experts; None: our kernels do not compute them.
+
+    transformers calls experts by an interface, so their form is known but for the activation, which is compared.
     """
     from quire.kernels.activation import ACTS, ref
 
-    form = [getattr(module, name, None) for name in ("has_gate", "is_concatenated", "has_bias", "is_transposed")]
-    if form != [True, True, False, False] or getattr(module, "has_post_expert_norm", False):
-        return ""
-    rows = 3 * torch.randn(4, 2 * module.down_proj.shape[2], generator=torch.Generator().manual_seed(8))
+    form = [getattr(module, name, None) for name in ("has_gate", "is_transposed", "is_concatenated", "has_bias")]
+    stored = {(True, False, True): "rows", (True, True, True): "columns", (True, True, False): "paired columns"}
+    if tuple(form[:3]) not in stored or getattr(module, "has_post_expert_norm", False):
+        return None
+    count, *sizes = module.down_proj.shape
+    size = sizes[0] if form[1] else sizes[1]
+    rows = 3 * torch.randn(4, 2 * size, generator=torch.Generator().manual_seed(8))
+    ours = rows if form[2] else torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
     truth = module._apply_gate(rows)
-    return next((act for act in ACTS if torch.allclose(ref.gated(rows, act), truth, atol=1e-5, rtol=1e-4)), "")
+    act = next((act for act in ACTS if torch.allclose(ref.gated(ours, act), truth, atol=1e-5, rtol=1e-4)), "")
+    return ExpertsForm(act, bool(form[3]), stored[tuple(form[:3])], count, size) if act else None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 
+from quire.foreign.leaves import ExpertsForm
 from quire.foreign.skeleton import Skeleton
 
 GATE_UP, DOWN = "layers.{i}.mlp.experts.gate_up", "layers.{i}.mlp.experts.down"
@@ -35,7 +36,9 @@ def _renames(skeleton: Skeleton) -> list[Callable[[str], str]]:
     return [lambda name, one=one: str(one.rename_source_key(name)[0]) for one in every]  # type: ignore[misc]
 
 
-def expert_names(skeleton: Skeleton, layer: int, name: str, stored: Callable[[str], str]) -> list[tuple[str, str, str]]:
+def expert_names(
+    skeleton: Skeleton, layer: int, name: str, stored: Callable[[str], str], form: ExpertsForm
+) -> list[tuple[str, str, str]]:
     """Return the names under which checkpoints may have the experts of a layer, as rows of a name map.
 
     name     of the module below the layer, whose number is `layer`
@@ -49,7 +52,8 @@ def expert_names(skeleton: Skeleton, layer: int, name: str, stored: Callable[[st
     for own, parameter in (("gate_up_proj", GATE_UP), ("down_proj", DOWN)):
         whole, sides = f"{skeleton.at}.{{i}}.{name}.{own}", ("gate", "up") if parameter == GATE_UP else ("",)
         stack = stored(whole.replace("{i}", str(layer))).replace(f".{layer}.", ".{i}.", 1)
-        found.append((stack, parameter, "rows"))
+        found.append((stack, parameter, form.stored))
+        found += [(f"{stack}_bias", f"{parameter}_bias", form.stored)] * form.biased
         for one in get_model_conversion_mapping(skeleton.model):
             (target, *more) = one.target_patterns if isinstance(one, WeightConverter) else ("", "")
             if target and not more and whole.endswith(target.rstrip("$")) and len(one.source_patterns) == len(sides):

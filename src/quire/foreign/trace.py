@@ -200,11 +200,10 @@ def _grown(extras: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
     """Trace the way from embedded tokens and positions to the first layer: hidden states, then the extra tensors."""
-    place = [_way(stubs.inputs[0], one) for one in extras[1:]]
+    places = [_place(stubs, one) for one in extras[1:]]
 
     def outputs(again: Stubs, out: Tensor) -> Any:
-        first = again.inputs[0]
-        return (again.seen[0], *(_at(first, way) for way in place))
+        return (again.seen[0], *(_at(again.inputs[layer], way) for layer, way in places))
 
     return _trace_base(skeleton, stubs, outputs, dtype)
 
@@ -252,8 +251,8 @@ def find_outer(skeleton: Skeleton) -> list[Leaf]:
     return [leaf for leaf in find_leaves(skeleton.base) if leaf.module not in inside]
 
 
-def _way(inputs: LayerArguments, tensor: Tensor) -> tuple[Any, ...]:
-    """Return the keys that lead to a tensor in the arguments of a layer."""
+def _place(stubs: Stubs, tensor: Tensor) -> tuple[int, tuple[Any, ...]]:
+    """Return the first layer that is given a tensor, and the keys that lead to it in the layer's arguments."""
 
     def search(value: Any, way: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if value is tensor:
@@ -261,9 +260,8 @@ def _way(inputs: LayerArguments, tensor: Tensor) -> tuple[Any, ...]:
         pairs = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (tuple, list) else ()
         return next((found for key, one in pairs if (found := search(one, (*way, key))) is not None), None)
 
-    found = search((inputs.args, inputs.kwargs), ())
-    assert found is not None, "the first layer has all extra tensors"
-    return found
+    ways = ((layer, search((own.args, own.kwargs), ())) for layer, own in enumerate(stubs.inputs))
+    return next((layer, way) for layer, way in ways if way is not None)
 
 
 def _at(inputs: LayerArguments, way: tuple[Any, ...]) -> Any:

@@ -26,6 +26,7 @@ from quire.plan.kinds.interfaces import (
 from quire.plan.kinds.stored_experts import StoredExperts
 
 LAYER = "layers.{i}."
+HEADS = ("q", "k", "v")  # parts of a linear layer whose blocks are heads
 
 
 class ForeignKind:
@@ -123,7 +124,9 @@ def leaf_params(leaves: Iterable[ForeignLeaf], rank: Rank, at: str, layer: int =
         else:
             stored = leaf.stored.replace("{i}", str(layer))
             shape = leaf.shape or (1,)
-            yield Param(f"{name}.value", shape, (Part(stored, shape, 0, shape[0]),))
+            first, end = share(shape[0], rank.tp, rank.place) if leaf.shard else (0, shape[0])
+            part = Part(stored, shape, first, end - first)
+            yield Param(f"{name}.value", part.local_shape, (part,), shard=leaf.shard)
 
 
 def norm_params(leaf: ForeignNorm, name: str, layer: int = -1) -> Iterator[Param]:
@@ -164,7 +167,7 @@ def _linear(leaf: ForeignLinear, name: str, rank: Rank, layer: int) -> Iterator[
 def _parts(side: str, rows: ForeignRows, leaf: ForeignLinear, rank: Rank, layer: int) -> Iterator[Part]:
     """Yield the slices of a stored vector that a part of a linear layer has, neighbouring blocks as one slice."""
     starts, size, order = rows.starts, rows.size, rows.order
-    if leaf.shard == "rows" and len(starts) > 1:
+    if leaf.shard == "rows" and side in HEADS:  # fewer heads than ranks are copied
         heads = min(len(starts), rank.tp)
         first, end = share(len(starts), heads, rank.place * heads // rank.tp)
         starts = starts[first:end]
@@ -214,6 +217,10 @@ class ForeignExpertsKind(ExpertsKind):
         experts = StoredExperts(write, self._moe, layer)
         yield experts.gate_up("gate_up", write.hidden)
         yield experts.down("down")
+        if self._moe.biased:
+            yield experts.gate_up("gate_up_bias")
+        if self._moe.biased and write.rank.place == 0:  # once in the sum of the ranks
+            yield experts.down("down_bias", bias=True)
 
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the kernel of experts."""
