@@ -145,7 +145,7 @@ class ForeignModules:
         traced = copied(self._traced(own.kind))
         made = {leaf.name: self._leaf(leaf, f"layers.{layer}.{leaf.name}", own) for leaf in own.leaves}
         group = self.build.group_of(layer)
-        attends = self._attends(own, group, layer)
+        attends = self._attends(own, group)
         head_norm = self._head_norm(own, layer, attends)
         turn = own.turn if own.prepared else len(self.found.turns)
         if own.prepared:
@@ -220,13 +220,20 @@ class ForeignModules:
             places.append((f"outputs{key_of(node)}", int(node.args[2])))  # type: ignore[arg-type]
         names = [name for name, _ in places] + names
         program = compiled(graph, names, self._constants(traced, {}), self.build.device, outputs=[key])
-        return _ReadTurn(program, heads, places, self.build.device)
+        return _ReadTurn(program, heads, places, self.build)
 
-    def _attends(self, own: ForeignArgs, group: int, layer: int) -> Attends:
+    def _attends(self, own: ForeignArgs, group: int) -> Attends:
         tp = 1 if self.build.tp is None else self.build.tp.size
-        kv = max(1, own.num_kv_heads // tp)
-        heads = own.num_heads // tp, kv, own.head_dim
-        return Attends(self.build.kernels, heads, group, self.build.window(group), own.attention)
+        return Attends(
+            kernels=self.build.kernels,
+            group=group,
+            window=self.build.window(group),
+            num_heads=own.num_heads // tp,
+            num_kv_heads=max(1, own.num_kv_heads // tp),
+            head_dim=own.head_dim,
+            scale=own.attention.factor,
+            soft_cap=own.scores.soft_cap,
+        )
 
     def _head_norm(self, own: ForeignArgs, layer: int, attends: Attends) -> HeadNorm | None:
         if not own.head_norm:
@@ -277,37 +284,37 @@ class ForeignModules:
 
 
 class _ReadTurn:
-    """cos and signed sin of positions, read off from the module; see `heads._turn`."""
+    """cos and signed sin of positions, read off from the module; see `heads._turn`.
 
-    def __init__(
-        self, program: Program, heads: ProvenHeads, places: list[tuple[str, int]], device: torch.device
-    ) -> None:
-        self._program, self._device = program, device
-        order = torch.tensor(heads.order, device=device)
-        dim = len(order)
-        half = dim // 2
-        seconds = torch.zeros(dim, dtype=torch.bool, device=device)
-        seconds[order[half:]] = True
-        self._order, self._seconds, self._places = order, seconds, places
-        self._heads, self._size = heads, heads.k.size
+    It runs the module's way of keys twice: with 1 in the first dimension of each pair, and in the second.
+    """
+
+    def __init__(self, program: Program, heads: ProvenHeads, places: list[tuple[str, int]], build: Build) -> None:
+        order = torch.tensor(heads.order, device=build.device)
+        seconds = torch.zeros(len(order), dtype=torch.bool, device=build.device)
+        seconds[order[len(order) // 2 :]] = True
+        self._program, self._order, self._seconds = program, order, seconds
+        self._outputs = [self._rows(places, heads, ones.to(build.dtype)) for ones in (~seconds, seconds)]
+        self._hidden = torch.empty(1, 1, 1, dtype=build.dtype, device=build.device)
+
+    @staticmethod
+    def _rows(places: list[tuple[str, int]], heads: ProvenHeads, ones: Tensor) -> dict[str, Tensor]:
+        """Return the outputs [1, 1, rows] of the projections in which each key has `ones`."""
+        found = {name: ones.new_zeros(1, 1, rows) for name, rows in places}
+        for start in heads.k.starts:
+            found[f"outputs{heads.k.linear}"][..., start : start + heads.k.size] = ones
+        return found
 
     def __call__(self, positions: Tensor, extras: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        one, two = (self._run(own, positions, extras, dtype) for own in (~self._seconds, self._seconds))
+        one, two = (self._run(outputs, positions, extras) for outputs in self._outputs)
         cos, sin = torch.where(self._seconds, two, one), torch.where(self._seconds, one, two)
         return cos[:, self._order].contiguous(), sin[:, self._order].contiguous()
 
-    def _run(self, ones: Tensor, positions: Tensor, extras: list[Tensor], dtype: torch.dtype) -> Tensor:
-        side = self._heads.k
-        values: dict[str, Tensor] = {}
-        for name, rows in self._places:
-            row = torch.zeros(rows, dtype=dtype, device=self._device)
-            if name == f"outputs{side.linear}":
-                for start in side.starts:
-                    row[start : start + self._size] = ones.to(dtype)
-            values[name] = row.expand(1, len(positions), -1)
-        hidden = torch.empty(1, 1, 1, dtype=dtype, device=self._device).expand(1, len(positions), 1)
+    def _run(self, outputs: dict[str, Tensor], positions: Tensor, extras: list[Tensor]) -> Tensor:
+        count = len(positions)
+        values = {name: one.expand(1, count, -1) for name, one in outputs.items()}
         given = {f"extra{i}": one for i, one in enumerate(extras, 1)}
-        run = LayerRun(None, None, None)
+        hidden, run = self._hidden.expand(1, count, 1), LayerRun(None, None, None)
         (out,) = self._program(run, hidden=hidden, positions=positions[None], **given, **values)
         first: Tensor = out[0, 0]
         return first

@@ -1,5 +1,6 @@
 """Steps of a layer of transformers that call our layers."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -111,15 +112,18 @@ class ChosenExperts(Ours):
         return out if self.tp is None else self.tp.all_reduce(out)
 
 
+@dataclass
 class Attends:
     """The attention of a layer. group, window, num_heads, head_dim: as in `quire.layers.attention.Attention`."""
 
-    def __init__(
-        self, kernels: Kernels, heads: tuple[int, int, int], group: int, window: int | None, args: Any
-    ) -> None:
-        self.kernels, self.group, self.window = kernels, group, window
-        self.num_heads, self.num_kv_heads, self.head_dim = heads
-        self.scale, self.soft_cap = args.factor, args.scores.soft_cap
+    kernels: Kernels = field(compare=False)
+    group: int
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float | None
 
     def prepared(self, run: LayerRun, qkv: Tensor, norm: Tensor | None, eps: float, turn: int) -> Tensor:
         """Prepare queries [T, heads, D] and write keys and values of qkv [T, all heads, D]."""

@@ -1,6 +1,5 @@
 """Layers and the ends of a model as graphs of PyTorch's operations, for any number of tokens."""
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -284,8 +283,3 @@ def check_rows(traced: TracedGraph, what: str, refused: Callable[[str], Unsuppor
 def _counts(node: fx.Node) -> bool:
     """True if an arange is as long as the row of tokens."""
     return any(isinstance(one, fx.Node) for one in node.args)
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Return True for the choice of one of several results."""
-    return node.op == "call_function" and node.target is operator.getitem
