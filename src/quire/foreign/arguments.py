@@ -107,7 +107,7 @@ def _ends(
     (hidden, *_) = outputs_of(found.entry)
     used = set[fx.Node]() if plain else ancestors([hidden], [])
     leaves = [
-        leaf_args(leaf, base + leaf.name, stored)
+        leaf_args(leaf, base + leaf.name, stored, width=_width_of(found.entry, key))
         for key, leaf in enumerate(found.entry.leaves)
         if any(kind_of(node) and key_of(node) == key for node in used)
     ]
@@ -154,7 +154,8 @@ def _prefix(skeleton: Skeleton, module: nn.Module) -> str:
 def _end(found: Inspected, stored: Stored) -> ForeignNorm:
     if found.end is None:
         raise refused({"model_type": found.skeleton.config.model_type}, "no norm is behind its layers")
-    made = leaf_args(Leaf("norm", NORM, found.end), found.skeleton.names[found.end], stored)
+    width = found.skeleton.config.hidden_size
+    made = leaf_args(Leaf("norm", NORM, found.end), found.skeleton.names[found.end], stored, width=width)
     assert isinstance(made, ForeignNorm), "the leaf is a norm"
     return made
 
@@ -271,7 +272,7 @@ def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], lis
             and key not in fused
             and any(kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used)
         ):
-            made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, "")))
+            made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, ""), _width_of(traced, key)))
     return made + _tensors(traced, used, at, stored), gates
 
 
@@ -363,8 +364,18 @@ def _module(name: str, stored: Stored) -> str:
     return stored(f"{name}.weight").removesuffix(".weight")
 
 
-def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "") -> ForeignLeaf:
-    """Return a linear layer or a norm. name: of the module in transformers' model."""
+def _width_of(traced: TracedGraph, key: int) -> int:
+    """Return the width of the input of a leaf."""
+    node = next(node for node in traced.graph.nodes if kind_of(node) and key_of(node) == key)
+    return int(node.args[0].meta["val"].shape[-1])
+
+
+def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "", width: int = 0) -> ForeignLeaf:
+    """Return a linear layer or a norm.
+
+    name    of the module in transformers' model
+    width   of a norm that takes any width
+    """
     module: Any = leaf.module
     if leaf.kind == LINEAR:
         rows = ForeignRows(
@@ -378,7 +389,7 @@ def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "") -> Foreign
     return ForeignNorm(
         name=leaf.name,
         stored=_module(name, stored) if weighted else "",
-        width=norm_width(module),
+        width=norm_width(module) or width,
         eps=form.eps,
         plus_one=form.plus_one,
         centered=form.centered,

@@ -196,7 +196,7 @@ def _own_step(ours: Ours, places: list[int], flat: bool) -> Step:
 
     def step(run: LayerRun, row: list[Any]) -> Any:
         values = [row[at] for at in places]
-        out = ours(run, *[value[0] if value.dim() == 3 else value for value in values])
-        return out[None] if values[0].dim() == 3 else out
+        out = ours(run, *[value if value.dim() < 3 else value.reshape(-1, value.shape[-1]) for value in values])
+        return out if values[0].dim() < 3 else out.view(*values[0].shape[:-1], -1)
 
     return step

@@ -171,7 +171,7 @@ def _parts(raw: dict[str, Any], model: Any) -> Skeleton:
     base = model.base_model
     if base is model:  # its prefix names no module of it
         base = next((child for child in model.children() if hasattr(child, "get_input_embeddings")), model)
-    count = base.config.num_hidden_layers
+    count = getattr(base.config, "num_hidden_layers", 0)
     lists = [
         module
         for module in base.modules()

@@ -1,4 +1,4 @@
-"""The inspection of transformers' modules: equal operations are found, and those that differ are not taken for equal."""
+"""The inspection of transformers' modules: equal operations are found, and others are not taken for equal."""
 
 import json
 from collections.abc import Callable, Iterator
