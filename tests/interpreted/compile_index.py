@@ -1,7 +1,10 @@
 """Compiles sparse latent attention for sm_90 at the sizes of DeepSeek-V3.2 and GLM-5; prints each kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, triton_plan
@@ -11,7 +14,7 @@ from quire.kernels.latent import LatentView
 from quire.kernels.latent import triton as latent
 
 from ..support.full import full_rows
-from .compiling import AbsentGpu, Made
+from .compiling import AbsentGpu, Known, Made, name_of
 
 TOP_K, SIZE = 2048, 64
 
@@ -29,22 +32,32 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def launch(
-    heads: int, index_heads: int, tokens: int, prompts: bool, codes: torch.dtype | None = None, blocks: int = 2048
+    heads: int,
+    index_heads: int,
+    tokens: int,
+    prompts: bool,
+    codes: torch.dtype | None = None,
+    blocks: int = 2048,
+    decodes: int = 0,
 ) -> None:
-    """The kernels of a layer of a step with 16 decodes, or with a prompt. blocks: of the context"""
-    ints, seqs = torch.int32, 1 if prompts else 16
+    """The kernels of a layer of a step with 16 decodes, or with a prompt. blocks: of the context
+
+    decodes   before the prompt: attention to their tokens is not launched
+    """
+    ints, seqs = torch.int32, 1 + decodes if prompts else 16
     scales = None if codes is None else empty(99, 1, SIZE, 1, dtype=torch.float32)
     keys = IndexView(empty(99, 1, SIZE, 128, dtype=codes or torch.bfloat16), scales)
     cache = LatentView(empty(99, 1, SIZE, 512), empty(99, 1, SIZE, 64))
     slots, table = empty(tokens, dtype=torch.int64), empty(99, blocks, dtype=ints)
     sizes = empty(seqs + 1, dtype=ints), empty(seqs, dtype=ints)
-    known = ((0, tokens, 0, SIZE * blocks // 2),) if prompts else ()
+    known = ((decodes, tokens, decodes, SIZE * blocks // 2),) if prompts else ()
     meta = AttentionMeta(*sizes, table, slots, empty(seqs, dtype=ints), tokens if prompts else 1, 1, None, known)
     turn = empty(tokens, 64), empty(tokens, 64)
     q, k = empty(tokens, index_heads, 128), empty(tokens, 128 + index_heads)[:, :128]
     index.prepare(q, k, empty(2, 128), 1e-6, *turn, keys, slots)
     chosen = index.choose(q, empty(tokens, index_heads, dtype=torch.float32), keys, meta, TOP_K)
-    latent.chosen(empty(tokens, heads, 512), empty(tokens, heads, 64), cache, meta, 0.1, chosen.positions)
+    rows, positions = tokens - decodes, chosen.positions[decodes:]
+    latent.chosen(empty(rows, heads, 512), empty(rows, heads, 64), cache, meta, 0.1, positions, decodes)
 
 
 def main() -> None:
@@ -58,3 +71,27 @@ def main() -> None:
         for codes in (None, torch.float8_e4m3fn):
             for heads, index_heads in ((128, 64), (64, 32)):
                 launch(heads, index_heads, 300 if prompts else 16, prompts, codes)
+
+
+class Counted(AbsentGpu):
+    """Compiles nothing, and counts the kernels that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        self.names.append(name_of(src.fn))
+        return Known()
+
+
+def rows() -> None:
+    """Prompts of other numbers of rows, behind other numbers of decodes."""
+    gpu = Counted()
+    gpu.describe_to(triton_plan, latent)
+    launch(64, 32, 306, prompts=True, blocks=512, decodes=2)
+    known = list(gpu.names)
+    for tokens, decodes in ((303, 3), (300, 3), (320, 4)):
+        launch(64, 32, tokens, prompts=True, blocks=512, decodes=decodes)
+    assert gpu.names == known, gpu.names[len(known) :]
+    print(*(f"compiled {name}" for name in known), sep="\n")

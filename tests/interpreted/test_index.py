@@ -14,6 +14,7 @@ from quire.kernels import triton_runtime
 from quire.kernels.attention.inputs import Case
 from quire.kernels.index import IndexView, ref, triton
 from quire.kernels.index.inputs import make
+from quire.kernels.index.triton_places import places_of
 from quire.kernels.latent import inputs as latent_inputs
 from quire.kernels.latent import ref as latent_ref
 from quire.kernels.latent import triton as latent_triton
@@ -61,6 +62,20 @@ def test_keys_that_are_codes(codes: torch.dtype, monkeypatch: pytest.MonkeyPatch
     for rows in (0, 1 << 30):
         monkeypatch.setattr(triton, "ROWS", rows)
         check_choice(triton, make(MIXED, torch.float32, codes), 8, 2)
+
+
+def test_numbers_of_keys_take_memory_that_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More contexts than it holds are read as codes."""
+    monkeypatch.setattr(triton, "ROWS", 0)
+    given = make(MIXED, torch.float32, torch.float8_e4m3fn)
+    prompts = as_worker(given[3], 2).prompts
+    assert prompts
+    blocks = sum(-(-(past + last - first) // given[2].block_size) for first, last, _, past in prompts)
+    for spare, held in ((0, True), (-1, False)):
+        monkeypatch.setattr(triton, "NUMBERS", 4 * given[2].keys[0].numel() * blocks + spare)
+        cache, _ = triton._plain(given[2], as_worker(given[3], 2), prompts, torch.float32)
+        assert (cache.scales is None) == held
+        check_choice(triton, given, 8, 2)
 
 
 def test_scores_that_do_not_fit_the_buffer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +141,20 @@ def test_attention_to_chosen_tokens(case: Case, top_k: int) -> None:
         torch.testing.assert_close(latent_triton.chosen(*rows), wanted[first:], rtol=1e-5, atol=1e-5)
 
 
+def test_a_rehearsal_finds_sequences_of_a_larger_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written behind the places of the rows that there are."""
+    q, _, _, meta = make(MIXED, torch.float32)
+    memory = torch.full((len(q), 2), -1, dtype=torch.int32)
+    monkeypatch.setattr(torch, "full", lambda size, *_, **__: memory[: size[0]])
+    found = places_of(as_worker(meta, 0), 7)
+    assert found[:, 0].tolist() == [39, 68, 69, *range(21, 25)] and (memory[7:] == -1).all()
+
+
 def test_compiles(compiled: Callable[..., set[str]]) -> None:
     kinds = ("places", "prepare", "score", "whole", "level", "write", "slots", "chosen", "join")
     found = {name.removeprefix("_") for name in compiled("compile_index")}
     assert found == {f"{kind}_kernel" for kind in kinds}
+
+
+def test_numbers_of_rows_and_of_decodes_before_them_need_no_other_kernels(compiled: Callable[..., set[str]]) -> None:
+    assert compiled("compile_index", "rows") >= {"score_kernel", "whole_kernel", "chosen_kernel"}

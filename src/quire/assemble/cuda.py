@@ -185,17 +185,9 @@ def _rehearse(
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker, _, _ = _worker(model, plan, blocks, limits, scales, groups)
     tables = torch.cuda.memory_allocated(DEVICE) - before
-    past = max(kind.past for kind in mixers(model.args))
-    plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
-    widened = max(plan.widened_tokens)
-    compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
-    if groups.pp is not None and limits.num_drafts:
-        plans = [_drafting_step(one, limits) for one in plans]
-        compiled.append(_drafting_step(_largest_step(limits, min(MIDDLE, limits.num_slots)), limits))
-    if plan.config.cache.enable_cache_blend:
-        plans.append(_blended_step(limits))
+    plans, compiled = _rehearsed(plan, limits, max(kind.past for kind in mixers(model.args)), groups.pp is not None)
     with compiling_ahead() as ahead:
-        worker.rehearse([*plans, *compiled])  # also a step that reads more than the scratch holds
+        worker.rehearse([*plans, *compiled])
     if ahead.report().failed:
         name, why = ahead.report().failed[0]
         raise ConfigError(
@@ -212,6 +204,24 @@ def _rehearse(
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
     return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.step_tokens
+
+
+def _rehearsed(plan: EnginePlan, limits: Limits, past: int, staged: bool) -> tuple[list[StepPlan], list[StepPlan]]:
+    """Return the largest steps, which run once, and more steps whose kernels are compiled alone.
+
+    past     tokens before the largest step, see `Mixer`. Kernels are others where fewer tokens stand before a prompt
+    staged   True: the rank is one of a pipeline
+    """
+    plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
+    compiled = [_largest_step(limits, 1, past // 2)] if past else []
+    if widened := max(plan.widened_tokens):  # a step that reads more than the scratch holds
+        compiled.append(_largest_step(limits, limits.num_slots, widened // limits.num_slots))
+    if staged and limits.num_drafts:
+        plans = [_drafting_step(one, limits) for one in plans]
+        compiled.append(_drafting_step(_largest_step(limits, min(MIDDLE, limits.num_slots)), limits))
+    if plan.config.cache.enable_cache_blend:
+        plans.append(_blended_step(limits))
+    return plans, compiled
 
 
 def _exchange_bytes(worker: StepRunner) -> int:

@@ -160,8 +160,9 @@ class PlanReport:
             own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
             return own + max(1, k) * other
 
-        own = len(range(*self.plan.mesh.rank.layers))
-        every = [(group, layer) for group in self.plan.geometry.groups for layer in group.layers]
+        last, _ = holdings.held[self.plan.mesh.parallel.lead]  # of the last stage, which drafts
+        own = len(range(*last.layers))
+        every = [(group, layer) for group in holdings.page(last).groups for layer in group.layers]
         drafting = [(group, one) for group, at in every if layered and at >= own for one in group.of(at)]
         return {
             "drafter": str(speculation),

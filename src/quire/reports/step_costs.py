@@ -159,18 +159,26 @@ class Layers:
     def _operations(self, args: GroupedArgs | LatentArgs, batch: StepWork) -> float:
         """Return the operations of attention of a request in a layer, of the cheaper form of latents."""
         first, end = share(args.num_heads, self.rank.tp, self.rank.place)
-        heads, mean = end - first, batch.context - (batch.rows - 1) / 2
+        heads, every = end - first, _pairs(batch)
         if isinstance(args, GroupedArgs):
             window = mixer(args).window
-            seen = mean if window is None else min(mean, abs(window))
-            return 4 * heads * args.head_dim * batch.rows * seen
+            seen = every if window is None else _pairs(batch, abs(window))
+            return 4 * heads * args.head_dim * seen
         index, absorbed = args.index, 2 * heads * (2 * args.kv_rank + args.rope_dim)
         if index is not None and batch.context > index.top_k:
             scores = 0 if index.shared else 2 * index.num_heads * index.head_dim
-            return batch.rows * (scores * mean + absorbed * min(mean, index.top_k))
+            choosing = batch._replace(rows=min(batch.rows, batch.context - index.top_k))
+            return scores * _pairs(choosing) + absorbed * _pairs(batch, index.top_k)
         up = 2 * heads * (args.nope_dim + args.v_dim) * args.kv_rank * (batch.context - batch.rows)
         expanded = 2 * heads * (args.nope_dim + args.rope_dim + args.v_dim)
-        return min(batch.rows * mean * absorbed, batch.rows * mean * expanded + up)
+        return min(every * absorbed, every * expanded + up)
+
+
+def _pairs(batch: StepWork, most: int | None = None) -> float:
+    """Return the number of pairs of a request's row and a token that it sees. most: tokens of a row; None: all"""
+    limit = batch.context if most is None else most
+    few = max(0, min(batch.rows, limit - (batch.context - batch.rows)))  # first rows, which see all before them
+    return few * (batch.context - batch.rows + (few + 1) / 2) + (batch.rows - few) * limit
 
 
 def _chosen(args: GroupedArgs | LatentArgs, batch: StepWork) -> int:

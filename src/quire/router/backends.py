@@ -1,7 +1,7 @@
 """Backends: their health, and the load that this router has put on them.
 
     down --check answers 200--> up --`FAILURES` checks fail, or a connection is refused--> down
-    a drained backend gets no new requests; those that it has go on
+    a drained backend gets no new requests, nor does one that drains itself; those that it has go on
 
 Knows nothing of policies and of the content of requests.
 """
@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from quire.router.settings import Address, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
@@ -49,6 +51,8 @@ class Backend:
     in_flight   requests that it answers now
     active      tokens of the prompts of these
     waiting     tokens of prompts that it must compute before their answers begin
+    draining    an operator of this router drains it
+    ending      it drains itself, as its answer to the health check says
     fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
     """
@@ -56,7 +60,7 @@ class Backend:
     def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
         self.number, self.name = number, address.url
         self.pool = Pool(address, config.connect_timeout)
-        self.up = self.draining = False
+        self.up = self.draining = self.ending = False
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
         self.doubted = asyncio.Event()
@@ -66,7 +70,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.draining
+        return self.up and not self.leaves
+
+    @property
+    def leaves(self) -> bool:
+        """True while it is drained, by an operator or by itself."""
+        return self.draining or self.ending
 
     def failed(self, error: UpstreamError) -> None:
         """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
@@ -86,7 +95,7 @@ class Backend:
         return {
             "backend": self.name,
             "up": self.up,
-            "draining": self.draining,
+            "draining": self.leaves,
             "in_flight": self.in_flight,
             "reason": self.reason,
         }
@@ -114,7 +123,27 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
     path = config.health_path
     try:
-        status, _ = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
-        return "" if status == 200 else f"{path} answers {status}"
+        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
     except UpstreamError as error:
         return str(error)
+    if status != 200:
+        return f"{path} answers {status}"
+    ending = _told(body).status == "draining"
+    if ending != backend.ending:
+        backend.ending = ending
+        LOG.warning("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
+    return ""
+
+
+class _Told(msgspec.Struct):
+    """The answer of a backend of ours to a health check."""
+
+    status: str = ""
+
+
+def _told(body: bytes) -> _Told:
+    """Return what an answer tells; nothing for the answer of another server."""
+    try:
+        return msgspec.json.decode(body, type=_Told)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Told()

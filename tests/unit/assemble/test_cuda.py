@@ -18,17 +18,19 @@ from quire.assemble import cuda
 from quire.assemble.loaded import Parts
 from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
-from quire.config.engine import EngineConfig
+from quire.config.engine import CacheConfig, EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.distributed.mesh import ALONE
+from quire.kernels.index.triton_select import WHOLE
 from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.step.state import Limits
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import Machine, ModelFacts, resolve_engine
+from quire.plan.kinds.latent import LATENT_CONTEXT
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
@@ -141,6 +143,17 @@ def test_the_memory_of_graphs_holds_the_experts_part_of_the_largest_exchange(mon
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     assert cuda._exchange_bytes(worker) == 7
     assert not len(plans[0].slots) and plans[0].sync is not None and plans[0].sync.rows == (256,) * 4
+
+
+@pytest.mark.parametrize("tokens", [128, 8192])
+def test_prompts_behind_fewer_tokens_have_kernels_of_their_own(tokens: int) -> None:
+    """An indexer chooses among up to `WHOLE` tokens with other kernels than among more."""
+    plan: Any = SimpleNamespace(widened_tokens=(0,), config=SimpleNamespace(cache=CacheConfig()))
+    limits = Limits(num_slots=4, max_tokens=tokens, max_model_len=50_000, block_sizes=(64,))
+    steps, compiled = cuda._rehearsed(plan, limits, LATENT_CONTEXT, staged=False)
+    longest = [step.admitted[0].num_computed + int(step.num_tokens[0]) for step in (*steps, *compiled)]
+    assert longest[0] > WHOLE and any(WHOLE // 4 < length <= WHOLE for length in longest)
+    assert cuda._rehearsed(plan, limits, 0, staged=False)[1] == []
 
 
 @pytest.mark.parametrize(

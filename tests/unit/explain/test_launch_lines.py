@@ -113,20 +113,21 @@ def test_explain_tells_the_drafter_and_the_cost_of_k(
 
 
 @pytest.mark.parametrize(
-    ("model", "costs"),
+    ("model", "sizes", "costs"),
     [
-        ("DeepSeek-V3", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
-        ("GLM-4.5-Air", "4.42 GiB of weights and 512 B of the KV cache"),
+        ("DeepSeek-V3", "-tp 8", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
+        ("DeepSeek-V3", "-tp 4 -pp 2", "10.83 GiB of weights and 1.1 KiB of the KV cache"),  # of the last stage
+        ("GLM-4.5-Air", "-tp 8", "4.42 GiB of weights and 512 B of the KV cache"),
     ],
 )
 def test_explain_tells_weights_and_cache_of_a_prediction_layer(
-    shallow: Models, model: str, costs: str, capsys: pytest.CaptureFixture[str]
+    shallow: Models, model: str, sizes: str, costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the real configurations, with the names of their tensors; the layer's copies of embedding and head stay."""
     given = '{"method": "deepseek_mtp", "num_speculative_tokens": 3}'
     folder = shallow(f"hf/{model}")
     layer = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    assert main(["explain", str(folder), "-sc", given, "--device", "h200", "-tp", "8"]) == 0
+    assert main(["explain", str(folder), "-sc", given, "--device", "h200", *sizes.split()]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "speculation: mtp, 3 drafts per request" in text and costs in text
     assert f"layer {layer}: drafts: " in text and f"{layer}.eh_proj.weight" in text

@@ -124,6 +124,21 @@ def test_contexts_are_read_as_far_as_layers_see_them(shared: Path) -> None:
     assert "weights of attention and recurrent layers" in by_name(recurrent.decode(5, 100))
 
 
+def test_rows_of_a_prompt_see_what_stands_before_them(shared: Path) -> None:
+    """Its first rows see fewer tokens than a window has, or than an indexer chooses, and they choose none."""
+
+    def pairs(rows: int, context: int, most: int) -> int:
+        return sum(min(position, most) for position in range(context - rows + 1, context + 1))
+
+    glm, gpt = steps(shared / "hf" / "GLM-5", Parallel(tp=8)), steps(shared / "hf" / "gpt-oss-20b")
+    for rows, context in ((4096, 4096), (1000, 2500), (1000, 9000)):
+        chosen = [position for position in range(context - rows + 1, context + 1) if position > 2048]
+        wanted = 2 * 32 * 128 * sum(chosen) + 2 * 8 * (2 * 512 + 64) * pairs(rows, context, 2048)
+        assert glm.model.reading(StepWork(3, rows, context)).operations == 3 * 78 * wanted
+        seen = pairs(rows, context, 128) + pairs(rows, context, context)
+        assert gpt.model.reading(StepWork(3, rows, context)).operations == 3 * 12 * 4 * 64 * 64 * seen
+
+
 def test_exchanges_across_hosts_have_no_time(shared: Path) -> None:
     """Also of decodes, for which no dispatcher runs: these are sent to all, as prompts are."""
     config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V3"), load_format="dummy", max_num_seqs=64)

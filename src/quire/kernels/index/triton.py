@@ -10,6 +10,7 @@ Rows are taken in pieces whose scores fit the buffer. The host reads nothing fro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ FULL = 1024  # programs from which on there are many
 PROMPT, PROMPT_SPAN = (64, 4, 2), 4096
 TOGETHER = 8  # rows of a prompt that a program scores together, at most
 ROWS = 64  # mean rows of a prompt from which on its keys are made of codes once
+NUMBERS = 128 << 20  # bytes of these keys, at most
 LANES = 256  # most pairs of a row and a head in a product
 # Tokens that a program of a selection takes, and its warps: where many programs fill the GPU, and elsewhere.
 SPLIT_MANY, SPLIT_FEW = (8192, 8), (1024, 4)
@@ -193,14 +195,17 @@ def _plain(
     """Return a cache of numbers with the keys of some prompts, and its block table: those given where it gains nothing.
 
     The scales are powers of two, so that bfloat16 holds the numbers of all codes, and scores have the same bits.
+    `NUMBERS` bytes are allocated where some are needed, so that a step with short contexts measures the memory of all.
     """
-    counts = count_blocks(prompts, cache.block_size)
+    counts, room = count_blocks(prompts, cache.block_size), NUMBERS // dtype.itemsize
     pairs = sum((prompt[1] - prompt[0]) * count for prompt, count in zip(prompts, counts, strict=True))
-    if cache.scales is None or dtype == torch.float16 or pairs < ROWS * sum(counts):
+    shape = sum(counts), *cache.keys.shape[1:]
+    if cache.scales is None or dtype == torch.float16 or pairs < ROWS * sum(counts) or prod(shape) > room:
         return cache, meta.block_tables
     blocks, table = context_blocks(meta, prompts, cache.block_size)
     codes = cache.keys.view(torch.uint8)[blocks].view(cache.keys.dtype)
-    return IndexView(codes.to(dtype).mul_(cache.scales[blocks])), table
+    numbers = torch.empty(room, dtype=dtype, device=codes.device)[: prod(shape)].view(shape)
+    return IndexView(numbers.copy_(codes).mul_(cache.scales[blocks])), table
 
 
 def _pieces(meta: AttentionMeta, decodes: int, long: tuple[Prompt, ...], size: int) -> Iterator[ScoredPart]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from quire.kernels.triton_runtime import jit, tl
 
 
-@jit
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["places"])
 def score_kernel(
     q,
     weights,

@@ -32,7 +32,7 @@ def _write_all(to, end, top_k, TOP: tl.constexpr):
     tl.store(to + place, tl.where(place < end, place, -1), mask=place < top_k)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def whole_kernel(
     scores,
     places,
@@ -88,7 +88,7 @@ def _limit(bins, need, BINS: tl.constexpr):
     return tl.sum(reached.to(tl.int32), 0) - 1, need - tl.max(tl.where(reached, 0, sums), 0)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def level_kernel(
     scores,
     places,
@@ -135,7 +135,7 @@ def level_kernel(
             tl.store(at + tl.num_programs(0) * BINS, beyond + tl.cumsum(found, 0, reverse=True) - found)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def write_kernel(
     scores,
     places,

@@ -13,7 +13,7 @@ from quire.kernels.latent.triton_rows import load_tokens
 from quire.kernels.triton_runtime import jit, tl
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def slots_kernel(
     positions, places, table, slots, stride_table, top_k, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -32,7 +32,7 @@ def slots_kernel(
     tl.store(slots + row * top_k + entry, tl.where(token >= 0, block * SIZE + token % SIZE, 0), mask=entry < top_k)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def chosen_kernel(
     q_latent,
     q_rope,
@@ -133,7 +133,7 @@ def chosen_kernel(
         store_part(sums_at, stats_at, sums, top, weight, place, live, L, LP)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["places"])
 def join_kernel(
     out,
     places,
