@@ -97,7 +97,7 @@ def make_foreign(
             model.save_pretrained(folder)
             oracle = Oracle(folder, model)
             for prompt, (tokens, _) in zip(prompts, answers, strict=True):
-                oracle._greedy[tuple(prompt), steps] = tokens
+                oracle._greedy[tuple(prompt)] = tokens
             return oracle
     raise AssertionError(f"no seed of {model_type} has clear choices")
 

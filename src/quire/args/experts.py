@@ -72,10 +72,6 @@ class MoEArgs(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     stored: str = "each"
 
 
-class ForeignExpertsArgs(MoEArgs, frozen=True, kw_only=True, tag="foreign experts"):
-    """Experts of a layer of transformers' code, which chooses them by itself: `routing` tells their numbers alone."""
-
-
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
 QWEN_KEYS = frozenset(
     "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "

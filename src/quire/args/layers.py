@@ -9,7 +9,7 @@ import msgspec
 from msgspec import structs
 
 from quire.args.delta import DeltaArgs
-from quire.args.experts import ForeignExpertsArgs, MoEArgs
+from quire.args.experts import MoEArgs
 from quire.args.foreign import ForeignGate, ForeignLeaf, ForeignNorm
 from quire.args.latent import LatentArgs
 from quire.args.mamba import MambaArgs
@@ -175,6 +175,10 @@ class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     bias: bool = False
     act: str = "silu"
     gate_scale: float = 1.0
+
+
+class ForeignExpertsArgs(MoEArgs, frozen=True, kw_only=True, tag="foreign experts"):
+    """Experts of a layer of transformers' code, which chooses them by itself: `routing` tells their numbers alone."""
 
 
 class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import ForeignExpertsArgs, Routing
+from quire.args.experts import Routing
 from quire.args.foreign import (
     ForeignEnds,
     ForeignGate,
@@ -18,7 +18,17 @@ from quire.args.foreign import (
     ForeignRows,
     ForeignTensor,
 )
-from quire.args.layers import NONE, EndArgs, ForeignArgs, GroupedArgs, LayerArgs, NoneArgs, NormArgs, ScoreArgs
+from quire.args.layers import (
+    NONE,
+    EndArgs,
+    ForeignArgs,
+    ForeignExpertsArgs,
+    GroupedArgs,
+    LayerArgs,
+    NoneArgs,
+    NormArgs,
+    ScoreArgs,
+)
 from quire.args.rope import UNROTATED
 from quire.foreign.halves import Half
 from quire.foreign.head import fitted_head

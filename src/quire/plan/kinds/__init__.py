@@ -15,9 +15,18 @@ from typing import Any
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
-from quire.args.experts import ForeignExpertsArgs, MoEArgs
+from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, ForeignArgs, GroupedArgs, MixerArgs, NoneArgs
+from quire.args.layers import (
+    BesideArgs,
+    DenseArgs,
+    FeedForwardArgs,
+    ForeignArgs,
+    ForeignExpertsArgs,
+    GroupedArgs,
+    MixerArgs,
+    NoneArgs,
+)
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.plan.kinds.beside import BesideKind
