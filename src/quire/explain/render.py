@@ -41,7 +41,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
     model = plan["model"]
     for line in (
         *(f"note: {note}" for note in model["notes"]),
-        *fact_lines(model["attention"], model["rope"], model["router"]),
+        *fact_lines(model["attention"], model["rope"], model["router"], model["foreign"]),
         f"embeddings: {model['embedding']}",
         f"device: {plan['machine']}",
     ):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
@@ -19,6 +19,22 @@ from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.lora import AdapterRows
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
+
+
+class DecoderModules(Protocol):
+    """Modules of a decoder of transformers, in place of those of `layers`. `quire.foreign` makes them."""
+
+    def block(self, layer: int) -> nn.Module:
+        """Return a layer of the model, by its number; it is called as a `DecoderBlock`."""
+
+    def entry(self) -> nn.Module | None:
+        """Return the operations between embedding and first layer: (hidden [T, hidden], positions [T]) -> hidden."""
+
+    def norm(self) -> nn.Module:
+        """Return the norm behind the last layer."""
+
+    def rotary(self) -> Any:
+        """Return the rows of positions that the layers read; see `quire.kernels.rope.rotary.Rotaries`."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from quire.plan.formats import decided_by
 from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
-from quire.plan.kinds.interfaces import Call, LayerStep
+from quire.plan.kinds.interfaces import Call, Features, LayerStep
 from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
@@ -318,8 +318,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self.in_place(at + name)))
-                for name, param in params.items()
+                self._weight(param, run.get(name, ""), self._pack(at, name, linear)) for name, param in params.items()
             ]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head",
@@ -329,6 +328,13 @@ class PlanReport:
                 "calls": named,
                 "weights": weights,
             }
+
+    def _pack(self, at: str, name: str, linear: Features) -> str:
+        """Return the function that packs a parameter; norms of transformers' layers have names of any kind."""
+        args, module = self.plan.args, (at + name).rpartition(".")[0]
+        if args.foreign is not None and module not in self._linears:
+            return ""
+        return pack_function(args, name, linear, self.in_place(at + name))
 
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"

@@ -6,10 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels.attention import KVView
-from quire.layers.attention import Attention
 from quire.layers.context import StepContext
-from quire.layers.decoder import Decoder
-from quire.layers.latent import LatentAttention
+from quire.layers.decoder import Decoder, Recurrent
 from quire.layers.stack import Model, embedded, run_layers
 from quire.spec.step_choice import StepChoice
 
@@ -131,8 +129,8 @@ class ModelPass(Pass):
 
     def __init__(self, target: Model, model: Model, kv: list[KVView]) -> None:
         self._target, self._model, self._kv = target, model, kv
-        mixers = (layer.attention for layer in model.layers)
-        self.groups = tuple(sorted({one.group for one in mixers if isinstance(one, Attention | LatentAttention)}))
+        mixers = [layer.attention for layer in model.layers if not isinstance(layer.attention, Recurrent)]
+        self.groups = tuple(sorted({one.group for one in mixers if one is not None}))
         self.recurrent = model.args.keeps_states
         self.shared = any(layer.shares_experts for layer in model.layers)
 

@@ -195,6 +195,13 @@ RANKS: Mapping[str, Feature] = {
         "layers that read the KV of other layers",
     ),
     "layer inputs": Feature(of_model(lambda i, m: m.inputs > 0), "embeddings for each layer"),
+    "layers of transformers": Feature(
+        of_model(lambda i, m: m.foreign is not None), "layers of transformers' code", "--model-impl"
+    ),
+    "layers in one piece": Feature(
+        of_model(lambda i, m: m.foreign is not None and bool(m.foreign.divides)),
+        "layers of transformers' code whose heads ranks cannot share",
+    ),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
