@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -51,7 +52,12 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     )
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
-    model = Decoder(args, plan.params, build, elsewhere=everything)
+    modules = None
+    if args.foreign is not None:
+        from quire.foreign.blocks import foreign_modules
+
+        modules = foreign_modules(Path(plan.folder), args, build)
+    model = Decoder(args, plan.params, build, elsewhere=everything, modules=modules)
     if (drafter := own_draft(plan)) is not None:
         model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
         if drafter.args.eagle is not None:

@@ -12,6 +12,7 @@ from quire.contracts.errors import ConfigError
 CPU_TOKENS = 2048  # token budget of a step
 SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
+MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")  # vllm: quire
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -23,6 +24,12 @@ class ModelConfig:
     tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
     skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
+    model_impl: str = option(
+        "auto",
+        "code of the model's layers: quire = Quire's own; transformers = that of transformers, with Quire's attention, "
+        "cache and projections; auto = transformers for a model that Quire has no file for",
+        choices=MODEL_IMPLS,
+    )
     revision: str | None = option(None, "branch, tag or commit, used for every file")
     dtype: str = option("auto", "dtype of weights and activations", choices=DTYPES)
     max_model_len: int | None = option(

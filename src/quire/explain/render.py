@@ -41,7 +41,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
     model = plan["model"]
     for line in (
         *(f"note: {note}" for note in model["notes"]),
-        *fact_lines(model["attention"], model["rope"], model["router"]),
+        *fact_lines(model["attention"], model["rope"], model["router"], model["foreign"]),
         f"embeddings: {model['embedding']}",
         f"device: {plan['machine']}",
     ):
@@ -55,6 +55,9 @@ def _tree(plan: Plan, full: bool) -> Tree:
         branch = add(tree, f"speculation: {drafts['drafter']}")
         held = f"{size(drafts['weights'])} of weights and {size(drafts['cache'])} of the KV cache per token"
         add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
+        if drafts["shared_choice"]:
+            words = f"the {drafts['shared_choice']:,} tokens that the first pass of a step has chosen (IndexShare)"
+            add(branch, f"later passes attend to {words}: they score none")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         add(branch, f"weights that a step of one decode reads: {costs}")
     if (blend := plan["blend"]) is not None:

@@ -147,10 +147,14 @@ class LatentAttention(nn.Module):
         Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
         sizes, meta, indexer = self.sizes, ctx.attention[self.group], self.indexer
-        first = (self.down,) if indexer is None else (self.down, indexer.k, indexer.heads)
-        down, *index = branch.projections(first, x, ctx)
+        scored = () if indexer is None else (indexer.k,) if ctx.reuses else (indexer.k, indexer.heads)
+        down, *index = branch.projections((self.down, *scored), x, ctx)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
+        if indexer is not None and ctx.reuses:
+            assert kv.index is not None, "its layer keeps keys"
+            indexer.write(*index, turns[self.turn], meta, kv.index)
+            indexer = None
         if indexer is not None and self.q is not None and self.q_norm is not None and kv.index is not None:
             compressed = self.q_norm(q)
             q = self.q(compressed, ctx)

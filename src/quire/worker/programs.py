@@ -18,7 +18,7 @@ from quire.kernels.step import StepBuffers
 from quire.kernels.step.state import DeviceState, Limits, zeros
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, embedded
+from quire.layers.stack import Model, embedded, entered
 from quire.worker.features import Features
 from quire.worker.recorder import Key, Recorder, StepShape
 
@@ -206,6 +206,7 @@ class Programs:
         """Run the embedding and the layers, or the features that stand in their place."""
         if self.features.embed:
             hidden = self.features.embed[0].embed(token_ids)
+            hidden = entered(self.model, hidden, ctx) if self.model.first else hidden
         else:
             hidden, ctx = embedded(self.model, token_ids, ctx)
         for feature in self.features.run_layers:

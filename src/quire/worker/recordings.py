@@ -99,7 +99,7 @@ class LayerRecordings(Recorder):
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, turns: Turns, ctx: StepContext) -> Tensor:
         """Run the layers and record them. They read copies of the step's inputs, which the recording keeps."""
-        hidden, turns = hidden.clone(), tuple((cos.clone(), sin.clone()) for cos, sin in turns)
+        hidden, turns = hidden.clone(), tuple(tuple(rows.clone() for rows in turn) for turn in turns)
         own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
         assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)

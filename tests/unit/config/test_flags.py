@@ -25,6 +25,7 @@ from quire.contracts.errors import ConfigError, ModelError
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.
 FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
+--model-impl
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q
@@ -109,6 +110,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {
         "--dtype": "half",
+        "--model-impl": "quire",
         "--load-format": "dummy",
         "--load-device": "cpu",
         "--weights-load-device": "cpu",

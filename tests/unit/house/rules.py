@@ -45,6 +45,7 @@ _SPREAD = _KERNELS | {"distributed"}
 _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
 _PLAN = _KERNELS | {"weights", "models", "plan"}
 _SPEC = _LAYERS | {"spec"}
+_FOREIGN = _LAYERS | {"foreign"}
 _ADAPTERS = _PLAN | {"adapters"}
 _WORKER = _SPEC | _ADAPTERS | {"worker"}
 _STATE = _GROUND | {"config", "kv", "text", "answers"}
@@ -52,7 +53,7 @@ _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _RANKS = _PROCS | {"ranks"}
 _KVNET = _PROCS | {"kvnet"}
-_ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry"}
+_ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry", "foreign"}
 _ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
@@ -62,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": _KERNELS,
     "distributed": _SPREAD,
     **dict.fromkeys(("layers", "weights", "kvstore"), _LAYERS),
+    "foreign": _FOREIGN,
     "models": _FLOOR | {"models"},
     "plan": _PLAN,
     "adapters": _ADAPTERS,
@@ -73,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "procs": _PROCS,
     "ranks": _RANKS,
     "kvnet": _KVNET,
-    "assemble": _RANKS | _KVNET | {"reports", "assemble"},
+    "assemble": _RANKS | _KVNET | {"reports", "assemble", "foreign"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
     "entry/cli": _ALL,
