@@ -23,7 +23,10 @@ from ..support.tiny_models import FAMILIES
 from .adapters import ATOL, LORA, check
 from .in_process import running_inside
 
-ROWS = [("qwen3", {}), ("deepseek_v3", {})]
+ROWS: list[tuple[str, dict[str, Any]]] = [("qwen3", {}), ("deepseek_v3", {})]
+FOREIGN: list[tuple[str, dict[str, Any]]] = [
+    (one, {"model_impl": "transformers"}) for one in ("qwen3", "gemma3_text", "phi3")
+]
 MORE = [(family, {}) for family in FAMILIES if family not in ("qwen3", "deepseek_v3")] + [
     (family, {size: 2})
     for family in ("qwen3", "deepseek_v2", "mixtral", "phi3", "qwen3_next")
@@ -31,9 +34,9 @@ MORE = [(family, {}) for family in FAMILIES if family not in ("qwen3", "deepseek
 ]
 
 
-@pytest.mark.parametrize(("family", "ranks"), [*ROWS, *full_rows(MORE)], ids=str)
+@pytest.mark.parametrize(("family", "ranks"), [*ROWS, *full_rows([*MORE, *FOREIGN])], ids=str)
 def test_mixed_batches_answer_as_merged_weights(
-    family: str, ranks: dict[str, int], merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
+    family: str, ranks: dict[str, Any], merged: Any, engine: Callable[..., LLM], prompts: Any, greedy: Any
 ) -> None:
     case = merged(family)
     check(case, engine, prompts, greedy, engine(case.folder, **LORA, max_loras=3, **ranks))
