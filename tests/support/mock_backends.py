@@ -72,6 +72,8 @@ class MockBackend:
             return await self.replaced_by(scope, receive, send)
         if path == "/health":
             return await _answer(send, self.health, self.told)
+        if path == "/metrics":
+            return await _answer(send, 404, b"")
         data = b""
         while True:
             message = await receive()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from quire.adapters.slots import slot_plan
 from quire.args.experts import MoEArgs
+from quire.assemble.adapters import add_slots
 from quire.contracts.parallel import Parallel, vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
@@ -62,6 +64,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
+    if target is None and (slots := slot_plan(plan)) is not None:
+        model.adapters = add_slots(model, plan, slots)
     return model
 
 

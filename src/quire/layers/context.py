@@ -16,6 +16,7 @@ from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
+from quire.kernels.lora import AdapterRows
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
 
@@ -146,7 +147,9 @@ class StepContext:
     kv          view of what each layer keeps: its KV cache, or its states
     states      metadata of the states of recurrent layers; None: the model has none
     chosen      tokens that rows attend to, by the last layer with an indexer; None: no layer has run one
+    reuses      True: indexers write their keys alone, and rows attend to `chosen`, which an earlier pass has chosen
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
+    adapters    adapter of each row; None: no row has one
     """
 
     positions: Tensor
@@ -157,3 +160,5 @@ class StepContext:
     live: Tensor | None = None
     states: StateMeta | None = None
     chosen: Chosen | None = None
+    reuses: bool = False
+    adapters: AdapterRows | None = None

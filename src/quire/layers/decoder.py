@@ -17,6 +17,7 @@ from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.kernels.states import BothViews, StateView
+from quire.layers.adapters import AdapterBank
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
@@ -192,6 +193,7 @@ class Decoder(nn.Module):
     first           True: this rank has the embedding (first stage of a pipeline)
     last            True: this rank has norm and head (last stage of a pipeline)
     vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
+    adapters        slots of adapters; None: requests cannot name one
     """
 
     embed: VocabEmbedding
@@ -229,6 +231,7 @@ class Decoder(nn.Module):
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
+        self.adapters: AdapterBank | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
         blocks = (*self.layers, *(layer.block for layer in self.drafts))

@@ -8,16 +8,18 @@ Knows nothing of policies and of the content of requests.
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from quire.router.settings import Address, RouterConfig
+from quire.router.settings import COSTED, Address, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
 
 LOG = logging.getLogger("quire")
+RESIDENT = re.compile(r'^\w+:adapter_requests\{[^}]*?\badapter="((?:[^"\\]|\\.)*)"', re.MULTILINE)
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
 
 
@@ -55,6 +57,7 @@ class Backend:
     ending      it drains itself, as its answer to the health check says
     fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
+    resident    names of the adapters on its device, as far as it has told
     """
 
     def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
@@ -63,6 +66,7 @@ class Backend:
         self.up = self.draining = self.ending = False
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
+        self.resident = frozenset[str]()
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
@@ -117,6 +121,8 @@ async def watch(backend: Backend, config: RouterConfig) -> None:
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
+        if backend.up and config.policy in COSTED:
+            backend.resident = await residents(backend, config)
 
 
 async def check(backend: Backend, config: RouterConfig) -> str:
@@ -147,3 +153,13 @@ def _told(body: bytes) -> _Told:
         return msgspec.json.decode(body, type=_Told)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Told()
+
+
+async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
+    """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    try:
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
+    except UpstreamError:
+        return frozenset()
+    names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
+    return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)

@@ -91,7 +91,7 @@ class Programs:
             self.recorder.run(shape.key, partial(self.mixed, shape))
             hidden = self._hidden[shape.key]
         if shape.rows and self.model.last:
-            self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]])
+            self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]], shape)
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
@@ -124,7 +124,7 @@ class Programs:
         """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
         hidden = self.layers(shape, None)
         if self.model.last:
-            self.head(hidden)
+            self.head(hidden, shape)
 
     def mixed(self, shape: StepShape) -> None:
         """Launch the layers of a step with prompts, of the sizes `shape`, and keep the output for `compute`.
@@ -133,10 +133,11 @@ class Programs:
         """
         self._hidden[shape.key] = self.layers(shape, None)
 
-    def head(self, sampled: Tensor) -> None:
+    def head(self, sampled: Tensor, shape: StepShape) -> None:
         """Launch the final norm and the head: hidden states [R, hidden] -> logits [R, V]."""
         static = self.recorder.static
-        logits = self.model.head(self.model.norm(sampled), out=self._logits[: len(sampled)] if static else None)
+        rows = next(filter(None, (of(shape) for of in self.features.heads)), None)
+        logits = self.model.head(self.model.norm(sampled), self._logits[: len(sampled)] if static else None, rows)
         if not static:
             self._logits = logits
 
@@ -250,7 +251,7 @@ class Programs:
         for shape in shapes:
             work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
-            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared:
+            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared and not shape.adapted:
                 if any(late.most >= shape.seqs for late in self.features.late):
                     yield ("late", shape.seqs, 0), partial(self.catch_up, 0, shape.seqs)
             if shape.decode and shape.shared and shape.rows not in sampled:

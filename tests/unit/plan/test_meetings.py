@@ -72,6 +72,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
+        {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
+        {},
+        {("shared choice", "no indexer")},
+    ),
+    (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
         {},
         {("drafts of another model", "other ranks")},
@@ -167,6 +172,22 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         EXAMPLES["disk"] | EXAMPLES["sharing"] | EXAMPLES["peers"] | EXAMPLES["Ray"],
         {"platform": "darwin"},
         {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
+    ),
+    (EXAMPLES["adapters"] | EXAMPLES["routing"], {}, {("adapters", "routing")}),
+    (
+        {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4, "lora_target_modules": ("q_proj",)}
+        | {"fully_sharded_loras": True},
+        {},
+        {
+            (f"{one} adapters" if one == "sharded" else one, "no adapters")
+            for one in ("slots of adapters", "rank of adapters", "held adapters", "modules of adapters", "sharded")
+        }
+        | {("sharded adapters", "no slices")},
+    ),
+    (
+        {"enable_lora": True, "fully_sharded_loras": True, "tensor_parallel_size": 2},
+        {},
+        {("sharded adapters", "-tp")},
     ),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},

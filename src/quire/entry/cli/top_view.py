@@ -15,6 +15,7 @@ WINDOW = 2.0  # seconds over which rates are means
 LABEL = 9  # columns of the names of rows
 LEAST_BAR, MOST_BAR = 10, 60
 MOST_REQUESTS = 200  # rows of requests that can be asked for
+MOST_ADAPTERS = 8  # names of a row
 BAR = (
     ("own", "█", "#", "cyan"),
     ("shared", "▓", "%", "blue"),
@@ -206,6 +207,8 @@ class TopView:
         ]
         states += [f"{queue['preempted']} of them preempted"] * bool(queue["preempted"]) + [blocked] * bool(blocked)
         yield self._row("requests", *states, f"{queue['num_preemptions']} preemptions")
+        if named := queue.get("adapters"):
+            yield self._row("adapters", *(f"{count} for {name}" for name, count in [*named.items()][:MOST_ADAPTERS]))
         yield self._row("batch", *_batch(engine.step))
         speed = [f"{engine.rate('prompt_tokens'):,.0f} tokens/s in", f"{engine.rate('sampled'):,.0f} out"]
         if drafts := engine.total("drafts"):

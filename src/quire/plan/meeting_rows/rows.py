@@ -102,6 +102,8 @@ DRAFTS: tuple[Row, ...] = (
         "{draft} can be neither divided nor copied evenly among {tp} ranks", 'give "draft_tensor_parallel_size": 1'),
     Row("drafts of the model", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
         "changes nothing: method {method} drafts on all ranks of the model (tensor_parallel_size={tp})"),
+    Row("shared choice", "no indexer", IDLE, "speculative_config: index_share_for_mtp_iteration changes nothing: the "
+        "layer that drafts attends to all tokens"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
@@ -165,6 +167,18 @@ TIERS: tuple[Row, ...] = (
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
+ADAPTERS: tuple[Row, ...] = (
+    Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
+    Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
+    Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
+    Row("held adapters", "no adapters", IDLE, "max_cpu_loras changes nothing without enable_lora"),
+    Row("modules of adapters", "no adapters", IDLE, "lora_target_modules changes nothing without enable_lora"),
+    Row("sharded adapters", "no adapters", IDLE, "fully_sharded_loras changes nothing without enable_lora"),
+    Row("sharded adapters", "no slices", IDLE, "fully_sharded_loras changes nothing with tensor_parallel_size=1"),
+    Row("sharded adapters", "-tp", MISSING,
+        "the ranks cut one matrix of an adapter, as they cut the layer, and each has the other one whole",
+        "leave it out"),
+)  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
     Row("graph sizes", "a CPU", IDLE, "cudagraph_capture_sizes changes nothing on a CPU"),
@@ -192,4 +206,4 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *ADAPTERS, *DEVICES, *REQUESTS)

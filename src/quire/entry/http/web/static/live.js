@@ -95,7 +95,7 @@ export class Live {
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.requests.words, this.requests.element, behind("What the columns mean", this.requests.meanings)),
+      panel("Requests", "wide", this.requests.words, this.requests.adapters, this.requests.element, behind("What the columns mean", this.requests.meanings)),
       panel("Throughput", "", this.rate.element, this.boxes.rates),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
