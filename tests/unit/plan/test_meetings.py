@@ -134,9 +134,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
     ),
     (
-        SHARED | {"routing": "uniform"},
+        SHARED | {"routing": "uniform", "enable_lora": True},
         {"foreign": True},
-        {("-ep", "layers of transformers"), ("routing", "layers of transformers")},
+        {(one, "layers of transformers") for one in ("-ep", "routing", "adapters")},
     ),
     (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},

@@ -168,6 +168,8 @@ TIERS: tuple[Row, ...] = (
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
 ADAPTERS: tuple[Row, ...] = (
+    Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
+        "leave out --enable-lora"),
     Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
     Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
     Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
