@@ -141,6 +141,16 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     return ""
 
 
+async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
+    """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    try:
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
+    except UpstreamError:
+        return frozenset()
+    names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
+    return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)
+
+
 class _Told(msgspec.Struct):
     """The answer of a backend of ours to a health check."""
 
@@ -153,13 +163,3 @@ def _told(body: bytes) -> _Told:
         return msgspec.json.decode(body, type=_Told)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Told()
-
-
-async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
-    """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
-    try:
-        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
-    except UpstreamError:
-        return frozenset()
-    names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
-    return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)

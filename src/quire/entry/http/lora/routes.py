@@ -37,8 +37,8 @@ LOAD, UNLOAD = RequestDecoder(LoadRequest), RequestDecoder(UnloadRequest)
 
 async def load_lora_adapter(context: ServerContext, exchange: Exchange) -> None:
     """Read an adapter and give it a name."""
-    _check_allowed(context)
     request = await LOAD.read(context, exchange)
+    _check_allowed(context)
     try:
         await context.engine.adapters.load(request.lora_name, request.lora_path, anew=request.load_inplace)
     except UserError as error:
@@ -48,8 +48,8 @@ async def load_lora_adapter(context: ServerContext, exchange: Exchange) -> None:
 
 async def unload_lora_adapter(context: ServerContext, exchange: Exchange) -> None:
     """Forget the name of an adapter."""
-    _check_allowed(context)
     request = await UNLOAD.read(context, exchange)
+    _check_allowed(context)
     try:
         context.engine.adapters.unload(request.lora_name)
     except UserError as error:

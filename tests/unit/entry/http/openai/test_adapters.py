@@ -64,8 +64,8 @@ def test_a_request_names_its_adapter_as_the_model(client: Any, tmp_path: Path) -
 
 
 def test_names_change_only_with_the_flag(client: Any, tmp_path: Path) -> None:
-    body = {"lora_name": "sql", "lora_path": str(write(tmp_path / "sql"))}
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+    load = {"lora_name": "sql", "lora_path": str(write(tmp_path / "sql"))}
+    for path, body in (("/v1/load_lora_adapter", load), ("/v1/unload_lora_adapter", {"lora_name": "sql"})):
         reply = asyncio.run(client().post(path, body))
         assert reply.status == 404 and "--allow-runtime-lora-updating" in reply.error["message"]
 
