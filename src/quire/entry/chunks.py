@@ -18,7 +18,8 @@ def read_chunks(
 ) -> tuple[tuple[int, int], ...]:
     """Return (first token, end) of a prompt's chunks: `marked`, `kv_chunks`, or the parts between separators.
 
-    A request that needs every row of the prompt, or shares the prompt's KV with another engine, has none.
+    A request with prompt logprobs needs every row of the prompt, so it reuses no texts: it has none. Nor has one that
+    shares the prompt's KV with another engine.
     text       True: the prompt was given as a text, whose tokens the caller does not count
     transfer   of the prompt's KV to another engine, or from one
     marked     chunks that are marked content parts of a conversation
@@ -34,7 +35,6 @@ def read_chunks(
                 chunks="messages" if marked and not (given and text) else "kv_chunks",
                 text=text and bool(given),
                 transfer=transfer is not None,
-                prompt_logprobs=params.prompt_logprobs is not None,
             )
         )
     if given and given[-1][1] > len(token_ids):

@@ -344,12 +344,11 @@ def test_separators_are_found_from_the_left(separator: tuple[int, ...]) -> None:
         assert Chunking(True, 0.15, separator).between(ids) == expected
 
 
-def test_marked_parts_come_before_separators_and_exclude_what_needs_all_rows() -> None:
+def test_marked_parts_come_before_separators_and_exclude_what_names_no_parts() -> None:
     front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
     prompt, params = Prompt(text="ab#$cde", token_ids=list(b"ab#$cde"), chunks=((0, 5),)), SamplingParams(max_tokens=1)
     assert front.start(prompt, params)[1][0].chunks == ((0, 5),)
     for fields, words in (
-        ({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
         ({"kv_chunks": [[0, 2]]}, "counts tokens"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "excludes kv_transfer_params"),
     ):
@@ -364,13 +363,14 @@ def test_chunks_of_a_request_come_before_separators() -> None:
     (request,) = front.start(prompt, params)[1]
     assert request.chunks == ((0, 3), (3, 6)) and request.blend_ratio == 0.5
     assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].chunks
+    assert not front.start(prompt, params.clone(prompt_logprobs=0))[1][0].chunks, "every row of the prompt is needed"
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
-        ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
+        ({"kv_chunks": [[0, 8]], "prompt_logprobs": 0}, "ends at token 8"),
         (
             {"kv_chunks": [[0, 3], [2, 5]]},
             "kv_chunks at 1 is [2, 5]: kv_chunks must be a list of pairs [first token, end]",

@@ -35,7 +35,7 @@ SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
 RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
 RECURRENT["full_attention_interval"] = 2
-ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
+ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"tensor_parallel_size": 3}, {}, {("-tp", "uneven heads")}),
@@ -175,7 +175,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         {},
         {"request": AskedFields(**ALL, stream=True)},
-        {("chunks", "transfer"), ("chunks", "prompt logprobs"), ("numbered chunks", "truncated prompt")}
+        {("chunks", "transfer"), ("numbered chunks", "truncated prompt")}
         | {("numbered chunks", "text prompt"), ("transfer", "stream")},
     ),
 ]
@@ -385,10 +385,10 @@ def test_options_without_effect_are_notes() -> None:
 
 def test_fields_of_a_request_that_exclude_each_other() -> None:
     check_fields(AskedFields(chunks="kv_chunks"))
-    with pytest.raises(InvalidParameter, match='^"kv_chunk": true in messages excludes prompt_logprobs') as caught:
-        check_fields(AskedFields(chunks="messages", prompt_logprobs=True))
+    with pytest.raises(InvalidParameter, match='^"kv_chunk": true in messages excludes kv_transfer_params') as caught:
+        check_fields(AskedFields(chunks="messages", transfer=True))
     assert caught.value.param == "messages"
-    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 5 reasons:"):
+    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 4 reasons:"):
         check_fields(AskedFields(**ALL, stream=True))
 
 

@@ -309,7 +309,6 @@ OTHERS: Mapping[str, Feature] = {
     "chunks": Feature(lambda i: bool(i.request.chunks), "parts that reuse KV", "kv_chunks"),
     "numbered chunks": Feature(lambda i: i.request.chunks == "kv_chunks", "parts named by token numbers", "kv_chunks"),
     "transfer": Feature(lambda i: i.request.transfer, "KV of another engine", "kv_transfer_params"),
-    "prompt logprobs": Feature(lambda i: i.request.prompt_logprobs, "prompt logprobs", "prompt_logprobs"),
     "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),
     "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),

@@ -29,7 +29,6 @@ class AskedFields(NamedTuple):
     chunks: str = ""
     text: bool = False
     transfer: bool = False
-    prompt_logprobs: bool = False
     truncated: bool = False
     stream: bool = False
 
