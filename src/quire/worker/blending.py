@@ -2,6 +2,10 @@
 
 The check layer tells how far the moved KV of each token is from its new KV. Later layers get the moved KV first, then
 compute the chosen rows alone, which overwrite theirs. The host knows how many rows are chosen, the device knows which.
+
+Ranks keep the same rows. Under tensor parallelism they add up the distances of their heads. In a pipeline the stage with
+the check layer chooses, and each stage sends the numbers of the rows to the next one. Replicas in lock-step need to know
+nothing: the rows of a step are an upper bound of those that its last layers compute.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +16,14 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, I32, StepPlan
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
+from quire.kernels.rope.rotary import Turn
+from quire.kernels.step import StepBuffers, StepWords
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.worker.features import Layers, StepFeature
@@ -47,12 +54,16 @@ class StepRows:
 class Blending(StepFeature):
     """Runs the layers of steps with moved tokens. Such a step runs eagerly.
 
-    kv   view of the KV cache of each layer
+    kv       view of the KV cache of each layer of this rank
+    groups   groups of ranks that this rank belongs to
     """
 
-    def __init__(self, model: Model, kv: list[KVView]) -> None:
-        self._model, self._operations = model, model.kernels.blend
+    def __init__(self, model: Model, kv: list[KVView], groups: RankGroups = ALONE) -> None:
+        self._model, self._operations, self._groups = model, model.kernels.blend, groups
         self._sides = [latent_sides(view) if isinstance(view, LatentView) else view for view in kv]
+        self._num_first = min(len(model.layers), max(0, CHECK_LAYER + 1 - model.numbers.start))
+        self._checks = CHECK_LAYER in model.numbers
+        self._kept: Tensor | None = None  # rows that the next stage is told
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         """Return the shape; a step with moved tokens runs eagerly."""
@@ -66,15 +77,37 @@ class Blending(StepFeature):
         if not plan.features.blended:
             return None
         model, rows = self._model, _rows(plan, hidden.device)
-        hidden = run_layers(model, hidden, ctx, range(CHECK_LAYER + 1))
+        hidden = run_layers(model, hidden, ctx, range(self._num_first))
+        if model.numbers.stop <= CHECK_LAYER:
+            return hidden  # the next stage chooses
         slots, turn = ctx.attention[0].kv_slots[rows.moved], model.rotary.differences(rows.shifts)
-        deviations = self._operations.deviation(self._sides[CHECK_LAYER], rows.sources, slots, *turn)
-        kept = self.choose(rows, deviations, ctx.positions)
-        later = range(CHECK_LAYER + 1, len(model.layers))
+        kept = self._kept_rows(rows, slots, turn, ctx.positions)
+        later = range(self._num_first, len(model.layers))
         for layer in later:
             self._operations.move(self._sides[layer], rows.sources, slots, *turn)
         chosen = run_layers(model, hidden[kept], _context(ctx, kept, rows.counts), later)
+        self._kept = None if model.last else kept
         return hidden.index_copy(0, kept, chosen)
+
+    def layers_done(
+        self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
+    ) -> None:
+        """Tell the next stage which rows of a step with moved tokens are kept, behind the states that it gets."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            assert self._groups.pp is not None, "another stage has the last layers"
+            self._groups.pp.send(kept, self._groups.pp.rank + 1)
+
+    def _kept_rows(self, rows: StepRows, slots: Tensor, turn: Turn, positions: Tensor) -> Tensor:
+        """Return the rows [K] of a step that the last layers compute: chosen here, or by an earlier stage."""
+        if not self._checks:
+            pp, kept = self._groups.pp, torch.empty(int(rows.counts.sum()), dtype=torch.int64, device=positions.device)
+            assert pp is not None, "another stage has the check layer"
+            return pp.receive(kept, pp.rank - 1)
+        deviations = self._operations.deviation(self._sides[self._num_first - 1], rows.sources, slots, *turn)
+        if self._groups.tp is not None:  # every rank has some heads; all add in the same order
+            deviations = self._groups.tp.all_gather(deviations).sum(0)
+        return self.choose(rows, deviations, positions)
 
     def choose(self, rows: StepRows, deviations: Tensor, positions: Tensor) -> Tensor:
         """Return the rows [K] of a step that the last layers compute: new tokens, and moved ones far from their KV.
@@ -105,8 +138,11 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
         )
 
     assert ctx.inputs is None, "no model with inputs of layers is blended"
-    live = None if ctx.live is None else ctx.live[kept]
-    return replace(ctx, positions=positions, attention=tuple(chosen(meta) for meta in ctx.attention), live=live)
+    live, replicas = None if ctx.live is None else ctx.live[kept], ctx.replicas
+    if replicas is not None:
+        replicas = replace(replicas, count=sent_array(np.array([counts.sum()], np.int32), kept.device))
+    attention = tuple(chosen(meta) for meta in ctx.attention)
+    return replace(ctx, positions=positions, attention=attention, live=live, replicas=replicas)
 
 
 def _rows(plan: StepPlan, device: torch.device) -> StepRows:

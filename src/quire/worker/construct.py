@@ -121,7 +121,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state),
+        *_own(model, kv, state, groups),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -169,10 +169,10 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
         yield StageTokens(state.tables)
 
 
-def _own(model: Model, kv: list[KVView], state: DeviceState) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: blending, scoring of prompts, pooling."""
+def _own(model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups) -> Iterator[StepFeature]:
+    """Yield the features that read the layers of a rank: blending, scoring of prompts, pooling."""
     if model.kernels.blend is not None:
-        yield Blending(model, kv)
+        yield Blending(model, kv, groups)
     if model.last:
         yield PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
         yield Pooler(model.norm)

@@ -107,9 +107,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("drafts of the model", "other ranks")}),
     (
-        MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
+        MTP | {"enable_cache_blend": True, "enable_prefix_caching": False},
         {"windows": (None, 8)},
-        {("CacheBlend", other) for other in ("no prefix cache", "several ranks", "windows", "MTP")},
+        {("CacheBlend", other) for other in ("no prefix cache", "windows", "MTP")},
     ),
     ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
@@ -327,7 +327,7 @@ def test_a_single_conflict_is_its_sentence() -> None:
 
 
 def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
-    options = EXAMPLES["MTP"] | {"enable_cache_blend": True, "tensor_parallel_size": 2}
+    options = EXAMPLES["MTP"] | {"enable_cache_blend": True, "enable_prefix_caching": False}
     plan = resolved(options, "cpu")
     assert [one.status for one in plan.missing] == [MISSING] * 2
     with pytest.raises(UnsupportedModel) as refused:
@@ -344,7 +344,7 @@ def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
 
 
 def test_rows_that_need_plans_of_experts_come_with_the_others() -> None:
-    plan = resolved(SHARED | {"enable_cache_blend": True, "nnodes": 2}, "cuda")
+    plan = resolved(SHARED | {"enable_cache_blend": True, "enable_prefix_caching": False, "nnodes": 2}, "cuda")
     found = [one.feature for one in plan.missing]
     assert "a dispatcher for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy

@@ -23,9 +23,10 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.layers.context import StepContext
+from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, run_layers
 from quire.plan.kv_geometry import kv_components
+from quire.worker.blending import _context
 from quire.worker.runner import StepRunner
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
@@ -204,6 +205,15 @@ def test_what_is_kept_and_what_is_reused(kind: str, ratio: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
     exact = Engine(model_of(kind)).ask(prompt)
     assert (exact - expected).abs().max() > 0.05, "the case tells nothing"
+
+
+def test_later_layers_tell_an_exchange_of_experts_how_many_rows_they_have() -> None:
+    """`rows` stay what all replicas know: upper bounds."""
+    meta = AttentionMeta([0, 5], [5], torch.ones(1, 1, dtype=torch.int32), torch.arange(5))
+    replicas = ReplicaTokens((5, 7), torch.tensor([5], dtype=torch.int32), 8)
+    found = _context(StepContext(torch.arange(5), (meta,), [], replicas), torch.tensor([1, 4]), np.array([2], np.int32))
+    assert found.replicas is not None and found.replicas.count.tolist() == [2]
+    assert (found.replicas.rows, found.replicas.bound) == ((5, 7), 8)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
