@@ -63,13 +63,13 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 class MovedTokens(msgspec.Struct, frozen=True):
     """Tokens first .. last - 1 of a prompt whose KV exists `shift` positions earlier, in a text cached alone.
 
-    blocks   KV blocks of that text, from its beginning
+    blocks   KV blocks of that text, of each KV group, from its beginning; those of other tokens may be NULL_BLOCK
     """
 
     first: int
     last: int
     shift: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,9 +3,9 @@
 The check layer tells how far the moved KV of each token is from its new KV. Later layers get the moved KV first, then
 compute the chosen rows alone, which overwrite theirs. The host knows how many rows are chosen, the device knows which.
 
-Ranks keep the same rows. Under tensor parallelism they add up the distances of their heads. In a pipeline the stage with
-the check layer chooses, and each stage sends the numbers of the rows to the next one. Replicas in lock-step need to know
-nothing: the rows of a step are an upper bound of those that its last layers compute.
+Ranks keep the same rows. Under tensor parallelism they add up the distances of their heads. In a pipeline the stage
+with the check layer chooses, and each stage sends the numbers of the rows to the next one. Replicas in lock-step need
+to know nothing: the rows of a step are an upper bound of those that its last layers compute.
 """
 
 from dataclasses import dataclass, replace
@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, I32, StepPlan
+from quire.args.check_layer import check_layer
+from quire.contracts.step import FIRST_TOKENS, I32, StepPlan
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
-from quire.kernels.rope.rotary import Turn
+from quire.kernels.rope.rotary import Turns
 from quire.kernels.step import StepBuffers, StepWords
+from quire.layers.attention import Attention
 from quire.layers.context import StepContext
+from quire.layers.latent import LatentAttention
 from quire.layers.stack import Model, run_layers
 from quire.worker.features import Layers, StepFeature
 from quire.worker.recorder import StepShape
@@ -37,7 +40,8 @@ class StepRows:
     """The rows of a step.
 
     moved            [N] int64, rows of moved tokens, ascending
-    sources, shifts  [N] int64, of these: see `BlendedChunk`
+    sources          [groups, N] int64, of these: see `BlendedChunk`
+    shifts           [N] int64, of these
     others           [F] int64, the other rows, which are always kept
     spans            of each chunk, in `moved`: see `choose_rows`
     counts           [S] rows that each sequence keeps
@@ -61,8 +65,10 @@ class Blending(StepFeature):
     def __init__(self, model: Model, kv: list[KVView], groups: RankGroups = ALONE) -> None:
         self._model, self._operations, self._groups = model, model.kernels.blend, groups
         self._sides = [latent_sides(view) if isinstance(view, LatentView) else view for view in kv]
-        self._num_first = min(len(model.layers), max(0, CHECK_LAYER + 1 - model.numbers.start))
-        self._checks = CHECK_LAYER in model.numbers
+        check = check_layer(model.args)
+        self._num_first = min(len(model.layers), max(0, check + 1 - model.numbers.start))
+        self._checks, self._chooses = check in model.numbers, check < model.numbers.stop
+        self._keeps = [model.args.kept_by(number) == number for number in model.numbers]  # KV of its own
         self._kept: Tensor | None = None  # rows that the next stage is told
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
@@ -78,13 +84,13 @@ class Blending(StepFeature):
             return None
         model, rows = self._model, _rows(plan, hidden.device)
         hidden = run_layers(model, hidden, ctx, range(self._num_first))
-        if model.numbers.stop <= CHECK_LAYER:
-            return hidden  # the next stage chooses
-        slots, turn = ctx.attention[0].kv_slots[rows.moved], model.rotary.differences(rows.shifts)
-        kept = self._kept_rows(rows, slots, turn, ctx.positions)
-        later = range(self._num_first, len(model.layers))
+        if not self._chooses:
+            return hidden  # a later stage does
+        targets, turns = [meta.kv_slots[rows.moved] for meta in ctx.attention], model.rotary.differences(rows.shifts)
+        kept, later = self._kept_rows(rows, targets, turns, ctx.positions), range(self._num_first, len(model.layers))
         for layer in later:
-            self._operations.move(self._sides[layer], rows.sources, slots, *turn)
+            if self._keeps[layer]:
+                self._operations.move(self._sides[layer], *self._places(layer, rows, targets, turns))
         chosen = run_layers(model, hidden[kept], _context(ctx, kept, rows.counts), later)
         self._kept = None if model.last else kept
         return hidden.index_copy(0, kept, chosen)
@@ -98,13 +104,20 @@ class Blending(StepFeature):
             assert self._groups.pp is not None, "another stage has the last layers"
             self._groups.pp.send(kept, self._groups.pp.rank + 1)
 
-    def _kept_rows(self, rows: StepRows, slots: Tensor, turn: Turn, positions: Tensor) -> Tensor:
+    def _places(self, layer: int, rows: StepRows, targets: list[Tensor], turns: Turns) -> tuple[Tensor, ...]:
+        """Return sources and targets [N] of the moved tokens in a layer, and cos and sin [N, D] of its rotation."""
+        attention = self._model.layers[layer].attention
+        assert isinstance(attention, Attention | LatentAttention), "no model with states is blended"
+        return rows.sources[attention.group], targets[attention.group], *turns[attention.turn]
+
+    def _kept_rows(self, rows: StepRows, targets: list[Tensor], turns: Turns, positions: Tensor) -> Tensor:
         """Return the rows [K] of a step that the last layers compute: chosen here, or by an earlier stage."""
         if not self._checks:
             pp, kept = self._groups.pp, torch.empty(int(rows.counts.sum()), dtype=torch.int64, device=positions.device)
             assert pp is not None, "another stage has the check layer"
             return pp.receive(kept, pp.rank - 1)
-        deviations = self._operations.deviation(self._sides[self._num_first - 1], rows.sources, slots, *turn)
+        check = self._num_first - 1
+        deviations = self._operations.deviation(self._sides[check], *self._places(check, rows, targets, turns))
         if self._groups.tp is not None:  # every rank has some heads; all add in the same order
             deviations = self._groups.tp.all_gather(deviations).sum(0)
         return self.choose(rows, deviations, positions)
@@ -137,12 +150,12 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
             plans={},
         )
 
-    assert ctx.inputs is None, "no model with inputs of layers is blended"
     live, replicas = None if ctx.live is None else ctx.live[kept], ctx.replicas
     if replicas is not None:
         replicas = replace(replicas, count=sent_array(np.array([counts.sum()], np.int32), kept.device))
     attention = tuple(chosen(meta) for meta in ctx.attention)
-    return replace(ctx, positions=positions, attention=attention, live=live, replicas=replicas)
+    inputs = None if ctx.inputs is None else ctx.inputs[kept]
+    return replace(ctx, positions=positions, attention=attention, live=live, inputs=inputs, replicas=replicas)
 
 
 def _rows(plan: StepPlan, device: torch.device) -> StepRows:
@@ -157,6 +170,7 @@ def _rows(plan: StepPlan, device: torch.device) -> StepRows:
         counts[at[chunk.slot]] -= len(chunk.tokens) - chunk.num_kept
     moved = np.concatenate([starts[at[chunk.slot]] + chunk.tokens for chunk in chunks]).astype(np.int64)
     others = np.setdiff1d(np.arange(plan.num_tokens.sum()), moved, assume_unique=True)
-    tables = moved, *(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("sources", "shifts"))
-    sent = [sent_array(table.astype(np.int64), device) for table in (*tables, others)]
+    sources = np.concatenate([chunk.sources for chunk in chunks], axis=1)
+    shifts = np.concatenate([chunk.shifts for chunk in chunks])
+    sent = [sent_array(table.astype(np.int64), device) for table in (moved, sources, shifts, others)]
     return StepRows(*sent, spans=spans, counts=counts)

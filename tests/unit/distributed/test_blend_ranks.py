@@ -19,12 +19,14 @@ from ...support.tiny_models import VOCAB, Tiny, make_oracle, mixed_prompts
 RANDOM = np.random.default_rng(3)
 NOTES = [RANDOM.integers(0, VOCAB, count, dtype=np.uint32).tolist() for count in (40, 35, 50)]
 BESIDE = [5, 7, 9] * 6  # a prompt without notes, whose answer is decoded beside the others
+KINDS = [*("sliding_attention", "full_attention") * 2, "sliding_attention"]
 LAYERS = (("num_hidden_layers", 4),)
 MODELS = {
     "dense": Tiny(heads=(8, 4), changes=LAYERS),
     "one KV head": Tiny(heads=(8, 1), changes=LAYERS),
     "experts": Tiny(family="qwen3_moe", changes=LAYERS),
     "latents": Tiny(family="deepseek_v3", changes=LAYERS),
+    "windows": Tiny(family="gpt_oss", changes=(("num_hidden_layers", 5), ("layer_types", KINDS))),
 }
 OPTIONS: dict[str, Any] = {
     "enable_cache_blend": True,
@@ -84,7 +86,9 @@ def prompt_of(*order: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     return [*tokens, 1, 2, 3], tuple(chunks)
 
 
-def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[list[int]], set[Any], int]:
+def answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ratio: float = 0.3, **options: Any
+) -> tuple[list[list[int]], set[Any], int]:
     """Return the answers to prompts of notes, the rows that were kept and the number of tokens that were reused."""
     kept, choose = set[Any](), Blending.choose
 
@@ -99,16 +103,16 @@ def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
         patch.setattr(Blending, "choose", noted)
         asked = Asked(folder, **options)
         try:
-            for replica in range(replicas):  # the same notes for each: requests take turns
+            for _ in range(replicas):  # the same notes for each: requests take turns
                 for note in NOTES:
                     asked.add(note, 1)
                 asked.drain()
             first = len(asked.tokens)
-            for number, order in enumerate(((1, 2, 0), (2, 0, 1)) * replicas):
+            for order in ((1, 2, 0), (2, 0, 1)) * replicas:
                 prompt, chunks = prompt_of(*order)
                 asked.add(BESIDE, 12)
                 asked.step()
-                asked.add(prompt, 8, chunks=chunks, blend_ratio=0.3)
+                asked.add(prompt, 8, chunks=chunks, blend_ratio=ratio)
                 asked.drain()
         finally:
             asked.core.shutdown()
@@ -125,6 +129,7 @@ CASES = [
     ("dense", {"tp": 2}),
     ("latents", {"pp": 4}),
     ("dense", {"tp": 2, "pp": 2}),
+    ("windows", {"tp": 2}),
     ("experts", {"dp": 2}),
     ("experts", {"dp": 2, "tp": 2, "experts": True}),
 ]
@@ -153,3 +158,19 @@ def test_ranks_keep_the_rows_of_one_rank(
     replicas = sizes.get("dp", 1)
     assert (found, own_rows, own_moved) == (expected * replicas, rows, moved * replicas)
     assert moved == 2 * (40 + 32 + 48) and len(rows) == 2
+
+
+FAMILIES = ["gemma3_text"]
+MORE_FAMILIES = ["llama4_text", "gemma4_text", "gemma4_inputs", "cohere2", "exaone4", "ministral", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *full_rows(MORE_FAMILIES)])
+def test_families_with_windows_and_several_rotations(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all moved tokens computed again, answers are those of an engine that reuses prefixes alone."""
+    folder = make_oracle(Tiny(family=family), mixed_prompts()[:1], tmp_path_factory.mktemp, steps=1).folder
+    expected, none, prefixes = answers(folder, monkeypatch, enable_cache_blend=False)
+    found, rows, moved = answers(folder, monkeypatch, 1.0)
+    assert found == expected and not none and len(rows) == 2
+    assert moved - prefixes == 2 * (40 + 32 + 48 - 8 * (family == "gemma4_inputs")), "some of its blocks are larger"

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.args.rope import UNROTATED
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.entry.cli.main import main
@@ -108,10 +107,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("drafts of the model", "other ranks")}),
     (
         MTP | {"enable_cache_blend": True, "enable_prefix_caching": False},
-        {"windows": (None, 8)},
-        {("CacheBlend", other) for other in ("no prefix cache", "windows", "MTP")},
+        {},
+        {("CacheBlend", other) for other in ("no prefix cache", "MTP")},
     ),
-    ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
     (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention")}),
@@ -121,11 +119,10 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "rows of latents")},
     ),
     ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
-    ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
-        {"enable_cache_blend": True, "pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
         {"gemma4": True},
-        {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},
+        {("-pp", "shared KV"), ("-pp", "layer inputs")},
     ),
     (
         {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
@@ -193,9 +190,6 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         args = with_mixer(args, num_heads=heads[0], num_kv_heads=heads[1])
     if layers := more.pop("layers", 0):
         args = with_layers(args, layers)
-    if more.pop("unrotated", False):
-        first = structs.replace(args.layers[0], mixer=structs.replace(args.layers[0].mixer, rope=UNROTATED))
-        args = replace(args, layers=(first, *args.layers[1:]))
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}

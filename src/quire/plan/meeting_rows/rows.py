@@ -111,9 +111,6 @@ LATENTS: tuple[Row, ...] = (
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
-    Row("CacheBlend", "windows", MISSING, "they have given up the KV of most tokens of a text", OFF),
-    Row("CacheBlend", "KV groups", MISSING, "it moves the KV of one group alone", OFF),
-    Row("CacheBlend", "several rotations", MISSING, "moved keys are rotated alike in all layers", OFF),
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
     Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
