@@ -6,10 +6,14 @@ compute the chosen rows alone, which overwrite theirs. The host knows how many r
 Ranks keep the same rows. Under tensor parallelism they add up the distances of their heads. In a pipeline the stage
 with the check layer chooses, and each stage sends the numbers of the rows to the next one. Replicas in lock-step need
 to know nothing: the rows of a step are an upper bound of those that its last layers compute.
+
+A drafter makes its KV of the states of the token before. Where a token has none, because its layers did not run, the
+drafter's KV is moved from the text, too. A draft model reads tokens alone, so it computes all of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +27,17 @@ from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
-from quire.kernels.rope.rotary import Turns
+from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.kernels.step import StepBuffers, StepWords
 from quire.layers.attention import Attention
 from quire.layers.context import StepContext
+from quire.layers.eagle import EagleLayer
 from quire.layers.latent import LatentAttention
 from quire.layers.stack import Model, run_layers
 from quire.worker.features import Layers, StepFeature
 from quire.worker.recorder import StepShape
 
-I64 = np.ndarray[Any, np.dtype[np.int64]]
+Mixer = Attention | LatentAttention
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,27 @@ class StepRows:
     counts: I32
 
 
+class Places(NamedTuple):
+    """The moved tokens in a layer, [N]: slots that are read and written, and the cos and sin [N, D] of its rotation."""
+
+    sources: Tensor
+    targets: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class MovedRows(NamedTuple):
+    """The rows of a step, and those of them that the last layers have computed, until the features are done with it.
+
+    kept      [K] int64
+    targets   of each KV group, [N] slots of the moved tokens
+    """
+
+    rows: StepRows
+    kept: Tensor
+    targets: list[Tensor]
+
+
 class Blending(StepFeature):
     """Runs the layers of steps with moved tokens. Such a step runs eagerly.
 
@@ -69,7 +95,8 @@ class Blending(StepFeature):
         self._num_first = min(len(model.layers), max(0, check + 1 - model.numbers.start))
         self._checks, self._chooses = check in model.numbers, check < model.numbers.stop
         self._keeps = [model.args.kept_by(number) == number for number in model.numbers]  # KV of its own
-        self._kept: Tensor | None = None  # rows that the next stage is told
+        self._drafts = list(_drafting(model))
+        self._moved: MovedRows | None = None  # of a step that the other features have not seen to its end
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         """Return the shape; a step with moved tokens runs eagerly."""
@@ -78,7 +105,7 @@ class Blending(StepFeature):
     def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor | None:
         """Run all layers of a step with moved tokens on hidden [T, hidden] and return it; None for other steps.
 
-        Rows that the last layers leave out hold the output of the check layer.
+        Rows that the last layers leave out are 0.
         """
         if not plan.features.blended:
             return None
@@ -90,25 +117,30 @@ class Blending(StepFeature):
         kept, later = self._kept_rows(rows, targets, turns, ctx.positions), range(self._num_first, len(model.layers))
         for layer in later:
             if self._keeps[layer]:
-                self._operations.move(self._sides[layer], *self._places(layer, rows, targets, turns))
+                self._operations.move(self._sides[layer], *_places(_attention(model, layer), rows, targets, turns))
         chosen = run_layers(model, hidden[kept], _context(ctx, kept, rows.counts), later)
-        self._kept = None if model.last else kept
-        return hidden.index_copy(0, kept, chosen)
+        self._moved = MovedRows(rows, kept, targets)
+        if model.draft is not None and isinstance(model.draft.layers[0], EagleLayer):
+            model.draft.layers[0].spread(kept, len(hidden))
+        return torch.zeros_like(hidden).index_copy_(0, kept, chosen)
 
     def layers_done(
         self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
     ) -> None:
-        """Tell the next stage which rows of a step with moved tokens are kept, behind the states that it gets."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
+        """Tell the next stage which rows are kept, behind the states that it gets; the last moves KV of drafts."""
+        moved, self._moved = self._moved, None
+        if moved is None:
+            return
+        if not self._model.last:
             assert self._groups.pp is not None, "another stage has the last layers"
-            self._groups.pp.send(kept, self._groups.pp.rank + 1)
-
-    def _places(self, layer: int, rows: StepRows, targets: list[Tensor], turns: Turns) -> tuple[Tensor, ...]:
-        """Return sources and targets [N] of the moved tokens in a layer, and cos and sin [N, D] of its rotation."""
-        attention = self._model.layers[layer].attention
-        assert isinstance(attention, Attention | LatentAttention), "no model with states is blended"
-        return rows.sources[attention.group], targets[attention.group], *turns[attention.turn]
+            self._groups.pp.send(moved.kept, self._groups.pp.rank + 1)
+            return
+        for view, (attention, rotary) in zip(self._sides[len(self._model.layers) :], self._drafts, strict=False):
+            places = _places(attention, moved.rows, moved.targets, rotary.differences(moved.rows.shifts))
+            follows = torch.zeros(len(hidden) + 1, dtype=torch.bool, device=hidden.device)
+            follows[moved.kept + 1] = True  # these have entries of their own: moves go to the block of padding
+            targets = places.targets.masked_fill(follows[moved.rows.moved], 0)
+            self._operations.move(view, *places._replace(targets=targets))
 
     def _kept_rows(self, rows: StepRows, targets: list[Tensor], turns: Turns, positions: Tensor) -> Tensor:
         """Return the rows [K] of a step that the last layers compute: chosen here, or by an earlier stage."""
@@ -117,7 +149,8 @@ class Blending(StepFeature):
             assert pp is not None, "another stage has the check layer"
             return pp.receive(kept, pp.rank - 1)
         check = self._num_first - 1
-        deviations = self._operations.deviation(self._sides[check], *self._places(check, rows, targets, turns))
+        places = _places(_attention(self._model, check), rows, targets, turns)
+        deviations = self._operations.deviation(self._sides[check], *places)
         if self._groups.tp is not None:  # every rank has some heads; all add in the same order
             deviations = self._groups.tp.all_gather(deviations).sum(0)
         return self.choose(rows, deviations, positions)
@@ -130,6 +163,24 @@ class Blending(StepFeature):
         """
         places = positions[rows.moved] - rows.shifts  # in the chunk
         return choose_rows(deviations, places < FIRST_TOKENS, rows.moved, rows.spans, rows.others)
+
+
+def _attention(model: Model, layer: int) -> Mixer:
+    attention: Mixer = model.layers[layer].attention  # no model with states is blended
+    return attention
+
+
+def _drafting(model: Model) -> Iterator[tuple[Mixer, Rotaries]]:
+    """Yield the attention of the layers that draft of the model's states, and their rotations."""
+    for layer in model.drafts:
+        yield layer.block.attention, model.rotary
+    if model.draft is not None and isinstance(model.draft.layers[0], EagleLayer):
+        yield model.draft.layers[0].attention, model.draft.rotary
+
+
+def _places(attention: Mixer, rows: StepRows, targets: list[Tensor], turns: Turns) -> Places:
+    """Return the places of the moved tokens in a layer. targets, turns: of each KV group, of each rotation"""
+    return Places(rows.sources[attention.group], targets[attention.group], *turns[attention.turn])
 
 
 def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:

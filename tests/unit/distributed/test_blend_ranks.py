@@ -1,6 +1,8 @@
 """Texts reused at any position on several ranks: the same rows are kept, and tokens are those of one rank."""
 
+import functools
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from quire.config.bundled import bundled_model
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.worker.blending import Blending, StepRows
 
+from ...support import eagle
 from ...support.full import full_rows
+from ...support.prediction_layers import noisy, predicting
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import VOCAB, Tiny, make_oracle, mixed_prompts
 
@@ -34,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_model_len": 256,
     "dtype": "float32",
+    "skip_tokenizer_init": True,
 }
 
 
@@ -43,12 +49,13 @@ class Asked:
     tokens    handle -> tokens
     blended   handles of requests with notes in their prompts
     moved     tokens that these reused
+    accepted  drafts that were right, of these
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.core, self.parts = simulated(folder, **OPTIONS | options)
         self.tokens: dict[int, list[int]] = {}
-        self.moved, self.blended = 0, set[int]()
+        self.moved, self.blended, self.accepted = 0, set[int](), 0
 
     def add(self, prompt: list[int], max_tokens: int, **more: Any) -> None:
         handle = len(self.tokens)
@@ -68,6 +75,7 @@ class Asked:
     def step(self) -> None:
         outputs = self.core.step()
         assert all(one.error is None for one in outputs.finished), outputs.finished
+        self.accepted += sum(sum(one.drafts[1:]) for one in outputs.finished if one.handle in self.blended)
         self.moved += sum(count for handle, count in outputs.cached.items() if handle in self.blended)
         for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
             self.tokens[handle].append(token)
@@ -88,8 +96,8 @@ def prompt_of(*order: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
 
 def answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ratio: float = 0.3, **options: Any
-) -> tuple[list[list[int]], set[Any], int]:
-    """Return the answers to prompts of notes, the rows that were kept and the number of tokens that were reused."""
+) -> tuple[list[list[int]], set[Any], int, int]:
+    """Return the answers to prompts of notes, rows that were kept, the numbers of reused tokens and of right drafts."""
     kept, choose = set[Any](), Blending.choose
 
     def noted(self: Blending, rows: StepRows, deviations: Tensor, positions: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ def answers(
                 asked.drain()
         finally:
             asked.core.shutdown()
-    return [asked.tokens[handle] for handle in range(first, len(asked.tokens))], kept, asked.moved
+    return [asked.tokens[handle] for handle in range(first, len(asked.tokens))], kept, asked.moved, asked.accepted
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +161,8 @@ def test_ranks_keep_the_rows_of_one_rank(
     if model not in one_rank:
         folder = make_oracle(MODELS[model], mixed_prompts()[:1], tmp_path_factory.mktemp, steps=1).folder
         one_rank[model] = folder, answers(folder, monkeypatch)
-    folder, (expected, rows, moved) = one_rank[model]
-    found, own_rows, own_moved = answers(folder, monkeypatch, **sizes)
+    folder, (expected, rows, moved, _) = one_rank[model]
+    found, own_rows, own_moved, _ = answers(folder, monkeypatch, **sizes)
     replicas = sizes.get("dp", 1)
     assert (found, own_rows, own_moved) == (expected * replicas, rows, moved * replicas)
     assert moved == 2 * (40 + 32 + 48) and len(rows) == 2
@@ -170,7 +178,72 @@ def test_families_with_windows_and_several_rotations(
 ) -> None:
     """With all moved tokens computed again, answers are those of an engine that reuses prefixes alone."""
     folder = make_oracle(Tiny(family=family), mixed_prompts()[:1], tmp_path_factory.mktemp, steps=1).folder
-    expected, none, prefixes = answers(folder, monkeypatch, enable_cache_blend=False)
-    found, rows, moved = answers(folder, monkeypatch, 1.0)
+    expected, none, prefixes, _ = answers(folder, monkeypatch, enable_cache_blend=False)
+    found, rows, moved, _ = answers(folder, monkeypatch, 1.0)
     assert found == expected and not none and len(rows) == 2
     assert moved - prefixes == 2 * (40 + 32 + 48 - 8 * (family == "gemma4_inputs")), "some of its blocks are larger"
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Makes a model that drafts. Returns its folder and the options of drafts. A random EAGLE head is always wrong."""
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(kind)
+        if not kind.startswith("eagle"):
+            exact = predicting(folder, kind, bundled_model(), 0.04)
+            noisily = noisy(exact, folder / "noisy")  # else entries depend on tokens alone
+            return noisily, {"method": "mtp", "num_speculative_tokens": 2}
+        target = eagle.model(folder, bundled_model(), 0.04)
+        head = eagle.write(tmp_path_factory.mktemp("head"), kind, eagle.tensors(kind, eagle.VOCAB, 0))
+        return target, {"method": kind, "model": str(head), "num_speculative_tokens": 2}
+
+    return make
+
+
+DRAFTS: list[tuple[str, dict[str, Any]]] = [("glm4_moe", {}), ("eagle3", {})]
+MORE_DRAFTS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle", {}),
+    ("glm4_moe", {"tp": 2}),
+    ("glm4_moe", {"pp": 2}),
+    ("deepseek_v3", {}),
+    ("glm4_moe", {"dp": 2, "experts": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [*DRAFTS, *full_rows(MORE_DRAFTS)], ids=str)
+def test_layers_draft_beside_moved_tokens(
+    kind: str,
+    sizes: dict[str, Any],
+    drafting: Callable[[str], tuple[Path, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens are those of one rank without drafts. As many drafts are right as when all tokens are computed.
+
+    Of tokens without a state before them the drafter's values are those of the text, of all others they are its own.
+    """
+    done, seen = Blending.layers_done, list[bool]()
+
+    def noted(self: Blending, *args: Any) -> None:
+        moved = self._moved
+        done(self, *args)
+        if moved is None or not self._drafts:
+            return
+        values = self._sides[-1].v
+        source, target = moved.rows.sources[-1], moved.targets[-1]
+        old, new = (values[slots // 8, :, slots % 8] for slots in (source, target))
+        own = np.isin(moved.rows.moved - 1, moved.kept)
+        seen.extend((old == new).flatten(1).all(1).numpy() != own)
+        assert own.any() and not own.all()
+
+    folder, drafts = drafting(kind)
+    expected, rows, moved, _ = answers(folder, monkeypatch)
+    monkeypatch.setattr(Blending, "layers_done", noted)
+    found, own_rows, own_moved, right = answers(folder, monkeypatch, speculative_config=drafts, **sizes)
+    monkeypatch.setattr(Blending, "layers_done", done)
+    replicas = sizes.get("dp", 1)
+    assert (found, own_rows, own_moved) == (expected * replicas, rows, moved * replicas)
+    assert len(seen) == moved * replicas * sizes.get("tp", 1) and all(seen)
+    *_, most = answers(folder, monkeypatch, 1.0, speculative_config=drafts)
+    assert right == most * replicas and bool(most) == (drafts["method"] == "mtp")

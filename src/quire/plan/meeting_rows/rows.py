@@ -112,8 +112,6 @@ LATENTS: tuple[Row, ...] = (
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
-    Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
-    Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
     Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
         "use --kv-cache-dtype fp8 or auto"),
     Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
