@@ -165,7 +165,7 @@ class Admitter:
             states.enter(slot, self._roster.chain(request), match.checkpoint, match.num_tokens, match.reach)
         request.moved = moved
         if moved:
-            self._allocator.loans.begin(slot, sources(moved, self._allocator.block_sizes), moved[0].first // size)
+            self._allocator.loans.begin(slot, sources(moved, self._allocator.block_sizes), _num_found(request, size))
         blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
         self._publish_planned(request, upto)
         admission = Admission(
@@ -191,3 +191,10 @@ class Admitter:
     def _publish_planned(self, request: Request, num_tokens: int) -> None:
         # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
         self._roster.publish(request, min(num_tokens, len(request.tokens)))
+
+
+def _num_found(request: Request, block_size: int) -> int:
+    """Return how many blocks of a request with moved tokens others may find: the exact ones, or all of a transfer."""
+    if request.new.transfer is not None:
+        return len(request.tokens)  # their keys are private
+    return request.moved[0].first // block_size

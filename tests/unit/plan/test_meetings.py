@@ -172,8 +172,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         {},
         {"request": AskedFields(**ALL, stream=True)},
-        {("chunks", "transfer"), ("numbered chunks", "truncated prompt")}
-        | {("numbered chunks", "text prompt"), ("transfer", "stream")},
+        {("numbered chunks", "truncated prompt")} | {("numbered chunks", "text prompt"), ("transfer", "stream")},
     ),
 ]
 
@@ -382,10 +381,10 @@ def test_options_without_effect_are_notes() -> None:
 
 def test_fields_of_a_request_that_exclude_each_other() -> None:
     check_fields(AskedFields(chunks="kv_chunks"))
-    with pytest.raises(InvalidParameter, match='^"kv_chunk": true in messages excludes kv_transfer_params') as caught:
-        check_fields(AskedFields(chunks="messages", transfer=True))
-    assert caught.value.param == "messages"
-    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 4 reasons:"):
+    with pytest.raises(InvalidParameter, match="^kv_chunks counts tokens") as caught:
+        check_fields(AskedFields(chunks="kv_chunks", text=True))
+    assert caught.value.param == "kv_chunks"
+    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 3 reasons:"):
         check_fields(AskedFields(**ALL, stream=True))
 
 

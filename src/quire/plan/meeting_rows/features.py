@@ -301,7 +301,6 @@ OTHERS: Mapping[str, Feature] = {
     ),
     "mock": Feature(lambda i: i.device == "mock", "the mock device", "--device mock"),
     "KV tiers": Feature(_any_tier, "tiers of KV blocks"),
-    "chunks": Feature(lambda i: bool(i.request.chunks), "parts that reuse KV", "kv_chunks"),
     "numbered chunks": Feature(lambda i: i.request.chunks == "kv_chunks", "parts named by token numbers", "kv_chunks"),
     "transfer": Feature(lambda i: i.request.transfer, "KV of another engine", "kv_transfer_params"),
     "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),

@@ -165,9 +165,6 @@ DEVICES: tuple[Row, ...] = (
         "leave out rejection_sample_method=synthetic"),
 )  # fmt: skip
 REQUESTS: tuple[Row, ...] = (
-    Row("chunks", "transfer", REFUSED,
-        "{chunks} excludes kv_transfer_params: another engine finds KV by the whole prompt before it", ONE,
-        scope=REQUEST),
     Row("numbered chunks", "truncated prompt", REFUSED,
         "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt", ONE, scope=REQUEST),
     Row("numbered chunks", "text prompt", REFUSED, "kv_chunks counts tokens, and the prompt is a text",
