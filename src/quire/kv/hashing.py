@@ -147,7 +147,8 @@ class KeyChain:
                 self._hash_run(first)
             tokens = self.tokens[first * self.block_size : (first + 1) * self.block_size].tobytes()
             secret = extras_digest([("transfer", name)])
-            self._keys.append(block_key(*(self._keys[-1:] or [self.root]), tokens, self._extras + secret))
+            parent = self._keys[-1] if self._keys else self.root
+            self._keys.append(block_key(parent, tokens, self._extras + secret))
         self._hash_run(stop)
 
     def _hash_run(self, stop: int) -> None:
