@@ -114,7 +114,7 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
     Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
         "use --kv-cache-dtype fp8 or auto"),
-    Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens that is made for all rows of a step", OFF),
+    Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens, which is made for all rows", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (
