@@ -197,7 +197,7 @@ class PlanWriter:
             request = self._table.requests[slot]
             if request is None or not request.moved:
                 continue
-            ratio, sizes = request.new.blend_ratio, self._allocator.block_sizes
+            ratio, sizes = request.new.reused.ratio, self._allocator.block_sizes
             if (chunk := blended_chunk(request.moved, slot, begin, end, ratio, sizes)) is not None:
                 found.append(chunk)
             if end >= request.moved[-1].last:

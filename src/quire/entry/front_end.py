@@ -18,7 +18,7 @@ from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.chunks import read_reuse
 from quire.entry.completion import Completion, Generation
@@ -189,8 +189,8 @@ class FrontEnd:
             grammar=grammar,
             num_drafts=params.speculative_tokens,
             transfer=transfer,
-            chunks=chunks,
-            blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
+            reused=ReusedParts(chunks, limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio),
+            adapter=prompt.adapter,
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle = first + params.n

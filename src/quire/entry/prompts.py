@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import InvalidParameter, shown
 from quire.text.tokenizer import Tokenizer
 
@@ -15,12 +16,13 @@ MAX_SALT = 256
 class Prompt:
     """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
     `cache_salt`: KV blocks are shared only among prompts with the same salt. `chunks`: (first token, end) of marked
-    content parts, see `text/kv_chunk_marks.py`."""
+    content parts, see `text/kv_chunk_marks.py`. `adapter`: that of the request; None: the base model."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
+    adapter: Adapter | None = None
 
 
 PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt

@@ -204,9 +204,15 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
     live, replicas = None if ctx.live is None else ctx.live[kept], ctx.replicas
     if replicas is not None:
         replicas = replace(replicas, count=sent_array(np.array([counts.sum()], np.int32), kept.device))
-    attention = tuple(chosen(meta) for meta in ctx.attention)
-    inputs = None if ctx.inputs is None else ctx.inputs[kept]
-    return replace(ctx, positions=positions, attention=attention, live=live, inputs=inputs, replicas=replicas)
+    return replace(
+        ctx,
+        positions=positions,
+        attention=tuple(chosen(meta) for meta in ctx.attention),
+        live=live,
+        inputs=None if ctx.inputs is None else ctx.inputs[kept],
+        replicas=replicas,
+        adapters=None if ctx.adapters is None else ctx.adapters.chosen(kept),
+    )
 
 
 def _rows(plan: StepPlan, device: torch.device) -> StepRows:

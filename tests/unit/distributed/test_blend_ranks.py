@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from quire.config.bundled import bundled_model
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import SamplerSpec
 from quire.worker.blending import Blending, StepRows
 
@@ -60,7 +60,7 @@ class Asked:
     def add(self, prompt: list[int], max_tokens: int, **more: Any) -> None:
         handle = len(self.tokens)
         self.tokens[handle] = []
-        self.blended |= {handle} if "chunks" in more else set()
+        self.blended |= {handle} if "reused" in more else set()
         self.core.add(
             NewRequest(
                 handle=handle,
@@ -120,7 +120,7 @@ def answers(
                 prompt, chunks = prompt_of(*order)
                 asked.add(BESIDE, 12)
                 asked.step()
-                asked.add(prompt, 8, chunks=chunks, blend_ratio=ratio)
+                asked.add(prompt, 8, reused=ReusedParts(chunks, ratio))
                 asked.drain()
         finally:
             asked.core.shutdown()
