@@ -55,23 +55,26 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     name        of the lease, by which the prefill node keeps the blocks until the decode node has them
     address     HOST:PORT of the prefill node; "": this engine is the prefill node
     num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
+    private     first block that depends on texts of other positions: who knows `name` alone finds it and those behind
+                it; -1: there is none
     """
 
     name: str
     address: str = ""
     num_tokens: int = 0
+    private: int = -1
 
 
 class MovedTokens(msgspec.Struct, frozen=True):
     """Tokens first .. last - 1 of a prompt whose KV exists `shift` positions earlier, in a text cached alone.
 
-    blocks   KV blocks of that text, from its beginning
+    blocks   KV blocks of that text, of each KV group, from its beginning; those of other tokens may be NULL_BLOCK
     """
 
     first: int
     last: int
     shift: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 class ReusedParts(msgspec.Struct, frozen=True):

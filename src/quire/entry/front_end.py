@@ -20,7 +20,7 @@ from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.entry.chunks import read_chunks
+from quire.entry.chunks import read_reuse
 from quire.entry.completion import Completion, Generation
 from quire.entry.core_request import (
     FrontLimits,
@@ -31,7 +31,7 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
-from quire.entry.transfer import answer_transfer, read_transfer
+from quire.entry.transfer import answer_transfer
 from quire.plan.tiers import resolve_offload
 from quire.procs.front_ends import ALONE, FrontPlace
 from quire.procs.messages import Ready
@@ -152,8 +152,7 @@ class FrontEnd:
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
         sampler = sampler_spec(params, seed, len(token_ids), stops, limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, limits.vocab_size)
-        transfer = read_transfer(params.kv_transfer_params, limits.sharing)
-        chunks = read_chunks(params, token_ids, limits.chunking, prompt.text is not None, transfer, prompt.chunks)
+        transfer, chunks = read_reuse(params, token_ids, prompt, limits.chunking, limits.sharing, limits.block_size)
         first = self._next_handle if self._next_handle + params.n <= self._place.end else self._place.first
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(

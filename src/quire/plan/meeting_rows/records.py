@@ -29,7 +29,6 @@ class AskedFields(NamedTuple):
     chunks: str = ""
     text: bool = False
     transfer: bool = False
-    prompt_logprobs: bool = False
     truncated: bool = False
     stream: bool = False
 
@@ -41,7 +40,6 @@ class Inputs:
     args      arguments of the model; None: not known yet
     parallel  sizes of parallelism
     device    "cpu", "cuda" or "mock"
-    windows   window of each KV group, as of `KVGroup`; (): not known yet
     moe       phase -> plan of the experts, or the reason why there is none; {}: not known yet
     draft     arguments of the draft model or EAGLE head; None: there is none, or not known yet
     request   fields of a request, for rows of scope "request"
@@ -53,7 +51,6 @@ class Inputs:
     parallel: Parallel = ALONE
     device: str = "cpu"
     speculation: Speculation | None = None
-    windows: tuple[int | None, ...] = ()
     moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
     draft: ModelArgs | None = None
     request: AskedFields = AskedFields()

@@ -118,18 +118,12 @@ LATENTS: tuple[Row, ...] = (
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
-    Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
-    Row("CacheBlend", "windows", MISSING, "they have given up the KV of most tokens of a text", OFF),
-    Row("CacheBlend", "KV groups", MISSING, "it moves the KV of one group alone", OFF),
     Row("CacheBlend", "layers of transformers", MISSING, "the module rotates heads, and moved keys are rotated by ours",
         OFF),
-    Row("CacheBlend", "several rotations", MISSING, "moved keys are rotated alike in all layers", OFF),
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
-    Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
-    Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
     Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
         "use --kv-cache-dtype fp8 or auto"),
-    Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
+    Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens, which is made for all rows", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (
@@ -194,12 +188,6 @@ DEVICES: tuple[Row, ...] = (
         "leave out rejection_sample_method=synthetic"),
 )  # fmt: skip
 REQUESTS: tuple[Row, ...] = (
-    Row("chunks", "transfer", REFUSED,
-        "{chunks} excludes kv_transfer_params: another engine finds KV by the whole prompt before it", ONE,
-        scope=REQUEST),
-    Row("chunks", "prompt logprobs", REFUSED,
-        "{chunks} excludes prompt_logprobs and echo with logprobs, which need every row of the prompt", ONE,
-        scope=REQUEST),
     Row("numbered chunks", "truncated prompt", REFUSED,
         "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt", ONE, scope=REQUEST),
     Row("numbered chunks", "text prompt", REFUSED, "kv_chunks counts tokens, and the prompt is a text",
