@@ -80,7 +80,7 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
-        self._seeds = random.Random(f"{seed} {place.number}" if place.number else seed)
+        self._seeds = random.Random(f"{seed} {place.number} {place.again}" if place.number else seed)
         self._place, self._next_handle = place, place.first
         self._by_handle: dict[int, tuple[Generation, Completion]] = {}
 

@@ -7,13 +7,14 @@ from starlette.routing import Route
 from quire.entry.http.anthropic.messages import count_tokens, messages
 from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.context import ServerContext
+from quire.entry.http.kept.routes import cancel, retrieve
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
 from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
 from quire.entry.http.openai.rerank import rerank, score
-from quire.entry.http.openai.responses import cancel, respond, retrieve
+from quire.entry.http.openai.responses import respond
 from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
