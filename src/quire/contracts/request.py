@@ -78,7 +78,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     handle       number that the front end gives the completion; unique among unfinished ones
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
-    stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
+    stop_ids     end-of-sequence and stop token ids; effective from `sampler.min_length` tokens on
     parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
@@ -90,6 +90,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     chunks       (first token, end) of parts of the prompt, in order, that reuse KV of the same tokens cached alone
     blend_ratio  share of the reused tokens that is computed again in all layers, 0 to 1
+    embeds       [prompt, hidden] float32, the input of the first layer, in place of that of `token_ids`; b"": none
     """
 
     handle: int
@@ -98,7 +99,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampler: SamplerSpec
     stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
     priority: int = 0
     parent: int | None = None
     deadline: float | None = None
@@ -111,6 +111,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
     blend_ratio: float = 0.0
+    embeds: bytes = b""
 
 
 class Request:

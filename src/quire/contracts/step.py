@@ -45,6 +45,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                    NULL_BLOCK where the group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
+    embeds         [prompt, hidden] float32, input of the first layer for the prompt; None: the model embeds token_ids
     """
 
     slot: int
@@ -54,6 +55,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int
     sampler: SamplerSpec
     pool: str = ""
+    embeds: F32 | None = None
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):

@@ -175,6 +175,7 @@ class Admitter:
             num_computed=match.num_tokens,
             sampler=new.sampler,
             pool=new.pool,
+            embeds=np.frombuffer(new.embeds, np.float32).reshape(request.num_prompt, -1) if new.embeds else None,
         )
         if request.num_cached < 0:
             if self._roster.store is not None:

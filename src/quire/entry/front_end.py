@@ -92,8 +92,13 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
         place: FrontPlace = ALONE,
+        width: int = 0,
     ) -> Self:
-        """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
+        """Make the front end of an engine.
+
+        facts   limits that the executor or the core reports
+        width   numbers of a hidden state
+        """
         if facts.blends and tokenizer is not None:
             tokenizer.separator = config.cache.blend_separator
         between = tokenizer.encode(tokenizer.separator, add_special_tokens=False) if tokenizer is not None else ()
@@ -107,6 +112,7 @@ class FrontEnd:
             block_size=facts.block_size,
             by_priority=config.scheduler.scheduling_policy == "priority",
             chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)),
+            width=width * config.model.enable_prompt_embeds,
         )
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -146,7 +152,7 @@ class FrontEnd:
         params.check()
         check_options(priority, timeout, limits)
         token_ids = self.encode(prompt)
-        check_request(params, token_ids, limits, self.tokenizer)
+        check_request(params, token_ids, limits, self.tokenizer, prompt.embeds)
         grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
@@ -180,7 +186,6 @@ class FrontEnd:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             sampler=sampler,
             stop_ids=stops,
-            min_tokens=params.min_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
@@ -192,6 +197,7 @@ class FrontEnd:
             transfer=transfer,
             chunks=chunks,
             blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
+            embeds=b"" if prompt.embeds is None else prompt.embeds.tobytes(),
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle = first + params.n

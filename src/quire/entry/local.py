@@ -17,7 +17,7 @@ Messages = Sequence[dict[str, Any]]
 
 def front_end(engine: Engine) -> FrontEnd:
     """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs."""
-    return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
+    return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids, width=engine.pooling.width)
 
 
 def tokenizer_of(front: FrontEnd) -> Tokenizer:

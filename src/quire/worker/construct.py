@@ -26,6 +26,7 @@ from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
+from quire.worker.prompt_embeds import PromptEmbeds
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
@@ -121,7 +122,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state),
+        *_own(model, kv, state, limits),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -169,8 +170,10 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
         yield StageTokens(state.tables)
 
 
-def _own(model: Model, kv: list[KVView], state: DeviceState) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: blending, scoring of prompts, pooling."""
+def _own(model: Model, kv: list[KVView], state: DeviceState, limits: Limits) -> Iterator[StepFeature]:
+    """Yield the features of a rank by itself: prompts as embeddings, blending, scoring of prompts, pooling."""
+    if limits.embeds:
+        yield PromptEmbeds()
     if model.kernels.blend is not None:
         yield Blending(model, kv)
     if model.last:

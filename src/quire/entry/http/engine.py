@@ -143,7 +143,7 @@ class ServedEngine:
             await self._client.close()
             raise
         self.text, self.ready = text, ready
-        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
+        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=text.pooling.width)
         self._metrics.engine_ready(
             num_blocks=ready.num_blocks,
             block_size=ready.block_size,
