@@ -33,6 +33,7 @@ class FrontLimits:
     block_size    tokens per KV block
     chunking      way to find parts of prompts that reuse KV of other positions
     width         numbers of a prompt's embedding; 0: prompts are text or token ids alone
+    processors    requests may have logits processors
     """
 
     max_model_len: int
@@ -45,6 +46,7 @@ class FrontLimits:
     block_size: int = 1
     chunking: Chunking = Chunking()
     width: int = 0
+    processors: bool = False
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
@@ -74,6 +76,12 @@ def check_request(
         raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
     if embeds is not None:
         _check_embeds(embeds, params, limits)
+    if params.logits_processors and not limits.processors:
+        raise InvalidParameter(
+            "logits_processors are functions, which run in the process of the model alone: use LLM with one rank (no "
+            "-tp, -pp or -dp, no device=mock), or logit_bias, allowed_token_ids and bad_words.",
+            param="logits_processors",
+        )
     if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
         raise PromptTooLong(
             f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "

@@ -93,11 +93,13 @@ class FrontEnd:
         eos_ids: tuple[int, ...],
         place: FrontPlace = ALONE,
         width: int = 0,
+        processors: bool = False,
     ) -> Self:
         """Make the front end of an engine.
 
-        facts   limits that the executor or the core reports
-        width   numbers of a hidden state
+        facts        limits that the executor or the core reports
+        width        numbers of a hidden state
+        processors   requests may have logits processors
         """
         if facts.blends and tokenizer is not None:
             tokenizer.separator = config.cache.blend_separator
@@ -113,6 +115,7 @@ class FrontEnd:
             by_priority=config.scheduler.scheduling_policy == "priority",
             chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)),
             width=width * config.model.enable_prompt_embeds,
+            processors=processors,
         )
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -193,7 +196,7 @@ class FrontEnd:
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,
             grammar=grammar,
-            num_drafts=params.speculative_tokens,
+            num_drafts=0 if params.logits_processors else params.speculative_tokens,
             transfer=transfer,
             chunks=chunks,
             blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,

@@ -24,6 +24,7 @@ from quire.worker.balancing import RankBalancing
 from quire.worker.blending import Blending
 from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
+from quire.worker.logits_processors import LogitsProcessors
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
 from quire.worker.prompt_embeds import PromptEmbeds
@@ -171,11 +172,13 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 
 
 def _own(model: Model, kv: list[KVView], state: DeviceState, limits: Limits) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: prompts as embeddings, blending, scoring of prompts, pooling."""
+    """Yield the features of a rank by itself: prompts as embeddings, blending, logits processors, scoring, pooling."""
     if limits.embeds:
         yield PromptEmbeds()
     if model.kernels.blend is not None:
         yield Blending(model, kv)
+    if model.last and model.vocabulary is None:
+        yield LogitsProcessors(state.tables.history)
     if model.last:
         yield PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
         yield Pooler(model.norm)
