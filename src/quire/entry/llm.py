@@ -13,6 +13,7 @@ from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
 from quire.contracts.output import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -21,7 +22,16 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
-from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
+from quire.entry.embedding import (
+    TASK,
+    TASKS,
+    embed_params,
+    embedding_output,
+    likeness,
+    paired,
+    pooling_output,
+    vector_of,
+)
 from quire.entry.keyboard_interrupt import uninterrupted
 from quire.entry.local import Messages, front_end, render_chat, set_processors, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
@@ -122,6 +132,21 @@ class LLM:
         plan = self.engine.pooling
         plan.check(dimensions)
         return [embedding_output(g, plan, dimensions) for g in self._pool(parse_prompts(prompts), use_tqdm, priority)]
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return the pooled output of every prompt, in `outputs.data`, an array. `pooling_task`: "embed", as for
+        `embed`. vLLM's other tasks raise `InvalidParameter`."""
+        check_arguments(LLM.encode, others)
+        if pooling_task != TASK:
+            raise InvalidParameter(f"pooling_task={pooling_task!r}: {TASKS}", param="pooling_task")
+        return [pooling_output(one) for one in self.embed(prompts, use_tqdm=use_tqdm)]
 
     def score(
         self,

@@ -19,6 +19,7 @@ from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseReq
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.text_work import LONG
+from quire.entry.http.vectors.pooling import PoolingRequest, PoolingResponse, pool
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
 
@@ -32,6 +33,7 @@ HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
     ("POST", "/v1/messages", messages, MessagesRequest, MessageAnswer),
     ("POST", "/v1/messages/count_tokens", count_tokens, MessagesRequest, CountAnswer),
     ("POST", "/v1/embeddings", embed, schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
+    ("POST", "/pooling", pool, PoolingRequest, PoolingResponse),
     (
         "POST",
         "/v1/rerank /rerank /v2/rerank",
