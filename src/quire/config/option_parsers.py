@@ -18,7 +18,7 @@ ACCELERATOR = re.compile(r"gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
 FORMATS_LACK = "use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ"
 # Formats of files that are refused as load format, and as quantization: value -> the reason.
 REFUSED_FORMATS = {
-    "gguf": "its files have their own names, tokenizer and block formats, for which there are no readers and no kernels",
+    "gguf": "its files have names, a tokenizer and block formats of their own, without readers and kernels here",
     "bitsandbytes": "its NF4 and INT8 weights need kernels that are not here",
 }
 READERS = ("fastsafetensors", "runai_streamer")  # load formats that read the same files in other ways

@@ -92,6 +92,7 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
         place: FrontPlace = ALONE,
+        *,
         width: int = 0,
         processors: bool = False,
     ) -> Self:
