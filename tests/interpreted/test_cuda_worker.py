@@ -480,12 +480,13 @@ MIXED = (
 
 
 def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
-    """The arguments of a model, and a function that makes it with its drafter: a prediction layer ("glm", "latent"), an
-    EAGLE-3 head that knows some ids ("eagle3"), or a draft model ("model")."""
+    """The arguments of a model, and a function that makes it with its drafter: a prediction layer ("glm", "latent"; of
+    "sparse latent" the passes share a choice), an EAGLE-3 head that knows some ids ("eagle3"), or a draft model
+    ("model")."""
     if drafter in ("eagle3", "model"):
         args = replace(model_args("dense"), tie_word_embeddings=False)
         return args, make_headed if drafter == "eagle3" else make_drafted
-    return with_prediction(model_args(drafter), drafting=1), make_model
+    return with_prediction(model_args(drafter), drafting=1, shares=True), make_model
 
 
 @pytest.mark.parametrize(
@@ -493,7 +494,7 @@ def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
     [
         (False, "glm"),
         (False, "eagle3"),
-        *full_rows((True, each) for each in ("glm", "eagle3", "latent", "model")),
+        *full_rows((True, each) for each in ("glm", "eagle3", "latent", "sparse latent", "model")),
     ],
 )
 def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(

@@ -66,7 +66,6 @@ def _finish(
         max_model_len=memory.max_model_len,
         windows=memory.geometry.windows,
         num_drafts=plan.drafting.num_drafts,
-        embeds=plan.config.model.enable_prompt_embeds,
     )
     worker = make_runner(
         model,

@@ -140,7 +140,7 @@ def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
         tiers=resolve_offload(config).host_bytes > 0,
         joint=joint_drafts(plan),
-        embeds=config.model.enable_prompt_embeds,
+        adapters=config.adapters.enable_lora,
     )
 
 

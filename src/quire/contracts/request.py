@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched
@@ -28,6 +29,7 @@ class BlockReason(StrEnum):
     PARENT = "parent"  # the first of n completions computes the prompt
     GRAMMAR = "grammar"  # the grammar of its output is being compiled
     REMOTE_KV = "remote_kv"  # KV blocks come from another tier
+    ADAPTER = "adapter"  # its adapter is not on the device
 
 
 class FinishReason(StrEnum):
@@ -72,6 +74,17 @@ class MovedTokens(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
+class ReusedParts(msgspec.Struct, frozen=True):
+    """Parts of a prompt that reuse KV of the same tokens cached alone (CacheBlend).
+
+    parts   (first token, end) of each, in order
+    ratio   share of the reused tokens that is computed again in all layers, 0 to 1
+    """
+
+    parts: tuple[tuple[int, int], ...] = ()
+    ratio: float = 0.0
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion to generate, as the engine core gets it: token ids instead of text, every default resolved.
 
@@ -88,8 +101,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     transfer     the blocks of the prompt go to another engine, or come from one; None: neither
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
-    chunks       (first token, end) of parts of the prompt, in order, that reuse KV of the same tokens cached alone
-    blend_ratio  share of the reused tokens that is computed again in all layers, 0 to 1
+    reused       parts of the prompt that reuse KV of other positions
+    adapter      the adapter of the request; None: the base model
     embeds       [prompt, hidden] float32, the input of the first layer, in place of that of `token_ids`; b"": none
     """
 
@@ -109,8 +122,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int | None = None
     transfer: Transfer | None = None
     pool: str = ""
-    chunks: tuple[tuple[int, int], ...] = ()
-    blend_ratio: float = 0.0
+    reused: ReusedParts = ReusedParts()
+    adapter: Adapter | None = None
     embeds: bytes = b""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.contracts.adapters import AdapterLoad, AdapterLoaded
 from quire.contracts.sampling import SamplerSpec
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
@@ -46,6 +47,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
     embeds         [prompt, hidden] float32, input of the first layer for the prompt; None: the model embeds token_ids
+    adapter        slot of the request's adapter on the device; -1: it has none
     """
 
     slot: int
@@ -56,6 +58,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     sampler: SamplerSpec
     pool: str = ""
     embeds: F32 | None = None
+    adapter: int = -1
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
@@ -258,12 +261,14 @@ class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
     states       copies of the states of recurrent layers, or None
     runs         drafts of a pipeline, or None
     completes    True: the step may compute the last token of a block of a decode; only for a drafter with KV
+    adapters     loads of adapters that begin with the step. With them, too, `slots` may be empty
     """
 
     blended: tuple[BlendedChunk, ...] = ()
     states: StepStates | None = None
     runs: StageRuns | None = None
     completes: bool = False
+    adapters: tuple[AdapterLoad, ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,6 +348,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`. -1: no
                      expert can move any more, because of a fault
     copied           jobs of `StepPlan.copies` that have ended since the last result
+    loaded           loads of adapters that have ended since the last result
     """
 
     step: int
@@ -358,3 +364,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int = 0
     moved: int = 0
     copied: tuple[FinishedCopy, ...] = ()
+    loaded: tuple[AdapterLoaded, ...] = ()

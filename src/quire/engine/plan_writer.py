@@ -197,7 +197,7 @@ class PlanWriter:
             request = self._table.requests[slot]
             if request is None or not request.moved:
                 continue
-            ratio, size = request.new.blend_ratio, self._allocator.block_size
+            ratio, size = request.new.reused.ratio, self._allocator.block_size
             if (chunk := blended_chunk(request.moved, slot, begin, end, ratio, size)) is not None:
                 found.append(chunk)
             if end >= request.moved[-1].last:

@@ -18,7 +18,7 @@ from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.chunks import read_chunks
 from quire.entry.completion import Completion, Generation
@@ -199,8 +199,8 @@ class FrontEnd:
             grammar=grammar,
             num_drafts=0 if params.logits_processors else params.speculative_tokens,
             transfer=transfer,
-            chunks=chunks,
-            blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
+            reused=ReusedParts(chunks, limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio),
+            adapter=prompt.adapter,
             embeds=b"" if prompt.embeds is None else prompt.embeds.tobytes(),
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.step import F32
 from quire.entry.torch_tensors import checked_matrix
@@ -18,13 +19,14 @@ class Prompt:
     """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids. `embeds`: [tokens, hidden]
     float32, the input of the first layer; then the ids only count the tokens.
     `cache_salt`: KV blocks are shared only among prompts with the same salt. `chunks`: (first token, end) of marked
-    content parts, see `text/kv_chunk_marks.py`."""
+    content parts, see `text/kv_chunk_marks.py`. `adapter`: that of the request; None: the base model."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
     embeds: F32 | None = None
+    adapter: Adapter | None = None
 
 
 PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt

@@ -10,8 +10,9 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.replicas import Core, flush
+from quire.engine.replicas import Core, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import FrontPlace, owner, parts
@@ -254,9 +255,19 @@ def _check(core: Core) -> bool:
     return True
 
 
+def _check_adapter(core: Core, name: str, folder: str, digest: str) -> str:
+    """Return the reason why an adapter does not fit the model; "": it does."""
+    try:
+        check_adapter(core, Adapter(name, folder, digest))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
     "plan": _plan,
     "blocks": block_map,
     "check": _check,
+    "check_adapter": _check_adapter,
 }

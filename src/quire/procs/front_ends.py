@@ -127,6 +127,7 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
             finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
             stats=msgspec.structs.replace(outputs.stats, **counted),
+            adapters=outputs.adapters,
             **{
                 name: {
                     handle: value for handle, value in getattr(outputs, name).items() if owner(handle, count) == number

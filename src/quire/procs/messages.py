@@ -47,6 +47,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     reset_prefix_cache   True when no request was running
     blocks               `BlockMap` as JSON
     check                True when the records of requests and KV blocks are consistent; else an error names the fault
+    check_adapter        the reason why an adapter does not fit the model, or ""
     trace_request        `TracedRequest` as JSON, of the next request; or, in `refused`, why there is none
     plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 
@@ -89,7 +90,12 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     unit: str = ""
 
 
-FEATURES = ("drafts", "KV tiers", "sharing")  # keys of `Ready.plans`: lines about what options turn on, or leave off
+FEATURES = (
+    "drafts",
+    "KV tiers",
+    "sharing",
+    "adapters",
+)  # keys of `Ready.plans`: lines about what options turn on, or leave off
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from quire.contracts.adapters import AdapterLoaded
 from quire.contracts.errors import QuireError
 from quire.contracts.protocols import Executor, ExecutorFacts, Wait
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
@@ -25,6 +26,7 @@ from quire.ranks.launchers import Launcher
 from quire.ranks.messages import (
     RankBuilt,
     RankControl,
+    RankCopied,
     RankMasks,
     RankReady,
     RankReply,
@@ -111,12 +113,12 @@ class RankProcesses:
         """Wait for the result of the oldest uncollected step of a lead (None: the first one), and return it."""
         return self._watch.result(self._leads[0] if lead is None else lead)
 
-    def copied(self, rank: int) -> list[FinishedCopy]:
-        """Return the reports of copy jobs of a rank that sends no results, since the last call."""
-        reports, waiting = list[FinishedCopy](), self._watch.ranks[rank].copied
+    def copied(self, rank: int) -> list[RankCopied]:
+        """Return the reports of copies and loads of a rank that sends no results, since the last call."""
+        reports, waiting = list[RankCopied](), self._watch.ranks[rank].copied
         with suppress(queue.Empty):
-            while True:
-                reports += waiting.get_nowait()
+            while not waiting.empty():
+                reports.append(waiting.get_nowait())
         return reports
 
     def ready(self, lead: int | None = None) -> bool:
@@ -221,6 +223,32 @@ class CopyReports:
         return tuple(found)
 
 
+class LoadReports:
+    """Joins the reports of the ranks about adapters: a load has ended when all say so, and failed if one has."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._reports: dict[int, list[AdapterLoaded]] = {}
+
+    def join(self, reports: Iterable[AdapterLoaded]) -> tuple[AdapterLoaded, ...]:
+        """Take reports of any rank. Return those of loads that all ranks have reported now."""
+        found = []
+        for report in reports:
+            some = self._reports.setdefault(report.id, [])
+            some.append(report)
+            if len(some) == self._num_ranks:
+                del self._reports[report.id]
+                found.append(
+                    AdapterLoaded(
+                        id=report.id,
+                        error=next((one.error for one in some if one.error), ""),
+                        seconds=max(one.seconds for one in some),
+                        read=any(one.read for one in some),
+                    )
+                )
+        return tuple(found)
+
+
 class RanksExecutor(Executor):
     """Executor of ranks that are ready. Owns `processes`, also beside executors of other replicas.
 
@@ -236,7 +264,7 @@ class RanksExecutor(Executor):
     ) -> None:
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
-        self._copies = CopyReports(len(self._ranks))
+        self._copies, self._loads = CopyReports(len(self._ranks)), LoadReports(len(self._ranks))
         self.pids = tuple(processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
@@ -248,10 +276,12 @@ class RanksExecutor(Executor):
 
     def collect(self) -> StepResult:
         result = self._processes.collect(self._lead)
-        if not self._facts.num_host_blocks:
+        others = [one for rank in self._ranks for one in self._processes.copied(rank)]
+        if not (others or result.copied or result.loaded):
             return result
-        reports = [*result.copied, *(report for rank in self._ranks for report in self._processes.copied(rank))]
-        return msgspec.structs.replace(result, copied=self._copies.join(reports))
+        copied = self._copies.join([*result.copied, *(report for one in others for report in one.copied)])
+        loaded = self._loads.join([*result.loaded, *(report for one in others for report in one.loaded)])
+        return msgspec.structs.replace(result, copied=copied, loaded=loaded)
 
     def ready(self) -> bool:
         return self._processes.ready(self._lead)

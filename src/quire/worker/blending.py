@@ -106,7 +106,9 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
 
     assert ctx.inputs is None, "no model with inputs of layers is blended"
     live = None if ctx.live is None else ctx.live[kept]
-    return replace(ctx, positions=positions, attention=tuple(chosen(meta) for meta in ctx.attention), live=live)
+    adapters = None if ctx.adapters is None else ctx.adapters.chosen(kept)
+    attention = tuple(chosen(meta) for meta in ctx.attention)
+    return replace(ctx, positions=positions, attention=attention, live=live, adapters=adapters)
 
 
 def _rows(plan: StepPlan, device: torch.device) -> StepRows:

@@ -24,6 +24,7 @@ from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
+from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
@@ -113,6 +114,7 @@ class EngineRig:
     states     checkpoints of states; None: no layer keeps states;  places  at which they are taken
     host_states   checkpoints in host memory; 0: as many as blocks
     state_disk, state_peers   tiers of checkpoints
+    adapters   slots of the device and of host memory for adapters;  loads  steps that each load takes
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -149,6 +151,8 @@ class EngineRig:
         host_states: int = 0,
         state_disk: MockDisk | None = None,
         state_peers: MockPeers | None = None,
+        adapters: tuple[int, int] = (0, 0),
+        loads: Sequence[int] = (1,),
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
@@ -184,6 +188,7 @@ class EngineRig:
             windows=windows,
             sizes=geometry.block_sizes,
             blends=blends,
+            loads=loads,
             tiers=tiers if host_blocks else None,
             states=states,
             state_tiers=state_tiers if host_blocks and states else None,
@@ -236,6 +241,8 @@ class EngineRig:
             store=self.store,
             clock=lambda: self.now,
         )
+        if adapters[0]:
+            self.core.scheduler.roster.adapters = AdapterSlots(*adapters)
         self.jobs = self.core._grammars._pool = Jobs()  # type: ignore[assignment]
         self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
         self.asked: dict[int, NewRequest] = {}
@@ -388,7 +395,8 @@ class EngineRig:
         new = self.asked[handle]
         if new.grammar is not None:
             return self.formed(handle)
-        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab)
+        adapter = new.adapter.digest if new.adapter is not None else ""
+        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab, adapter)
         for i, token in enumerate(tokens):
             if token in new.stop_ids and i + 1 > least_tokens(new):
                 return tokens[: i + 1], FinishReason.STOP

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.contracts.request import ReusedParts
 from quire.contracts.step import Tier
 
 NOTES = [list(range(at, at + 10)) for at in (100, 200, 300)]  # two blocks of four tokens, and two tokens more
@@ -30,7 +31,7 @@ def cached(rig: Any, *notes: int) -> Any:
 
 def ask(rig: Any, *notes: int, before: tuple[int, ...] = (), ratio: float = 0.25, **fields: Any) -> int:
     prompt, chunks = prompt_of(*notes, before=before)
-    return int(rig.add(prompt, 4, chunks=chunks, blend_ratio=ratio, **fields))
+    return int(rig.add(prompt, 4, reused=ReusedParts(chunks, ratio), **fields))
 
 
 def moved(rig: Any) -> list[tuple[int, ...]]:
@@ -93,7 +94,7 @@ def test_preempted_requests_blend_again(Rig: Any, depth: int) -> None:
     handles = []
     for first in (1, 2, 3):
         prompt, chunks = prompt_of(0, 1, before=(first,))
-        handles.append(rig.add(prompt, 20, chunks=chunks, blend_ratio=0.5))
+        handles.append(rig.add(prompt, 20, reused=ReusedParts(chunks, 0.5)))
     rig.drain()
     for handle in handles:
         rig.judge(handle)
@@ -126,7 +127,7 @@ def test_chunks_without_a_full_block_cost_nothing(Rig: Any, depth: int) -> None:
     """A prompt of many separators has as many chunks. None of them can be in the pool, so none has keys."""
     rig = Rig(depth, **SIZES | {"max_len": 512, "blocks": 128})
     prompt = [1, 2, 3, 9] * 100
-    handle = rig.add(prompt, 1, chunks=[(at, at + 3) for at in range(0, 400, 4)], blend_ratio=0.5)
+    handle = rig.add(prompt, 1, reused=ReusedParts(tuple((at, at + 3) for at in range(0, 400, 4)), 0.5))
     assert rig.scheduler.roster.chunks.chains(handle, 0) == []
     rig.drain().judge(handle)
 

@@ -12,7 +12,7 @@ import pytest
 from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, StepOutputs
-from quire.contracts.request import FinishReason
+from quire.contracts.request import FinishReason, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.entry.completion import Generation
@@ -300,9 +300,9 @@ BLENDING = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, chunki
 def test_parts_between_separators_are_chunks(text: str, chunks: tuple[tuple[int, int], ...]) -> None:
     front, params = FrontEnd(ByteTokenizer(), BLENDING), SamplingParams(max_tokens=1)
     (request,) = front.start(Prompt(token_ids=list(text.encode())), params)[1]
-    assert request.chunks == chunks and request.blend_ratio == 0.15
+    assert request.reused == ReusedParts(chunks, 0.15)
     scored = front.start(Prompt(token_ids=list(text.encode())), params.clone(prompt_logprobs=0))[1][0]
-    assert scored.chunks == (), "every row of the prompt is needed"
+    assert scored.reused.parts == (), "every row of the prompt is needed"
 
 
 def test_a_prompt_whose_kv_is_of_two_engines_reuses_no_texts() -> None:
@@ -310,7 +310,7 @@ def test_a_prompt_whose_kv_is_of_two_engines_reuses_no_texts() -> None:
     front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
     asked = SamplingParams(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     (request,) = front.start(Prompt(token_ids=list(b"ab#$cde")), asked)[1]
-    assert request.transfer is not None and request.chunks == ()
+    assert request.transfer is not None and request.reused.parts == ()
     with pytest.raises(InvalidParameter, match="kv_chunks excludes kv_transfer_params: another engine"):
         front.start(Prompt(token_ids=list(b"ab#$cde")), asked.clone(kv_chunks=[[0, 3]]))
 
@@ -347,7 +347,7 @@ def test_separators_are_found_from_the_left(separator: tuple[int, ...]) -> None:
 def test_marked_parts_come_before_separators_and_exclude_what_needs_all_rows() -> None:
     front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
     prompt, params = Prompt(text="ab#$cde", token_ids=list(b"ab#$cde"), chunks=((0, 5),)), SamplingParams(max_tokens=1)
-    assert front.start(prompt, params)[1][0].chunks == ((0, 5),)
+    assert front.start(prompt, params)[1][0].reused.parts == ((0, 5),)
     for fields, words in (
         ({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
         ({"kv_chunks": [[0, 2]]}, "counts tokens"),
@@ -362,8 +362,8 @@ def test_chunks_of_a_request_come_before_separators() -> None:
     front, prompt = FrontEnd(ByteTokenizer(), BLENDING), Prompt(token_ids=list(b"ab#$cde"))
     params = SamplingParams(max_tokens=1, kv_chunks=[[0, 3], [3, 6]], blend_ratio=0.5)
     (request,) = front.start(prompt, params)[1]
-    assert request.chunks == ((0, 3), (3, 6)) and request.blend_ratio == 0.5
-    assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].chunks
+    assert request.reused == ReusedParts(((0, 3), (3, 6)), 0.5)
+    assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].reused.parts
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.foreign import ForeignEnds, ForeignNorm
 from quire.args.rope import UNROTATED
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
@@ -70,6 +71,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("EAGLE-3", "-pp")},
     ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
+    (
+        {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
+        {},
+        {("shared choice", "no indexer")},
+    ),
     (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
         {},
@@ -138,6 +144,16 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
+        EAGLE | {"enable_cache_blend": True, "tensor_parallel_size": 2},
+        {"foreign": True},
+        {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
+    ),
+    (
+        SHARED | {"routing": "uniform"},
+        {"foreign": True},
+        {("-ep", "layers of transformers"), ("routing", "layers of transformers")},
+    ),
+    (
         {"enable_cache_blend": True, "pipeline_parallel_size": 2},
         {"gemma4": True},
         {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},
@@ -171,6 +187,22 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         EXAMPLES["disk"] | EXAMPLES["sharing"] | EXAMPLES["peers"] | EXAMPLES["Ray"],
         {"platform": "darwin"},
         {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
+    ),
+    (EXAMPLES["adapters"] | EXAMPLES["routing"], {}, {("adapters", "routing")}),
+    (
+        {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4, "lora_target_modules": ("q_proj",)}
+        | {"fully_sharded_loras": True},
+        {},
+        {
+            (f"{one} adapters" if one == "sharded" else one, "no adapters")
+            for one in ("slots of adapters", "rank of adapters", "held adapters", "modules of adapters", "sharded")
+        }
+        | {("sharded adapters", "no slices")},
+    ),
+    (
+        {"enable_lora": True, "fully_sharded_loras": True, "tensor_parallel_size": 2},
+        {},
+        {("sharded adapters", "-tp")},
     ),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},
@@ -217,6 +249,10 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
     if more.pop("unrotated", False):
         first = structs.replace(args.layers[0], mixer=structs.replace(args.layers[0].mixer, rope=UNROTATED))
         args = replace(args, layers=(first, *args.layers[1:]))
+    if more.pop("foreign", False):
+        norm = ForeignNorm(name="norm", stored="", width=64, eps=1e-6)
+        ends = ForeignEnds(module="", version="", embed="", head="", norm=norm, divides="its heads are its own")
+        args = replace(args, foreign=ends)
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.assemble.kv_views import kv_views
 from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, StepPlan
 from quire.engine.core import EngineCore
@@ -188,7 +188,7 @@ def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
     prompt, chunks = prompt_of(2, 0, 1, before=(9, 8, 7))
     expected = Engine(model, budget=budget).ask(prompt)
     engine = warmed(model, budget=budget)
-    actual = engine.ask(prompt, chunks=chunks, blend_ratio=1.0)
+    actual = engine.ask(prompt, reused=ReusedParts(tuple(chunks), 1.0))
     moved = sum(len(one.tokens) for plan in engine.plans for one in plan.features.blended)
     assert moved == 32 + 32 + 64 and torch.equal(actual, expected)
 
@@ -200,7 +200,7 @@ def test_what_is_kept_and_what_is_reused(kind: str, ratio: float) -> None:
     prompt, chunks = prompt_of(1, 2, 0, before=(9, 8, 7))
     reference = make_model(model_args(kind, **SIZES), reference=True)
     expected = blended(reference, prompt, chunks, ratio)
-    actual = warmed(model_of(kind)).ask(prompt, chunks=chunks, blend_ratio=ratio)
+    actual = warmed(model_of(kind)).ask(prompt, reused=ReusedParts(tuple(chunks), ratio))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
     exact = Engine(model_of(kind)).ask(prompt)
     assert (exact - expected).abs().max() > 0.05, "the case tells nothing"
@@ -218,7 +218,7 @@ def test_other_requests_of_the_step_are_as_ever(depth: int) -> None:
         for _ in range(4):
             engine.core.step()
         tokens = dict[int, list[int]]()
-        engine.add(prompt, 2, **({} if ratio is None else {"chunks": chunks, "blend_ratio": ratio}))
+        engine.add(prompt, 2, **({} if ratio is None else {"reused": ReusedParts(tuple(chunks), ratio)}))
         engine.add([6] * 45, max_tokens=3)
         while engine.core.has_work:
             out = engine.core.step()

@@ -32,7 +32,7 @@ class Limits:
                     is made for the exact numbers
     tiers           blocks of the KV cache are copied beside the steps
     joint           replicas in lock-step share experts of the drafter's layers
-    embeds          prompts may be given as embeddings
+    adapters        steps with adapters are captured, too
     """
 
     num_slots: int
@@ -49,7 +49,7 @@ class Limits:
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False
     joint: bool = False
-    embeds: bool = False
+    adapters: bool = False
 
     @property
     def queries(self) -> tuple[int, ...]:

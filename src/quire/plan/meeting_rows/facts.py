@@ -65,6 +65,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "partition": lambda i: ",".join(map(str, i.parallel.layers)),
     "partition_stages": lambda i: len(i.parallel.layers),
     "partition_layers": lambda i: sum(i.parallel.layers),
+    "in_one_piece": lambda i: i.model.foreign and i.model.foreign.divides,
     "experts": lambda i: i.num_experts,
     "expert_ranks": lambda i: i.parallel.expert_ranks,
     "redundant": lambda i: i.parallel.redundant,

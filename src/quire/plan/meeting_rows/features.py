@@ -60,6 +60,12 @@ def mtp_layers(i: Inputs) -> str:
     return "" if i.args is None else i.args.prediction.lack
 
 
+def _drafts_unchosen(i: Inputs, model: ModelArgs) -> bool:
+    """Return True if a layer drafts that has no indexer."""
+    own = [one.mixer for one in model.layers[model.num_layers :][: model.draft_layers]]
+    return any(not isinstance(one, LatentArgs) or one.index is None for one in own)
+
+
 def wrong_local(i: Inputs) -> bool:
     """True for a number of replicas of each host that is not -dp divided by the hosts."""
     local, hosts, dp = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes, i.parallel.dp
@@ -189,6 +195,13 @@ RANKS: Mapping[str, Feature] = {
         "layers that read the KV of other layers",
     ),
     "layer inputs": Feature(of_model(lambda i, m: m.inputs > 0), "embeddings for each layer"),
+    "layers of transformers": Feature(
+        of_model(lambda i, m: m.foreign is not None), "layers of transformers' code", "--model-impl"
+    ),
+    "layers in one piece": Feature(
+        of_model(lambda i, m: m.foreign is not None and bool(m.foreign.divides)),
+        "layers of transformers' code whose heads ranks cannot share",
+    ),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
@@ -225,6 +238,12 @@ DRAFTS: Mapping[str, Feature] = {
     "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
     "drafts of the model": Feature(lambda i: i.method in ("ngram", "mtp"), "method {method}", SPEC),
     "other ranks": Feature(of_drafts(_other_ranks), "another number of ranks for drafts"),
+    "shared choice": Feature(
+        of_drafts(lambda i, s: s.index_share_for_mtp_iteration is not None),
+        "passes that share a choice of tokens",
+        SPEC,
+    ),
+    "no indexer": Feature(of_model(_drafts_unchosen), "a prediction layer without an indexer"),
     "uneven drafter": Feature(lambda i: bool(uneven_drafter(i)), "heads that ranks cannot share equally"),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
@@ -298,6 +317,20 @@ CACHE: Mapping[str, Feature] = {
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
     "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
 }
+ADAPTERS: Mapping[str, Feature] = {
+    "adapters": Feature(given("enable_lora"), "adapters", "--enable-lora"),
+    "no adapters": Feature(lambda i: not i.config.adapters.enable_lora, "no adapters"),
+    "slots of adapters": Feature(given("max_loras"), "a number of adapters on the device", "--max-loras"),
+    "rank of adapters": Feature(given("max_lora_rank"), "a largest rank of adapters", "--max-lora-rank"),
+    "held adapters": Feature(given("max_cpu_loras"), "a number of adapters in host memory", "--max-cpu-loras"),
+    "modules of adapters": Feature(
+        given("lora_target_modules"), "modules that adapters may change", "--lora-target-modules"
+    ),
+    "sharded adapters": Feature(
+        given("fully_sharded_loras"), "adapters both of whose matrices are cut", "--fully-sharded-loras"
+    ),
+    "no slices": Feature(lambda i: i.parallel.tp == 1, "-tp 1"),
+}
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
@@ -317,4 +350,4 @@ OTHERS: Mapping[str, Feature] = {
     "given embeddings": Feature(lambda i: i.request.embeds, "a prompt of embeddings", "prompt_embeds"),
     "repetition penalty": Feature(lambda i: i.request.repetition, "a repetition penalty", "repetition_penalty"),
 }
-FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **OTHERS}
+FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}

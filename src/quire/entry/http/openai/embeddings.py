@@ -54,7 +54,7 @@ async def answer_vectors(
     item, whole   make the answer's part of a vector, and the answer
     """
     exchange.words = ((IDS, "input"),)
-    request_id, model = exchange.name(request.request_id), context.model(request.model)
+    request_id, model = exchange.name(request.request_id), await context.find(request.model)
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
@@ -88,7 +88,7 @@ async def vectors_of(
     `params`: names of the request fields of the texts, for errors. The last name stands for all further texts. When the
     engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
     plan, began = context.text().pooling, time.monotonic()
-    prompts = await _prompts(context, exchange, request, texts, params)
+    prompts = context.adapted(await _prompts(context, exchange, request, texts, params), request.model)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
     limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.serve.request_timeout)
     deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)

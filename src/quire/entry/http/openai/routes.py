@@ -8,6 +8,7 @@ from quire.entry.http.anthropic.messages import count_tokens, messages
 from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.kept.routes import cancel, retrieve
+from quire.entry.http.lora.routes import ROUTES as ADAPTERS
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
@@ -47,6 +48,7 @@ HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
     ("POST", "/tokenize", tokenize, schema.TokenizeRequest, schema.TokenizeResponse),
     ("POST", "/detokenize", detokenize, schema.DetokenizeRequest, schema.DetokenizeResponse),
     ("GET", "/tokenizer_info", tokenizer_info, None, schema.TokenizerInfo),
+    *ADAPTERS,
 )
 
 
