@@ -94,7 +94,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     handle       number that the front end gives the completion; unique among unfinished ones
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
-    stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
+    stop_ids     end-of-sequence and stop token ids; effective from `sampler.min_length` tokens on
     parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
@@ -106,6 +106,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     reused       parts of the prompt that reuse KV of other positions
     adapter      the adapter of the request; None: the base model
+    embeds       [prompt, hidden] float32, the input of the first layer, in place of that of `token_ids`; b"": none
     """
 
     handle: int
@@ -114,7 +115,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampler: SamplerSpec
     stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
     priority: int = 0
     parent: int | None = None
     deadline: float | None = None
@@ -127,6 +127,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     reused: ReusedParts = ReusedParts()
     adapter: Adapter | None = None
+    embeds: bytes = b""
 
 
 class Request:

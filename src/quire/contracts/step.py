@@ -45,6 +45,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                    NULL_BLOCK where the group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
+    embeds         [prompt, hidden] float32, input of the first layer for the prompt; None: the model embeds token_ids
     adapter        slot of the request's adapter on the device; -1: it has none
     """
 
@@ -55,6 +56,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int
     sampler: SamplerSpec
     pool: str = ""
+    embeds: F32 | None = None
     adapter: int = -1
 
 

@@ -176,6 +176,7 @@ class Admitter:
             num_computed=match.num_tokens,
             sampler=new.sampler,
             pool=new.pool,
+            embeds=np.frombuffer(new.embeds, np.float32).reshape(request.num_prompt, -1) if new.embeds else None,
             adapter=-1 if self._roster.adapters is None else self._roster.adapters.slot_of(request),
         )
         if request.num_cached < 0:

@@ -26,8 +26,10 @@ from quire.worker.balancing import RankBalancing
 from quire.worker.blending import Blending
 from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
+from quire.worker.logits_processors import LogitsProcessors
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
+from quire.worker.prompt_embeds import PromptEmbeds
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
@@ -174,7 +176,7 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 def _own(
     model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, *, captured: bool
 ) -> Iterator[StepFeature]:
-    """Yield the features that read the layers of a rank: adapters, blending, scoring of prompts, pooling.
+    """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
 
     captured   steps are in CUDA graphs
     """
@@ -183,8 +185,11 @@ def _own(
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
         yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured=captured))
+    yield PromptEmbeds()
     if model.kernels.blend is not None:
         yield Blending(model, kv, groups)
+    if model.last and model.vocabulary is None:
+        yield LogitsProcessors(state.tables.history)
 
     def logits_of(rows: Tensor, slot: int) -> Tensor:
         own = None if adapters is None else adapters.of_prompt(slot, len(rows))

@@ -277,7 +277,7 @@ def test_a_request_that_leaves_a_first_token_is_taken(front: FrontEnd, fields: d
 
 
 def test_numbers_of_requests_begin_again_before_those_of_another_front_end() -> None:
-    place = FrontPlace(number=1, count=2**29)  # four numbers
+    place = FrontPlace(number=1, count=2**28)  # four numbers, and four for the next process of the place
     front = FrontEnd(None, LIMITS, place=place)
     starts = [front.start(Prompt(token_ids=[1]), SamplingParams(n=n, max_tokens=1))[0] for n in (1, 2, 2, 1)]
     handles = [[completion.handle - place.first for completion in generation.completions] for generation in starts]

@@ -124,6 +124,21 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"latent": True, "device": "cpu"},
         {("CacheBlend", "rows of latents")},
     ),
+    (
+        EAGLE | EXAMPLES["KV events"] | {"enable_prompt_embeds": True, "enable_cache_blend": True},
+        {},
+        {("prompt embeddings", other) for other in ("drafts", "CacheBlend", "KV events")},
+    ),
+    (
+        {"enable_prompt_embeds": True},
+        {"gemma4": True, "device": "mock"},
+        {("prompt embeddings", "layer inputs"), ("prompt embeddings", "mock")},
+    ),
+    (
+        SHARED | {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
+        {},
+        {("prompt embeddings", "-pp"), ("prompt embeddings", "lock-step")},
+    ),
     ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     (
         EAGLE | {"enable_cache_blend": True, "tensor_parallel_size": 2},
@@ -205,6 +220,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {"request": AskedFields(**ALL, stream=True)},
         {("numbered chunks", "truncated prompt")} | {("numbered chunks", "text prompt"), ("transfer", "stream")},
+    ),
+    (
+        {},
+        {"request": AskedFields(**ALL, embeds=True, repetition=True)},
+        {("given embeddings", other) for other in ("chunks", "transfer", "prompt logprobs")}
+        | {("given embeddings", other) for other in ("repetition penalty", "truncated prompt")},
     ),
 ]
 

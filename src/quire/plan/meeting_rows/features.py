@@ -264,6 +264,7 @@ DRAFTS: Mapping[str, Feature] = {
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
+    "prompt embeddings": Feature(given("enable_prompt_embeds"), "prompts as embeddings", "--enable-prompt-embeds"),
     "few layers": Feature(of_model(lambda i, m: m.num_layers <= check_layer(m) + 1), "{layers} layers"),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
@@ -339,5 +340,7 @@ OTHERS: Mapping[str, Feature] = {
     "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),
     "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
+    "given embeddings": Feature(lambda i: i.request.embeds, "a prompt of embeddings", "prompt_embeds"),
+    "repetition penalty": Feature(lambda i: i.request.repetition, "a repetition penalty", "repetition_penalty"),
 }
 FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}

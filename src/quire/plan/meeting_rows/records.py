@@ -24,6 +24,8 @@ class AskedFields(NamedTuple):
     chunks   name of the field that names chunks, such as kv_chunks; "": none does
     text     the prompt is a text
     stream   the answer is streamed
+    embeds   the prompt is given as embeddings
+    repetition   the request has a repetition penalty
     """
 
     chunks: str = ""
@@ -31,6 +33,8 @@ class AskedFields(NamedTuple):
     transfer: bool = False
     truncated: bool = False
     stream: bool = False
+    embeds: bool = False
+    repetition: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,17 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens, which is made for all rows", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
+NO_EMBEDS = "leave out --enable-prompt-embeds"
+EMBEDS: tuple[Row, ...] = (
+    Row("prompt embeddings", "drafts", MISSING, "drafts are made of tokens, and such a prompt has none", NO_EMBEDS),
+    Row("prompt embeddings", "CacheBlend", MISSING, "texts are found again by their tokens", NO_EMBEDS),
+    Row("prompt embeddings", "-pp", MISSING, "the first stage alone reads them", "leave out -pp, or use -tp"),
+    Row("prompt embeddings", "lock-step", MISSING,
+        "their steps run outside of the CUDA graphs that replicas replay together", NO_EMBEDS),
+    Row("prompt embeddings", "layer inputs", MISSING, "each layer reads an embedding of the token, too", NO_EMBEDS),
+    Row("prompt embeddings", "KV events", MISSING, "events name a block by its tokens", NO_EMBEDS),
+    Row("prompt embeddings", "mock", REFUSED, "enable_prompt_embeds: device=mock has no layers", "leave it out"),
+)  # fmt: skip
 TIERS: tuple[Row, ...] = (
     Row("sharing", "no host memory", REFUSED,
         "kv_share: engines read each other's blocks through host memory, and kv_offload_gb is 0", MEMORY),
@@ -193,7 +204,29 @@ REQUESTS: tuple[Row, ...] = (
     Row("numbered chunks", "text prompt", REFUSED, "kv_chunks counts tokens, and the prompt is a text",
         "send token ids, put the engine's --blend-separator between the parts of the text, or mark content parts of "
         'messages with "kv_chunk": true', scope=REQUEST),
+    Row("given embeddings", "chunks", REFUSED, "prompt_embeds excludes {chunks}, which counts tokens", ONE,
+        scope=REQUEST),
+    Row("given embeddings", "transfer", REFUSED, "prompt_embeds excludes kv_transfer_params, which finds KV by tokens",
+        ONE, scope=REQUEST),
+    Row("given embeddings", "prompt logprobs", REFUSED,
+        "prompt_embeds excludes prompt_logprobs and echo, because the prompt has no tokens", ONE, scope=REQUEST),
+    Row("given embeddings", "repetition penalty", REFUSED,
+        "prompt_embeds excludes repetition_penalty, which reads the tokens of the prompt", ONE, scope=REQUEST),
+    Row("given embeddings", "truncated prompt", REFUSED, "prompt_embeds excludes truncate_prompt_tokens",
+        "cut the tensor before sending it", scope=REQUEST),
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *ADAPTERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (
+    *RANKS,
+    *EXPERTS,
+    *DRAFTS,
+    *STATES,
+    *LATENTS,
+    *BLEND,
+    *EMBEDS,
+    *TIERS,
+    *ADAPTERS,
+    *DEVICES,
+    *REQUESTS,
+)
