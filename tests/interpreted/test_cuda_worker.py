@@ -815,7 +815,9 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.
     With drafts, those of a draft model are equal too; it computes all tokens."""
     spread = np.arange(16, dtype=np.int32)
-    moved = BlendedChunk(slot=1, tokens=5 + spread, sources=16 + spread, shifts=np.full(16, 5, np.int32), num_kept=9)
+    moved = BlendedChunk(
+        slot=1, tokens=5 + spread, sources=16 + spread[None], shifts=np.full(16, 5, np.int32), num_kept=9
+    )
     both = {"num_decodes": 2, "num_tokens": i32(1 + drafts, 1 + drafts), "num_rows": i32(1 + drafts, 1 + drafts)}
     plans = (
         plan(1, (0,), (17,), (SAMPLE,), admitted=(admission(0, 17, (1, 2)),)),

@@ -42,6 +42,9 @@ class ModelConfig:
         None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
     )
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
+    enable_prompt_embeds: bool = option(
+        False, "prompts may be embeddings (prompt_embeds): tensors [tokens, hidden], as the first layer reads them"
+    )
     max_logprobs: int = option(20, "maximum logprobs per token that a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
     pooler_config: dict[str, Any] | None = option(

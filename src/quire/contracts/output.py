@@ -243,6 +243,23 @@ class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int | None = None
 
 
+class PoolingOutput(msgspec.Struct, kw_only=True):
+    """The vector of a prompt, [hidden] float32. A failed request has an empty one, and a code in `error`."""
+
+    data: F32
+    error: str | None = None
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """The pooled output of one prompt, of `LLM.encode`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
 class ScoringOutput(msgspec.Struct, kw_only=True):
     """Similarity of two texts, in [-1, 1]."""
 

@@ -55,23 +55,26 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     name        of the lease, by which the prefill node keeps the blocks until the decode node has them
     address     HOST:PORT of the prefill node; "": this engine is the prefill node
     num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
+    private     first block that depends on texts of other positions: who knows `name` alone finds it and those behind
+                it; -1: there is none
     """
 
     name: str
     address: str = ""
     num_tokens: int = 0
+    private: int = -1
 
 
 class MovedTokens(msgspec.Struct, frozen=True):
     """Tokens first .. last - 1 of a prompt whose KV exists `shift` positions earlier, in a text cached alone.
 
-    blocks   KV blocks of that text, from its beginning
+    blocks   KV blocks of that text, of each KV group, from its beginning; those of other tokens may be NULL_BLOCK
     """
 
     first: int
     last: int
     shift: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 class ReusedParts(msgspec.Struct, frozen=True):
@@ -91,7 +94,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     handle       number that the front end gives the completion; unique among unfinished ones
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
-    stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
+    stop_ids     end-of-sequence and stop token ids; effective from `sampler.min_length` tokens on
     parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
@@ -103,6 +106,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     reused       parts of the prompt that reuse KV of other positions
     adapter      the adapter of the request; None: the base model
+    embeds       [prompt, hidden] float32, the input of the first layer, in place of that of `token_ids`; b"": none
     """
 
     handle: int
@@ -111,7 +115,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampler: SamplerSpec
     stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
     priority: int = 0
     parent: int | None = None
     deadline: float | None = None
@@ -124,6 +127,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     reused: ReusedParts = ReusedParts()
     adapter: Adapter | None = None
+    embeds: bytes = b""
 
 
 class Request:

@@ -4,6 +4,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from hashlib import sha256
 from time import perf_counter
 
 import msgspec
@@ -400,6 +401,8 @@ class EngineCore:
             self.events.adapters[adapter] = new.adapter.name
         named = ("salt", new.cache_salt), (TENANT, new.tenant), (ADAPTER, adapter)
         tags = [(domain, value) for domain, value in named if value]
+        if new.embeds:
+            tags.append(("embeds", sha256(new.embeds).hexdigest()))
         if not self._prefix_caching:
             tags.append(("request", str(new.handle if new.parent is None else new.parent)))
         return tags

@@ -71,7 +71,9 @@ class Roster:
             self.queue.check_room(places, self.num_blocked + beside, self.table.num_free)
         request = Request(new, self._arrivals)
         self._arrivals += 1
-        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)
+        shared = new.transfer
+        private = None if shared is None or shared.private < 0 else (shared.private, shared.name)
+        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags, private)
         if new.grammar is not None:
             self._compiling.add(new.handle)
         if parent is not None and not self._prompt_planned(parent):

@@ -34,6 +34,8 @@ def beam_search(
     """
     eos = frozenset() if params.ignore_eos else frozenset(front.limits.eos_ids)
     width = params.beam_width
+    if any(prompt.embeds is not None for prompt in prompts):
+        raise InvalidParameter("beam search needs prompts of tokens: give texts or token ids.", param="prompt_embeds")
     starts = [tuple(front.encode(prompt)) for prompt in prompts]
     open_beams = [[_Beam(tokens=s, salt=p.cache_salt, adapter=p.adapter)] for s, p in zip(starts, prompts, strict=True)]
     complete: list[list[_Beam]] = [[] for _ in starts]

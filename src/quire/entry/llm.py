@@ -15,17 +15,36 @@ from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
 from quire.contracts.output import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
 from quire.entry.adapters import read_requests
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
-from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
+from quire.entry.embedding import (
+    TASK,
+    TASKS,
+    embed_params,
+    embedding_output,
+    likeness,
+    paired,
+    pooling_output,
+    vector_of,
+)
 from quire.entry.keyboard_interrupt import uninterrupted
-from quire.entry.local import Messages, check_adapter, front_end, named_adapters, render_chat, tokenizer_of
+from quire.entry.local import (
+    Messages,
+    check_adapter,
+    front_end,
+    named_adapters,
+    render_chat,
+    set_processors,
+    tokenizer_of,
+)
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.entry.unsupported import check_arguments, no_attribute
 from quire.observe.progress import Progress
@@ -52,7 +71,8 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
         self._engine: Engine | None = assemble(keyword_config(fspath(model), options), served=False)
-        self._front = front_end(self._engine)
+        self._front = front_end(self._engine, processors=True)
+        self._processed: dict[int, list[NewRequest]] = {}  # requests with logits processors, by first handle
         self._adapters = named_adapters(self._engine)
         self._mail: dict[int, Mail] = {}  # by first handle: callers may read several streams in turn
         self._dead: EngineDead | None = None  # set when the engine has stopped for good
@@ -129,6 +149,21 @@ class LLM:
         plan.check(dimensions)
         adapted = self._adapted(parse_prompts(prompts), lora_request)
         return [embedding_output(g, plan, dimensions) for g in self._pool(adapted, use_tqdm, priority)]
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return the pooled output of every prompt, in `outputs.data`, an array. `pooling_task`: "embed", as for
+        `embed`. vLLM's other tasks raise `InvalidParameter`."""
+        check_arguments(LLM.encode, others)
+        if pooling_task != TASK:
+            raise InvalidParameter(f"pooling_task={pooling_task!r}: {TASKS}", param="pooling_task")
+        return [pooling_output(one) for one in self.embed(prompts, use_tqdm=use_tqdm)]
 
     def score(
         self,
@@ -308,6 +343,9 @@ class LLM:
         generation, requests = self._front.start(prompt, params, **options)
         self._mail[generation.completions[0].handle] = mail
         started.append(generation)
+        if params.logits_processors:
+            self._processed[generation.completions[0].handle] = requests
+            set_processors(self.engine, requests, params.logits_processors)
         for request in requests:
             self.engine.core.add(request, places=0)  # past the queue's limit, which protects a server from its clients
 
@@ -352,6 +390,8 @@ class LLM:
                 for generation in started:
                     self._mail.pop(generation.completions[0].handle, None)
                 self._abort_orphans()
+                for generation in started if self._engine is not None else ():
+                    set_processors(self._engine, self._processed.pop(generation.completions[0].handle, ()), ())
 
     def _step(self) -> None:
         """Run one engine step and put each output into its reader's mail. After an exception the engine is dead."""

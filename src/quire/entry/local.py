@@ -6,6 +6,7 @@ from typing import Any
 from quire.assemble.engine import Engine
 from quire.contracts.adapters import Adapter, LoRARequest
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.request import NewRequest
 from quire.engine.replicas import check_adapter as check_fit
 from quire.entry.adapters import NamedAdapters
 from quire.entry.front_end import FrontEnd
@@ -18,9 +19,23 @@ from quire.text.tokenizer import Tokenizer
 Messages = Sequence[dict[str, Any]]
 
 
-def front_end(engine: Engine) -> FrontEnd:
-    """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs."""
-    return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
+def front_end(engine: Engine, *, processors: bool = False) -> FrontEnd:
+    """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs.
+    `processors`: the caller hands logits processors to the engine, if its model is in this process."""
+    return FrontEnd.of(
+        engine.config,
+        engine.core.facts,
+        engine.tokenizer,
+        engine.eos_ids,
+        width=engine.pooling.width,
+        processors=processors and engine.runner is not None,
+    )
+
+
+def set_processors(engine: Engine, requests: Sequence[NewRequest], processors: Sequence[Any]) -> None:
+    """Hand the logits processors of requests to the model runner, or take them back: ()."""
+    for request in requests:
+        engine.worker.features.controls["set_processors"](request.request_id, processors)
 
 
 def named_adapters(engine: Engine) -> NamedAdapters:

@@ -300,7 +300,6 @@ def resolve_engine(
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
-    inputs = replace(inputs, windows=geometry.windows)
     kernels = choose_kernels(
         device,
         dtype.dtype,

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-to the core      Add, Abort, Control, NextFrame, Gone, Stop
+to the core      Add, Abort, Control, NextFrame, Gone, Back, Stop
 from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply, Watched; at a fault Failed; Dropped
 """
 
@@ -67,6 +67,12 @@ class NextFrame(msgspec.Struct, frozen=True, tag="next_frame"):
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
     """The front end at this place has ended: end its requests, and send it nothing more."""
+
+    place: FrontPlace
+
+
+class Back(msgspec.Struct, frozen=True, tag="back"):
+    """Another front end starts at a place whose front end has ended. It gets the core's `Ready`."""
 
     place: FrontPlace
 
@@ -165,5 +171,5 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
-ToCore = Add | Abort | Control | NextFrame | Gone | Stop
+ToCore = Add | Abort | Control | NextFrame | Gone | Back | Stop
 FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped

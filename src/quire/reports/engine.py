@@ -10,13 +10,14 @@ from typing import Any
 
 from msgspec import structs
 
+from quire.args.check_layer import check_layer
 from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
 from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert, fused
 from quire.contracts.scheme import Scheme
-from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
+from quire.contracts.step import FIRST_TOKENS
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
@@ -191,7 +192,7 @@ class PlanReport:
             {
                 "ratio": cache.blend_ratio,
                 "separator": cache.blend_separator,
-                "check_layer": CHECK_LAYER,
+                "check_layer": check_layer(self.plan.args),
                 "first_tokens": FIRST_TOKENS,
             }
             if cache.enable_cache_blend

@@ -26,8 +26,10 @@ from quire.worker.balancing import RankBalancing
 from quire.worker.blending import Blending
 from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
+from quire.worker.logits_processors import LogitsProcessors
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
+from quire.worker.prompt_embeds import PromptEmbeds
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
@@ -123,7 +125,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state, captured=chosen["recorder"] == "graphs"),
+        *_own(model, kv, state, groups, captured=chosen["recorder"] == "graphs"),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -171,15 +173,23 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
         yield StageTokens(state.tables)
 
 
-def _own(model: Model, kv: list[KVView], state: DeviceState, *, captured: bool) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: adapters, blending, scoring of prompts, pooling. captured: in graphs"""
+def _own(
+    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, *, captured: bool
+) -> Iterator[StepFeature]:
+    """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
+
+    captured   steps are in CUDA graphs
+    """
     adapters: StepAdapters | None = None
     if model.adapters is not None:
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
         yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured=captured))
+    yield PromptEmbeds()
     if model.kernels.blend is not None:
-        yield Blending(model, kv)
+        yield Blending(model, kv, groups)
+    if model.last and model.vocabulary is None:
+        yield LogitsProcessors(state.tables.history)
 
     def logits_of(rows: Tensor, slot: int) -> Tensor:
         own = None if adapters is None else adapters.of_prompt(slot, len(rows))

@@ -27,6 +27,7 @@ FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
 --model-impl
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
+--enable-prompt-embeds --no-enable-prompt-embeds
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load

@@ -19,6 +19,7 @@ from quire.config.flags import (
     server_config,
     settings_of,
 )
+from quire.config.option_parsers import FORMATS_LACK, REFUSED_FORMATS
 from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, has_no_effect
 from quire.config.serve import ServerConfig, server_names
 from quire.config.sources import Settings
@@ -341,7 +342,7 @@ def test_a_keyword_is_given_once() -> None:
 
 @pytest.mark.parametrize("load_format", ["bitsandbytes", "gguf"])
 def test_load_formats_of_other_quantizations_are_refused(load_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    why = f"{load_format!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ"
+    why = f"{load_format!r} is not implemented ({REFUSED_FORMATS[load_format]}): {FORMATS_LACK}"
     with pytest.raises(SystemExit):
         settings(["--load-format", load_format])
     assert why in capsys.readouterr().err

@@ -38,13 +38,13 @@ def test_a_new_request_has_every_default_and_cannot_change() -> None:
     request = new()
     assert (
         request.stop_ids,
-        request.min_tokens,
+        request.embeds,
         request.priority,
         request.parent,
         request.deadline,
         request.cache_salt,
         request.read_prefix_cache,
-    ) == ((), 0, 0, None, None, "", True)
+    ) == ((), b"", 0, None, None, "", True)
     with pytest.raises(AttributeError):
         request.max_tokens = 9  # type: ignore[misc]
 

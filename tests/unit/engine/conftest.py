@@ -97,6 +97,11 @@ def no_idle_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.grammar.IDLE_SECONDS", 0.0)
 
 
+def least_tokens(new: NewRequest) -> int:
+    """Return the number of outputs before the first that may end the request."""
+    return max(0, new.sampler.min_length - new.sampler.num_prompt)
+
+
 class EngineRig:
     """`add` and `step` as a front end would, keeping per handle what was asked and what came.
 
@@ -291,12 +296,16 @@ class EngineRig:
         fail_after: int | None = None,
         scored: bool = False,
         places: int = 1,
+        min_tokens: int = 0,
         **fields: Any,
     ) -> int:
         """Add a request; `fail_after` plants a device failure after so many outputs; `scored` asks for prompt rows."""
         handle = len(self.asked) if handle is None else handle
         sampler = SamplerSpec(
-            seed=handle if seed is None else seed, num_prompt=len(prompt), num_prompt_logprobs=0 if scored else None
+            seed=handle if seed is None else seed,
+            num_prompt=len(prompt),
+            min_length=len(prompt) + min_tokens,
+            num_prompt_logprobs=0 if scored else None,
         )
         new = NewRequest(
             handle=handle,
@@ -389,7 +398,7 @@ class EngineRig:
         adapter = new.adapter.digest if new.adapter is not None else ""
         tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab, adapter)
         for i, token in enumerate(tokens):
-            if token in new.stop_ids and i + 1 > new.min_tokens:
+            if token in new.stop_ids and i + 1 > least_tokens(new):
                 return tokens[: i + 1], FinishReason.STOP
         return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
 
@@ -411,7 +420,7 @@ class EngineRig:
         while len(tokens) < new.max_tokens:
             masks, over = compiler.masks(
                 [None if free and not grammar.inside else matcher],
-                [new.stop_ids if len(tokens) >= new.min_tokens else ()],
+                [new.stop_ids if len(tokens) >= least_tokens(new) else ()],
             )
             if over:
                 return tokens, FinishReason.STOP
@@ -421,7 +430,7 @@ class EngineRig:
                 masks[0, 0] = masks[0, 0] & ~stopping if forced is None else 1 << forced
             tokens.append(allowed_token(next_token(digest, new.sampler.seed, self.vocab), masks[0], self.vocab))
             digest = chain(digest, tokens[-1])
-            if tokens[-1] in new.stop_ids and len(tokens) > new.min_tokens:
+            if tokens[-1] in new.stop_ids and len(tokens) > least_tokens(new):
                 return tokens, FinishReason.STOP
             if free:
                 before, budget = before + LETTERS[tokens[-1]].encode(), budget - 1
@@ -465,7 +474,7 @@ class EngineRig:
         else:
             assert (got, finish.reason, finish.error) == (tokens, reason, None)
             new, last = self.asked[handle], tokens[-1] if tokens else None
-            stopped = reason is FinishReason.STOP and last in new.stop_ids and len(tokens) > new.min_tokens
+            stopped = reason is FinishReason.STOP and last in new.stop_ids and len(tokens) > least_tokens(new)
             assert finish.stop_id == (last if stopped else None)
             assert handle in self.cached
             if self.asked[handle].pool:

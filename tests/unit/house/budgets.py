@@ -27,7 +27,7 @@ SPLIT_ROOMS = ("kernels", "entry")  # rooms that are counted by their sub-rooms
 OWN_ROOMS = ("plan/kinds",)  # sub-rooms that count by themselves
 KERNEL_MARKS = ("jit", "gluon_jit", "unspecialized")  # decorators of device functions, whose parameters are free
 OVER = Path(__file__).with_name("over.txt")
-MAX_OVER = 27  # lines of over.txt: lower it when a line leaves the list
+MAX_OVER = 26  # lines of over.txt: lower it when a line leaves the list
 RECORD_BASES = frozenset(("Struct", "NamedTuple", "TypedDict"))
 C_FUNCTION = re.compile(r"^(?!typedef|#|/|extern)\w[^;={]*?\b(?!__attribute__)(\w+)\([^;]*\)\s*\{$", re.MULTILINE)
 

@@ -81,6 +81,14 @@ def test_rms_norm(impl: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) 
 
 @fast(norm_cpu, norm_native)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_with_a_bias(impl: ModuleType, dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make((7, 100), dtype)
+    bias = norm_inputs.make((1, 100), dtype, 1)[0][0]
+    close(impl.layer_norm(x, weight, 1e-5, bias), norm_ref.layer_norm(x, weight, 1e-5, bias))
+
+
+@fast(norm_cpu, norm_native)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_uses_eps(impl: ModuleType, dtype: torch.dtype) -> None:
     x, weight = torch.full((1, 8), 1e-3, dtype=dtype), torch.ones(8, dtype=dtype)
     close(impl.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))

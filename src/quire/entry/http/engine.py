@@ -139,7 +139,8 @@ class ServedEngine:
             text = text.with_parsers(serve.tool_call_parser, serve.reasoning_parser, serve.default_chat_template_kwargs)
             note = text.styles.why if text.chat_template is not None else NO_CHAT
             self.text, self.ready = text, (ready := msgspec.structs.replace(ready, notes=(*ready.notes, note)))
-            self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
+            width = text.pooling.width
+            self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=width)
             await self.adapters.start()
         except BaseException as error:
             starting.cancel()

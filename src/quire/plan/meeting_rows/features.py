@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import get_args
 
+from quire.args.check_layer import check_layer
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.latent import LatentArgs
@@ -13,7 +14,6 @@ from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
-from quire.contracts.step import CHECK_LAYER
 from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
@@ -264,12 +264,8 @@ DRAFTS: Mapping[str, Feature] = {
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
-    "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
-    "several rotations": Feature(of_model(lambda i, m: len(m.rotations) > 1), "layers that rotate heads otherwise"),
-    "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a window or chunks"),
-    "KV groups": Feature(
-        lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
-    ),
+    "prompt embeddings": Feature(given("enable_prompt_embeds"), "prompts as embeddings", "--enable-prompt-embeds"),
+    "few layers": Feature(of_model(lambda i, m: m.num_layers <= check_layer(m) + 1), "{layers} layers"),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
@@ -339,12 +335,12 @@ OTHERS: Mapping[str, Feature] = {
     ),
     "mock": Feature(lambda i: i.device == "mock", "the mock device", "--device mock"),
     "KV tiers": Feature(_any_tier, "tiers of KV blocks"),
-    "chunks": Feature(lambda i: bool(i.request.chunks), "parts that reuse KV", "kv_chunks"),
     "numbered chunks": Feature(lambda i: i.request.chunks == "kv_chunks", "parts named by token numbers", "kv_chunks"),
     "transfer": Feature(lambda i: i.request.transfer, "KV of another engine", "kv_transfer_params"),
-    "prompt logprobs": Feature(lambda i: i.request.prompt_logprobs, "prompt logprobs", "prompt_logprobs"),
     "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),
     "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
+    "given embeddings": Feature(lambda i: i.request.embeds, "a prompt of embeddings", "prompt_embeds"),
+    "repetition penalty": Feature(lambda i: i.request.repetition, "a repetition penalty", "repetition_penalty"),
 }
 FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}

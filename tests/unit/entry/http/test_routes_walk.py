@@ -216,6 +216,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"model": "quire-tiny", "messages": TALK, "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a", "task": "embed"},
     "rerank": {"query": "a", "documents": ["b"]},
     "score": {"text_1": "a", "text_2": "b"},
 }
