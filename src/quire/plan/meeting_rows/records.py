@@ -31,6 +31,7 @@ class AskedFields(NamedTuple):
     chunks: str = ""
     text: bool = False
     transfer: bool = False
+    prompt_logprobs: bool = False
     truncated: bool = False
     stream: bool = False
     embeds: bool = False
