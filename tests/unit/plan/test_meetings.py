@@ -223,7 +223,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     (
         {},
-        {"request": AskedFields(**ALL, embeds=True, repetition=True)},
+        {"request": AskedFields(**ALL, embeds=True, repetition=True, prompt_logprobs=True)},
         {("given embeddings", other) for other in ("chunks", "transfer", "prompt logprobs")}
         | {("given embeddings", other) for other in ("repetition penalty", "truncated prompt")},
     ),
