@@ -9,10 +9,10 @@ import pytest
 from quire import LLM, SamplingParams
 
 from ..support.foreign_models import MODELS, make_foreign
-from ..support.full import full_rows
+from ..support.full import FULL, full_rows
 from ..support.tiny_models import mixed_prompts
 
-STEPS = 64
+STEPS = 64 if FULL else 20
 PREPARED = [name for name in MODELS if name not in ("hunyuan_v1_dense", "persimmon", "olmoe", "starcoder2")]
 ROWS = [("starcoder2", "tp"), *full_rows([(name, "tp") for name in PREPARED])]
 ROWS += full_rows([(name, "pp") for name in MODELS])
