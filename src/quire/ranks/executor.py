@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ from quire.ranks.watch import RankTimes, RankWatch, WatchedRank
 
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)
+R = TypeVar("R", FinishedCopy, AdapterLoaded)
 
 
 class RankProcesses:
@@ -196,57 +197,51 @@ class RankProcesses:
             raise
 
 
-class CopyReports:
-    """Joins the reports of the ranks: a job has ended when all ranks say so, and a block that one lacks has failed."""
+class RankReports(Generic[R]):
+    """Joins reports of the ranks about jobs: a job has ended when all ranks say so.
 
-    def __init__(self, num_ranks: int) -> None:
+    joined   makes one report of those of all ranks
+    """
+
+    def __init__(self, num_ranks: int, joined: Callable[[Sequence[R]], R]) -> None:
         self._num_ranks = num_ranks
-        self._reports: dict[int, list[FinishedCopy]] = {}
+        self._joined: Callable[[Sequence[R]], R] = joined
+        self._reports: dict[int, list[R]] = {}
 
-    def join(self, reports: Sequence[FinishedCopy]) -> tuple[FinishedCopy, ...]:
+    def join(self, reports: Iterable[R]) -> tuple[R, ...]:
         """Take reports of any rank. Return those of jobs that all ranks have reported now."""
         found = []
         for report in reports:
             some = self._reports.setdefault(report.id, [])
             some.append(report)
             if len(some) == self._num_ranks:
-                del self._reports[report.id]
-                found.append(
-                    FinishedCopy(
-                        id=report.id,
-                        failed=tuple(sorted({block for one in some for block in one.failed})),
-                        num_bytes=sum(one.num_bytes for one in some),
-                        seconds=max(one.seconds for one in some),
-                        error=next((one.error for one in some if one.error), ""),
-                    )
-                )
+                found.append(self._joined(self._reports.pop(report.id)))
         return tuple(found)
 
 
-class LoadReports:
-    """Joins the reports of the ranks about adapters: a load has ended when all say so, and failed if one has."""
+def joined_copies(some: Sequence[FinishedCopy]) -> FinishedCopy:
+    """Return the report of all ranks about a copy job: a block that one rank lacks has failed."""
+    return FinishedCopy(
+        id=some[0].id,
+        failed=tuple(sorted({block for one in some for block in one.failed})),
+        num_bytes=sum(one.num_bytes for one in some),
+        seconds=max(one.seconds for one in some),
+        error=_first_error(some),
+    )
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._reports: dict[int, list[AdapterLoaded]] = {}
 
-    def join(self, reports: Iterable[AdapterLoaded]) -> tuple[AdapterLoaded, ...]:
-        """Take reports of any rank. Return those of loads that all ranks have reported now."""
-        found = []
-        for report in reports:
-            some = self._reports.setdefault(report.id, [])
-            some.append(report)
-            if len(some) == self._num_ranks:
-                del self._reports[report.id]
-                found.append(
-                    AdapterLoaded(
-                        id=report.id,
-                        error=next((one.error for one in some if one.error), ""),
-                        seconds=max(one.seconds for one in some),
-                        read=any(one.read for one in some),
-                    )
-                )
-        return tuple(found)
+def joined_loads(some: Sequence[AdapterLoaded]) -> AdapterLoaded:
+    """Return the report of all ranks about the load of an adapter: it has failed if one rank's has."""
+    return AdapterLoaded(
+        id=some[0].id,
+        error=_first_error(some),
+        seconds=max(one.seconds for one in some),
+        read=any(one.read for one in some),
+    )
+
+
+def _first_error(some: Sequence[FinishedCopy] | Sequence[AdapterLoaded]) -> str:
+    return next((one.error for one in some if one.error), "")
 
 
 class RanksExecutor(Executor):
@@ -264,7 +259,8 @@ class RanksExecutor(Executor):
     ) -> None:
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
-        self._copies, self._loads = CopyReports(len(self._ranks)), LoadReports(len(self._ranks))
+        count = len(self._ranks)
+        self._copies, self._loads = RankReports(count, joined_copies), RankReports(count, joined_loads)
         self.pids = tuple(processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
