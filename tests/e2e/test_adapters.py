@@ -109,6 +109,8 @@ def test_beams_embeddings_and_streams_of_an_adapter(
             for one, more in ((wanted, {}), (llm, {"lora_request": asked}))
         ]
         np.testing.assert_allclose(*vectors, atol=ATOL)
+        (whole,) = llm.encode([prompts[3]], pooling_task="embed", use_tqdm=False, lora_request=asked)
+        np.testing.assert_array_equal(whole.outputs.data, np.float32(vectors[1]))
         *_, last = llm.stream(prompts[2], greedy(6), lora_request=asked)
         assert (
             last.outputs[0].token_ids

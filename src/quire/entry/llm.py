@@ -156,6 +156,7 @@ class LLM:
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
         """Return the pooled output of every prompt, in `outputs.data`, an array. `pooling_task`: "embed", as for
@@ -163,7 +164,7 @@ class LLM:
         check_arguments(LLM.encode, others)
         if pooling_task != TASK:
             raise InvalidParameter(f"pooling_task={pooling_task!r}: {TASKS}", param="pooling_task")
-        return [pooling_output(one) for one in self.embed(prompts, use_tqdm=use_tqdm)]
+        return [pooling_output(one) for one in self.embed(prompts, use_tqdm=use_tqdm, lora_request=lora_request)]
 
     def score(
         self,
