@@ -7,13 +7,16 @@ from collections import Counter
 from pathlib import Path
 
 from quire.config.flags import flag_names, server_options
+from quire.config.option_parsers import FORMATS_LACK, REFUSED_FORMATS
 from quire.config.peer_flags import MEANINGS, PEER_FLAGS, PeerFlag
 
 
 def flags_page() -> str:
     """The whole page, as Markdown."""
     page = Path(__file__).with_suffix(".md").read_text()
-    return page.replace("@OPTIONS@", _options()).replace("@COUNTS@", _counts()).replace("@PEERS@", _peers())
+    return (
+        page.replace("@OPTIONS@", _options()).replace("@COUNTS@", _counts()).replace("@PEERS@", _peers() + _formats())
+    )
 
 
 def _options() -> str:
@@ -39,6 +42,14 @@ def _peers() -> str:
     return "".join(
         f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.meaning} | {_cell(_why(flag))} |\n"
         for flag in PEER_FLAGS
+    )
+
+
+def _formats() -> str:
+    """Rows of the values of two flags that work otherwise."""
+    return "".join(
+        f"| `--load-format {name}`, `--quantization {name}` | refused | {why}: {FORMATS_LACK} |\n"
+        for name, why in REFUSED_FORMATS.items()
     )
 
 

@@ -43,10 +43,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "draft model": {"speculative_config": NGRAM | {"method": "draft_model", "model": "DRAFT"}},
     "EAGLE": {"speculative_config": NGRAM | {"method": "eagle3", "model": "HEAD"}},
     "CacheBlend": {"enable_cache_blend": True},
+    "prompt embeddings": {"enable_prompt_embeds": True},
     "host memory": {"kv_offload_gb": 1.0},
     "disk": {"kv_offload_gb": 1.0, "kv_offload_dir": "kv"},
     "sharing": {"kv_offload_gb": 1.0, "kv_share": ":5700"},
     "peers": {"kv_offload_gb": 1.0, "kv_peers": ("a:1",)},
+    "adapters": {"enable_lora": True},
     "KV events": {"kv_events_config": {"enable_kv_cache_events": True}},
     "no prefix cache": {"enable_prefix_caching": False},
     "round robin": {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests.support.foreign_models import MODELS as FOREIGN
 from tests.support.tiny_models import FAMILIES as CASES
 from tests.support.tiny_models import Tiny, tiny_config
 
@@ -46,6 +47,26 @@ block size, prefix cache, depth of the step pipeline, preemption, drafts. Two mo
 parallelism of 2. `quire verify MODEL` makes the comparison step by step for any checkpoint.
 
 ## Families
+"""
+OTHERS = """
+## Any other decoder of transformers
+
+A causal decoder that is in none of these tables runs by the code of transformers (`pip install
+'quire[transformers]'`), with Quire's scheduler, cache, sampler and server. transformers builds its modules without
+weights. Quire traces a layer of each kind to the operations that it runs, and replaces those that equal its own
+kernels on random numbers: projections (queries, keys and values as one, gate and up as one, quantized formats too),
+norms, the preparation of heads (norm, rotation, write to the cache), attention (scale, window or chunks, cap,
+sinks), activations, experts, sums with the residual. What is left stays an operation of PyTorch. `quire explain
+MODEL` says which, and why. Layers of which nothing is left run as fast as those of a family in the table; `quire
+verify` has nothing to compare.
+
+`--model-impl transformers` runs a family of the table this way, `--model-impl quire` refuses all others. Refused
+with the reason: code of a checkpoint (`trust_remote_code` stays off), recurrent layers, cross-attention, encoders,
+masks of a model's own, positions derived from the length of a cache (Llama 4), rope types dynamic and longrope.
+Experts run by Quire's kernels, and the module chooses them. `-tp` needs layers whose heads are prepared by Quire;
+`-pp` needs nothing.
+
+Compared like the families above, with random tiny checkpoints: {}.
 """
 
 
@@ -160,6 +181,7 @@ def page(results: Mapping[str, Any]) -> str:
         "\n## Language models inside models that read images\n",
         "The language model runs; the weights of the rest are not read. A request with an image gets an error (400).\n",
         table(around),
+        OTHERS.format(", ".join(f"`{name}`" for name in FOREIGN if name not in FAMILIES)),
         "\n## Known, and not implemented yet\n",
         table(missing),
         "",

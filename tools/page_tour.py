@@ -275,8 +275,28 @@ class Tour:
         assert tab.look("document.activeElement.closest('.token-panel') !== null")
         tab.press("Escape")
         assert tab.look(f"{one('.token-panel')}.hidden")
+        tab.press("Enter", "Tab", "Enter")  # another alternative, which goes with its panel
+        tab.until(f"{ANSWER}.querySelector('.variants').textContent.includes('3 of 3') && {IDLE}")
+        assert tab.look("document.activeElement.matches('.tokens')"), "the focus stays at the answer"
         self.panel_closes()
         self.look_with_axe("an answer")
+
+    def edit(self) -> None:
+        """A message goes back into the field; it leaves both conversations, with what follows."""
+        tab, words = self.tab, "The message to change"
+        tab.click(named(".composer button", "New conversation"))
+        tab.click(f"{named('.check', 'Two settings')}.firstChild")
+        for prompt in ("Hello", words, "More"):
+            self.ask(prompt)
+        tab.write(one("#prompt"), "A draft")
+        tab.click(f"{every('.turn.user button')}[1]")
+        assert self.number(".turn") == 12 and tab.look(f"{one('#prompt')}.value") == "A draft"
+        tab.write(one("#prompt"), "")
+        tab.click(f"{every('.turn.user button')}[1]")
+        assert self.number(".turn") == 4 and tab.look(f"{one('#prompt')}.value") == words
+        tab.press("Enter")
+        tab.until(f"{every('.turn')}.length === 8 && {IDLE}")
+        tab.click(f"{named('.check', 'Two settings')}.firstChild")
 
     def tool(self) -> None:
         """A call of a tool, its result, and the answer to the result."""
@@ -309,9 +329,11 @@ class Tour:
         assert len(texts) == 2 and all({"name", "year"} == set(json.loads(text)) for text in texts), texts
         self.picture("side-by-side")
         tab.click(named(".composer button", "Export"))
-        curl, python = tab.look(f"{every('dialog[open] pre')}.map((one) => one.textContent)")
-        assert curl.startswith("curl http") and "json_schema" in curl
-        compile(python, "export", "exec")
+        texts = tab.look(f"{every('dialog[open] pre')}.map((one) => one.textContent)")
+        assert len(texts) == 4, "curl and Python, of the settings A and B"
+        for curl, python in (texts[:2], texts[2:]):
+            assert curl.startswith("curl http") and "json_schema" in curl and '"assistant"' not in curl
+            compile(python, "export", "exec")
         self.look_with_axe("the export")
         tab.press("Escape")
         tab.click(f"{named('.check', 'Two settings')}.firstChild")
@@ -411,6 +433,10 @@ class Tour:
         tab.until(f"{every('#part-meetings tbody tr')}.length > 20")
         self.look_with_axe("the meetings")
         self.view("timeline")
+        order, head = one('[aria-label="Order of requests"]'), one(".two-columns th:last-child")
+        for value, words in (("3", "each token"), ("0", "time")):
+            tab.look(f"({order}.value = '{value}', {order}.dispatchEvent(new Event('change')))")
+            assert tab.look(f"{head}.textContent") == words
         tab.write(one('[aria-label="Search requests"]'), "length")
         long = "Number(row.cells[3].textContent) > 50 && Number(row.cells[2].textContent) > 150"
         tab.click(f"{every('.two-columns > div:first-child tbody tr')}.find((row) => {long})?.querySelector('button')")
@@ -515,6 +541,7 @@ def tour_of_mock(tab: Tab, url: str, axe: str) -> None:
     tour.own_life()
     tour.trace()
     tour.again()
+    tour.edit()
     tour.live("mock")
     tour.check(locked=True)
 

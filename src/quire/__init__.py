@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.contracts import errors
+    from quire.contracts.adapters import LoRARequest
     from quire.contracts.errors import QuireError
     from quire.contracts.output import CompletionOutput, RequestOutput
     from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
@@ -21,6 +22,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "OutputKind",
     "QuireError",
     "RequestOutput",
@@ -36,6 +38,7 @@ _HOMES = {
     "BeamSearchParams": "quire.contracts.sampling",
     "CompletionOutput": "quire.contracts.output",
     "EngineConfig": "quire.config.engine",
+    "LoRARequest": "quire.contracts.adapters",
     "OutputKind": "quire.contracts.sampling",
     "QuireError": "quire.contracts.errors",
     "RequestOutput": "quire.contracts.output",

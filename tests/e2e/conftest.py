@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 
 from ..support.template_process import quick_starts
 from ..support.tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
+from .adapters import Merged
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -139,5 +140,15 @@ def greedy() -> Callable[..., SamplingParams]:
 
     def make(max_tokens: int, **fields: Any) -> SamplingParams:
         return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | fields))
+
+    return make
+
+
+@pytest.fixture
+def merged(tiny: Any, oracle: Any, tmp_path: Path) -> Callable[..., Merged]:
+    """Makes adapters for a family's checkpoint."""
+
+    def make(family: str = "qwen3", count: int = 3, **more: Any) -> Merged:
+        return Merged(oracle(tiny(family=family, **more.pop("spec", {}))).folder, tmp_path, count, **more)
 
     return make

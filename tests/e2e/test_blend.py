@@ -88,6 +88,10 @@ def test_over_http() -> None:
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
         (record, *_) = [one for one in server.ask("/debug/requests").json()["requests"] if one["num_prompt"] == 75]
         assert {one["tier"] for one in record["fetched"].values()} == {"blended"}
+        scored = [complete(prompt, prompt_logprobs=0, **chunks).json() for chunks in ({}, {"kv_chunks": [[3, 73]]})]
+        first, second = (one["choices"][0]["prompt_logprobs"] for one in scored)
+        assert first == second and len(second) == 75, "the whole prompt is computed"
+        assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in scored] == [0, 0]
         for fields in ({"kv_chunks": [[3, 99]]}, {"kv_chunks": [[3, 2]]}, {"blend_ratio": 2}):
             refused = complete(prompt, **fields)
             assert refused.status == 400 and refused.json()["error"]["param"] in fields
@@ -156,7 +160,6 @@ def test_marked_parts_over_http() -> None:
         for more, param in (
             ({"kv_chunks": [[0, 9]]}, "kv_chunks"),
             ({"kv_chunk": True}, "kv_chunk"),
-            ({"prompt_logprobs": 0}, "messages"),
             ({"blend_separator": "#"}, "blend_separator"),
             ({"kv_chunks": [[0, 9]], "truncate_prompt_tokens": 9}, "kv_chunks"),
         ):

@@ -222,3 +222,29 @@ def test_a_proxy_of_vllm_finds_its_fields() -> None:
         assert sum(value for labels, value in loaded.items() if "peer" in str(labels) and "load" in str(labels)) > 4
         refused = second.server.ask("/v1/responses", {"input": "a", "kv_transfer_params": transfer})
         assert refused.status == 400 and b"use /v1/chat/completions" in refused.body
+
+
+def test_a_prompt_of_texts_at_other_positions_is_decoded_elsewhere() -> None:
+    """The decode node gets KV that was moved, under a name that no other request finds it by."""
+    notes = [prompt(40, seed)["prompt_token_ids"] for seed in (1, 2)]
+    asked = {"prompt_token_ids": [*prompt(20)["prompt_token_ids"], *notes[1], *notes[0], 301, 302, 303]}
+    chunks = {"kv_chunks": [[20, 60], [60, 100]], "blend_ratio": 0.2}
+    with LLM(**SMALL, **role("kv_producer"), kv_share=free_address(), enable_cache_blend=True) as first:
+        for note in notes:
+            first.generate({"prompt_token_ids": note}, SamplingParams(max_tokens=1), use_tqdm=False)
+        (alone,) = first.generate(asked, params(40).clone(**chunks), use_tqdm=False)
+        (whole,) = first.generate(asked, params(40).clone(kv_chunks=[]), use_tqdm=False)
+        assert alone.outputs[0].token_ids != whole.outputs[0].token_ids, "the case tells nothing"
+        first.reset_prefix_cache()
+        for note in notes:
+            first.generate({"prompt_token_ids": note}, SamplingParams(max_tokens=1), use_tqdm=False)
+        (output,) = first.generate(asked, FIRST.clone(**chunks), use_tqdm=False)
+        assert output.num_cached_tokens == alone.num_cached_tokens == 64
+        assert output.kv_transfer_params["remote_private_block"] == 1
+        with LLM(**SMALL, **role("kv_consumer"), kv_peers=(first.engine.config.share.kv_share,)) as second:
+            (found,) = second.generate(asked, params(40, output.kv_transfer_params), use_tqdm=False)
+            assert found.outputs[0].token_ids == alone.outputs[0].token_ids and found.num_cached_tokens == 96
+            (other,) = second.generate(asked, params(40), use_tqdm=False)
+            assert other.num_cached_tokens == 16 and other.outputs[0].token_ids == whole.outputs[0].token_ids
+            second.engine.core.check()
+        until(lambda: not leases(first))

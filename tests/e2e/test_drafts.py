@@ -223,6 +223,11 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"method": "ngram", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8"}, "not implemented for method ngram"),
     (
+        {"method": "ngram", "num_speculative_tokens": 3, "index_share_for_mtp_iteration": True},
+        '"index_share_for_mtp_iteration": True is not implemented for method ngram',
+    ),
+    ({"method": "mtp", "index_share_for_mtp_iteration": "yes"}, "'yes' has no meaning: give true or false"),
+    (
         {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "max_model_len": 383},
         '"max_model_len": 383 is below the 384 tokens of the engine',
     ),
@@ -257,6 +262,7 @@ def test_vllm_s_spellings_mean_the_same(drafting: Callable[..., LLM]) -> None:
         {"model": "ngram"},
         {"model": "[ngram]", "method": "ngram"},
         {"method": "ngram", "rejection_sample_method": "standard", "quantization": None},
+        {"method": "ngram", "index_share_for_mtp_iteration": False},
         {"method": "ngram", "draft_tensor_parallel_size": 1, "disable_eagle_block_drop": True, "enforce_eager": False},
     ):
         llm = LLM(**OPTIONS, speculative_config={"num_speculative_tokens": 2, **given})

@@ -244,7 +244,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({}, {"method": "draft_model"}, {}, "this is a head of method eagle3"),
     ({}, {"method": "eagle3", "model": None}, {}, "method eagle3 needs a model: give the key model"),
     ({}, {}, {"max_model_len": 8192}, "max_model_len=8192 exceeds the model's context of 4096"),
-    ({}, {}, {"enable_cache_blend": True}, "CacheBlend with an EAGLE head is not implemented yet, because"),
     ({"vocab_size": 9000}, {}, {}, "has 9000 token ids and the model has 8192: use a draft model with the model's"),
     ({"hidden_size": 128, "head_dim": 64}, {}, {}, "reads states of 128 numbers and the model's have 64: use the head"),
     ({"target_hidden_size": 32}, {}, {}, "target_hidden_size=32 of an EAGLE head is not implemented: use one with 64"),

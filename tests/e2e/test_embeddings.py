@@ -52,6 +52,18 @@ def pooler(method: str, normalize: bool = False) -> dict[str, Any]:
     return {"pooler_config": {"pooling_type": method.upper(), "normalize": normalize}}
 
 
+def test_encode_gives_the_vectors_of_embed(oracle: Any, engine: Engine, prompts: list[list[int]]) -> None:
+    llm = engine(oracle().folder)
+    found = llm.encode(prompts[:2], pooling_task="embed", use_tqdm=False)
+    right = llm.embed(prompts[:2], use_tqdm=False)
+    for one, other in zip(found, right, strict=True):
+        assert_same(one.outputs.data.tolist(), np.array(other.outputs.embedding))
+        assert one.prompt_token_ids == other.prompt_token_ids and one.outputs.error is None
+    for task in (None, "token_embed", "reward"):
+        with pytest.raises(InvalidParameter, match="head that classifies"):
+            llm.encode("a", pooling_task=task)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_vectors_in_one_step_and_in_chunks_with_a_cold_and_a_warm_cache(

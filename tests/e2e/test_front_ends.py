@@ -114,7 +114,7 @@ def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
             wait_until(counted, "counts are missing")
 
 
-def test_a_killed_process_loses_its_clients_and_no_other() -> None:
+def test_a_killed_process_loses_its_clients_and_no_other_and_is_started_again() -> None:
     with serving(*SLOW) as (server, fronts, core):
         with only(fronts[-1], fronts):
             lost = open_stream(server, FOR_LONG)
@@ -128,10 +128,19 @@ def test_a_killed_process_loses_its_clients_and_no_other() -> None:
         for _, response in rest:
             assert response.read().rstrip().endswith(b"data: [DONE]")
         wait_until(lambda: "HTTP process 2 of 3 (pid" in server.stderr, server.stderr)
-        assert "was killed by SIGKILL: its clients have lost their connections; 2 go on" in server.stderr
+        assert "was killed by SIGKILL: its clients have lost their connections; 2 go on. It is" in server.stderr
         wait_until(lambda: server.metric("quire:num_requests_running").popitem()[1] == 0, "its request runs on")
         assert server.complete(max_tokens=4).status == 200
         assert server.ask("/health").status == 200
+        wait_until(lambda: "HTTP process 2 of 3 is started again (pid" in server.stderr, server.stderr)
+        (pid,) = {*every(server)} - {*fronts}
+        wait_until(lambda: listens(pid), "the new process does not listen")
+        before = server.metric("quire:request_success_total")
+        with only(pid, every(server)):
+            assert server.complete(max_tokens=4).status == 200
+            assert sum(server.metric("quire:request_success_total").values()) >= sum(before.values())
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0 and not is_running(pid)
 
 
 def test_a_stopped_process_is_told_and_so_is_that_it_goes_on() -> None:
@@ -184,11 +193,22 @@ def test_nothing_outlives_the_first_process() -> None:
         wait_until(lambda: not any(map(is_running, [*fronts, core])), "a process is left")
 
 
-def test_responses_are_not_stored() -> None:
-    with serving() as (server, fronts, core):
+def test_any_process_knows_the_responses_of_all() -> None:
+    """Also one that runs in the background in another process, or in one that is gone."""
+    with serving(*SLOW) as (server, fronts, core):
+
+        def ask(pid: int, path: str = "", body: Any = None) -> Any:
+            with only(pid, every(server)):
+                return server.ask(f"/v1/responses{path}", body).json()
+
         body = {"input": "Once", "max_output_tokens": 4}
-        name = server.ask("/v1/responses", body).json()["id"]
-        assert server.ask(f"/v1/responses/{name}").status == 404
-        for field in ({"previous_response_id": name}, {"background": True}):
-            answer = server.ask("/v1/responses", body | field)
-            assert answer.status == 400 and "--api-server-count" in answer.json()["error"]["message"]
+        made = ask(fronts[0], body=body)
+        assert ask(fronts[1], "/" + made["id"]) == made
+        later = ask(fronts[2], body=body | {"previous_response_id": made["id"]})
+        assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
+        body |= {"max_output_tokens": FOR_LONG, "background": True}
+        running, lost = ask(fronts[0], body=body), ask(fronts[2], body=body)
+        assert ask(fronts[1], "/" + running["id"])["status"] == "in_progress"
+        assert server.ask(f"/v1/responses/{running['id']}/cancel", {}).json()["status"] == "cancelled"
+        os.kill(fronts[2], signal.SIGKILL)
+        wait_until(lambda: ask(fronts[1], "/" + lost["id"])["status"] == "failed")

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ModelNotFound, UserError
@@ -313,3 +315,33 @@ def test_the_switch_in_the_environment_is_named(hub: FakeHub) -> None:
         timeout=60,
     )
     assert told.returncode == 3 and "run it once without HF_HUB_OFFLINE" in told.stderr
+
+
+def adapter(folder: Path, **more: Any) -> Path:
+    """An adapter for a layer of the bundled model."""
+    folder.mkdir()
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | more))
+    at, made = "base_model.model.model.layers.0.self_attn.q_proj", {"lora_A": (2, 256), "lora_B": (256, 2)}
+    save_file({f"{at}.{name}.weight": torch.ones(shape) for name, shape in made.items()}, folder / ADAPTER)
+    return folder
+
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def test_adapters_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    """Their config is checked before their weights are downloaded, and a second request downloads nothing."""
+    hub.repos["quire/sql"] = adapter(tmp_path / "sql")
+    hub.repos["quire/dora"] = adapter(tmp_path / "dora", use_dora=True)
+    options = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 22, "enable_lora": True}
+    with LLM(**options, use_tqdm_on_load=False) as llm:
+        params = SamplingParams(max_tokens=2)
+        with pytest.raises(UserError, match="DoRA"):
+            llm.generate("a", params, lora_request=LoRARequest("dora", 1, "quire/dora"), use_tqdm=False)
+        assert not hub.weight_bytes()
+        for _ in range(2):
+            llm.generate("a", params, lora_request=LoRARequest("sql", 2, "quire/sql"), use_tqdm=False)
+            assert hub.weight_bytes() == (tmp_path / "sql" / ADAPTER).stat().st_size
+        with pytest.raises(ModelNotFound, match="quire/none"):
+            llm.generate("a", params, lora_request=LoRARequest("none", 3, "quire/none"), use_tqdm=False)

@@ -31,7 +31,7 @@ ON_TEXT = (
     "stop detokenize skip_special_tokens shown_special_ids spaces_between_special_tokens include_stop_str_in_output "
     "output_kind stream_interval bad_words structured_outputs"
 )
-ON_OTHERS = "speculative_tokens kv_transfer_params kv_chunks blend_ratio"  # in files of their own
+ON_OTHERS = "speculative_tokens kv_transfer_params kv_chunks blend_ratio logits_processors"  # in files of their own
 COLD: dict[str, Any] = {"temperature": 0.0}
 # name -> fields; `ignore_eos` is on unless a case is about ends, so that all run to COUNT
 CASES: dict[str, dict[str, Any]] = {

@@ -53,13 +53,19 @@ def test_texts_through_tiers_are_plain_texts(
     assert disk.num_loaded >= TALKS and disk.num_failed == 0
 
 
-def test_drafts_do_not_change_answers(shared: Path, engine: Callable[..., LLM], tmp_path: Path) -> None:
-    """The layer that drafts has an indexer of its own, whose keys lie in the page."""
-    folder = predicting(tmp_path, "deepseek_v32", shared / "models" / "quire-tiny", 0.05)
+@pytest.mark.parametrize(("family", "key"), [("deepseek_v32", None), ("glm_moe_dsa", None), ("glm_moe_dsa", False)])
+def test_drafts_do_not_change_answers(
+    family: str, key: bool | None, shared: Path, engine: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """The layer that drafts has an indexer of its own, whose keys lie in the page. The config.json of GLM-5.2 says that
+    the passes of a step share a choice; key: index_share_for_mtp_iteration of the engine."""
+    folder = predicting(tmp_path, family, shared / "models" / "quire-tiny", 0.05)
     options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 3, "max_model_len": 256, "max_num_batched_tokens": 24}
     prompts = [[(5 * i * i + 3 * n) % 50 for i in range(n)] for n in (41, 5, 70)]
     wanted = [one.outputs[0].token_ids for one in engine(folder, **options).generate(prompts, GREEDY, use_tqdm=False)]
-    llm = engine(folder, **options, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "index_share_for_mtp_iteration": key}
+    llm = engine(folder, **options, speculative_config=drafts)
+    assert llm.engine.worker.model.args.prediction.shares == (family == "glm_moe_dsa" and key is None)
     assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
     runs, _, *accepted = llm.engine.core.state().stats.drafts
     assert accepted[0] > runs // 3 > 0

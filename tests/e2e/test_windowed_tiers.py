@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.contracts.errors import UnsupportedModel
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kvnet import block_share
@@ -89,10 +88,3 @@ def test_prefill_in_another_engine(
     transfers = [prefiller.generate([prompt], FIRST, use_tqdm=False)[0].kv_transfer_params for prompt in prompts]
     assert all(transfers)
     reused(checkpoint, decoder, prompts, Tier.PEER, transfers)
-
-
-def test_texts_at_other_positions_are_refused(checkpoint: Any, engine: Callable[..., LLM]) -> None:
-    with pytest.raises(
-        UnsupportedModel, match="CacheBlend with layers that have a window or chunks is not implemented"
-    ):
-        engine(checkpoint.folder, **SIZES, enable_cache_blend=True)

@@ -23,14 +23,14 @@ from .test_engine import SURE, TEXTS, make
 Answers = list[list[tuple[int, ...]]]
 SCALE = 0.05  # of what layers add to the embedding: some drafts of a layer that knows the embedding alone are wrong
 SIZES = {"block_size": 16, "max_model_len": 384}
-PREDICTING = {"mtp": "glm4_moe", "mtp latent": "deepseek_v3"}
-DRAFTERS = (*PREDICTING, "eagle", "eagle3", "draft model")
+PREDICTING = {"mtp": "glm4_moe", "mtp latent": "deepseek_v3", "mtp sparse": "glm_moe_dsa"}  # the last shares a choice
+DRAFTERS = ("mtp", "mtp latent", "eagle", "eagle3", "draft model")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"k": 2}, {"k": 3, "async_depth": 1}, {"k": 1, "enforce_eager": True},
     {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 30},
 )  # fmt: skip
 MORE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("mtp latent", {"k": "auto"}), ("eagle3", {"k": 3, "max_num_seqs": 20}),
+    ("mtp latent", {"k": "auto"}), ("eagle3", {"k": 3, "max_num_seqs": 20}), ("mtp sparse", {"k": 3}),
     ("mtp", {"k": 3, "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 5, 1], [6, 20, 0]]}),
 )  # fmt: skip
 

@@ -54,7 +54,8 @@ def launch(
     meta = AttentionMeta(*sizes, table, slots, empty(seqs, dtype=ints), tokens if prompts else 1, 1, None, known)
     turn = empty(tokens, 64), empty(tokens, 64)
     q, k = empty(tokens, index_heads, 128), empty(tokens, 128 + index_heads)[:, :128]
-    index.prepare(q, k, empty(2, 128), 1e-6, *turn, keys, slots)
+    for own in (q, q[:, :0]):  # without queries: a later pass of a drafter
+        index.prepare(own, k, empty(2, 128), 1e-6, *turn, keys, slots)
     chosen = index.choose(q, empty(tokens, index_heads, dtype=torch.float32), keys, meta, TOP_K)
     rows, positions = tokens - decodes, chosen.positions[decodes:]
     latent.chosen(empty(rows, heads, 512), empty(rows, heads, 64), cache, meta, 0.1, positions, decodes)

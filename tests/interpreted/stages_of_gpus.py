@@ -39,14 +39,14 @@ SPECULATION = Speculation(method="mtp", num_drafts=DRAFTS)
 
 
 def arguments() -> ModelArgs:
-    """The arguments of a model of two layers that share an indexer, and of its prediction layer, which has its own."""
+    """The arguments of a model of two layers that share an indexer, and of its prediction layer, which has its own, and
+    whose passes share a choice."""
     raw = tiny_config(
         Tiny(family="glm_moe_dsa"), num_hidden_layers=2, indexer_types=["full", "shared"], mlp_layer_types=None
     )
     del raw["num_mtp_layers"]
-    return with_prediction(
-        parse_checkpoint_config(raw | {"num_nextn_predict_layers": 1, "vocab_size": 64}), drafting=1, embeds=True
-    )
+    own = {"num_nextn_predict_layers": 1, "vocab_size": 64, "index_share_for_mtp_iteration": True}
+    return with_prediction(parse_checkpoint_config(raw | own), drafting=1, embeds=True)
 
 
 def runner_of_rank(rank: Rank, limits: Limits, target: str, groups: RankGroups | None = None) -> StepRunner:

@@ -480,12 +480,13 @@ MIXED = (
 
 
 def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
-    """The arguments of a model, and a function that makes it with its drafter: a prediction layer ("glm", "latent"), an
-    EAGLE-3 head that knows some ids ("eagle3"), or a draft model ("model")."""
+    """The arguments of a model, and a function that makes it with its drafter: a prediction layer ("glm", "latent"; of
+    "sparse latent" the passes share a choice), an EAGLE-3 head that knows some ids ("eagle3"), or a draft model
+    ("model")."""
     if drafter in ("eagle3", "model"):
         args = replace(model_args("dense"), tie_word_embeddings=False)
         return args, make_headed if drafter == "eagle3" else make_drafted
-    return with_prediction(model_args(drafter), drafting=1), make_model
+    return with_prediction(model_args(drafter), drafting=1, shares=True), make_model
 
 
 @pytest.mark.parametrize(
@@ -493,7 +494,7 @@ def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
     [
         (False, "glm"),
         (False, "eagle3"),
-        *full_rows((True, each) for each in ("glm", "eagle3", "latent", "model")),
+        *full_rows((True, each) for each in ("glm", "eagle3", "latent", "sparse latent", "model")),
     ],
 )
 def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
@@ -814,7 +815,9 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.
     With drafts, those of a draft model are equal too; it computes all tokens."""
     spread = np.arange(16, dtype=np.int32)
-    moved = BlendedChunk(slot=1, tokens=5 + spread, sources=16 + spread, shifts=np.full(16, 5, np.int32), num_kept=9)
+    moved = BlendedChunk(
+        slot=1, tokens=5 + spread, sources=16 + spread[None], shifts=np.full(16, 5, np.int32), num_kept=9
+    )
     both = {"num_decodes": 2, "num_tokens": i32(1 + drafts, 1 + drafts), "num_rows": i32(1 + drafts, 1 + drafts)}
     plans = (
         plan(1, (0,), (17,), (SAMPLE,), admitted=(admission(0, 17, (1, 2)),)),

@@ -103,6 +103,20 @@ def test_the_causal_edge() -> None:
     check_choice(triton, (torch.ones_like(q), weights.abs(), cache, meta), 8)
 
 
+def test_a_later_row_attends_to_the_choice_of_the_last_one() -> None:
+    """In a pass with padding behind the sequences, as `ref` does; of sequences with few tokens to all of them."""
+    q, weights, cache, meta = make(Case((3, 1, 2, 1), (40, 4, 12, 8), heads=(3, 1)), torch.float32)
+    chosen = ref.choose(q, weights, cache, meta, 8)
+    wanted = ref.keep_last(chosen, meta)
+    worker = replace(as_worker(meta, 3), prompts=())
+    kept = triton.keep_last(triton.choose(q, weights, cache, worker, 8), worker)
+    assert torch.equal(kept, wanted)
+    lengths = torch.tensor([41, 5, 13, 9], dtype=torch.int32)
+    found = triton.reuse(kept, replace(worker, query_start=torch.arange(5, dtype=torch.int32), seq_lens=lengths))
+    wanted[1, 5:] = -1
+    assert torch.equal(found.positions, wanted) and found.decodes == 4 and found.sequences == ()
+
+
 @pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn])
 def test_prepare(codes: torch.dtype | None) -> None:
     draw = torch.Generator().manual_seed(3)
@@ -121,6 +135,10 @@ def test_prepare(codes: torch.dtype | None) -> None:
     (q_ref, wanted), (q_found, cache) = found
     torch.testing.assert_close(q_found, q_ref, rtol=1e-5, atol=1e-5)
     same = cache.keys.float() == wanted.keys.float()
+    keys = cache.keys.clone()
+    cache.keys.zero_()
+    triton.prepare(k.new_empty(tokens, 0, dim), k, norm, 1e-6, cos, sin, cache, slots)
+    assert torch.equal(cache.keys.float(), keys.float()), "without queries the keys are the same"
     assert same.float().mean() > 0.98 or codes is None, "the interpreter rounds a few to another code"
     if codes is None:
         torch.testing.assert_close(cache.keys, wanted.keys, rtol=1e-5, atol=1e-5)

@@ -71,6 +71,14 @@ def test_rms_norm_with_a_residual_and_a_factor(dtype: torch.dtype) -> None:
     close(norm.rms_norm(x, weight, EPS, residual, factor), norm_ref.rms_norm(x, weight, EPS, residual, factor))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layer_norm_with_a_bias(dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make((7, 100), dtype)
+    bias = norm_inputs.make((1, 100), dtype, 1)[0][0]
+    for added in (None, bias):
+        close(norm.layer_norm(x, weight, EPS, added), norm_ref.layer_norm(x, weight, EPS, added))
+
+
 def test_rms_norm_uses_eps() -> None:
     x, weight = torch.full((1, 8), 1e-3), torch.ones(8)
     close(norm.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))

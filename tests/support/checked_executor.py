@@ -125,16 +125,19 @@ class CheckedExecutor(MockExecutor):
 
     def _move(self, chunk: BlendedChunk) -> None:
         """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
-        state, memory = self._slots[chunk.slot], self._memory.reshape(-1)
+        state = self._slots[chunk.slot]
         table, positions = self._tables[state.request_id], state.computed + chunk.tokens
         assert 0 <= chunk.num_kept <= len(positions) and positions[-1] < len(state.tokens) - 1, "moved too much"
         table.num_exact = min(table.num_exact, int(positions[0]))
         alone = dict[int, list[int]]()
-        for position, source, shift in zip(positions.tolist(), chunk.sources, chunk.shifts.tolist(), strict=True):
+        assert chunk.sources.shape == (len(self._sizes), len(positions)), "a source in each group"
+        for position, places, shift in zip(positions.tolist(), chunk.sources.T, chunk.shifts.tolist(), strict=True):
             digests = alone.setdefault(shift, [FIRST])
             while len(digests) <= position - shift + 1:
                 digests.append(chain(digests[-1], state.tokens[shift + len(digests) - 1]))
-            assert memory[source] == digests[position - shift + 1], "moved KV of other tokens"
+            for group, (place, size) in enumerate(zip(places.tolist(), self._sizes, strict=True)):
+                own = int(self._memory[divmod(place, size)])
+                assert own == digests[position - shift + 1] ^ group, "moved KV of other tokens"
 
     def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
         table = self._tables[state.request_id]

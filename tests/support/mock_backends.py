@@ -33,7 +33,7 @@ class MockBackend:
         self.first_s = self.event_s = 0.0
         self.refuse = 0
         self.stalls = False
-        self.health = 200
+        self.health, self.told = 200, b""  # status and body of the answers to health checks
         self.replaced_by: Any = None  # an ASGI application that answers everything instead
         self.num_blocks = num_blocks
         self.cache: OrderedDict[int, None] = OrderedDict()
@@ -71,7 +71,9 @@ class MockBackend:
         if self.replaced_by is not None:
             return await self.replaced_by(scope, receive, send)
         if path == "/health":
-            return await _answer(send, self.health, b"")
+            return await _answer(send, self.health, self.told)
+        if path == "/metrics":
+            return await _answer(send, 404, b"")
         data = b""
         while True:
             message = await receive()

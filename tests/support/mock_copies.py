@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.contracts.request import Transfer
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
-from quire.ranks.executor import CopyReports
+from quire.ranks.executor import RankReports, joined_copies
 
 GARBAGE = 0x5A5A5A5A5A5A5A5A
 FAULTS = ("", "lost", "half", "corrupt", "full")
@@ -197,7 +197,7 @@ class MockRanks:
         delays: Sequence[int],
         faults: Sequence[str],
     ) -> None:
-        half, self._reports = memory.shape[1] // 2, CopyReports(2)
+        half, self._reports = memory.shape[1] // 2, RankReports(2, joined_copies)
         self._ranks = [
             MockCopies(
                 memory[:, rank * half : (rank + 1) * half],

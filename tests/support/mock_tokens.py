@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from quire.engine.mock_executor import FIRST, chain, next_token
+from quire.engine.mock_executor import chain, first_digest, next_token
 
 
-def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """Return the first `count` tokens that the mock generates for a prompt."""
-    digest, tokens = FIRST, []
+def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int, adapter: str = "") -> list[int]:
+    """Return the first `count` tokens that the mock generates for a prompt. adapter: its content digest; "": none"""
+    digest, tokens = first_digest(adapter), []
     for token in prompt:
         digest = chain(digest, token)
     for _ in range(count):

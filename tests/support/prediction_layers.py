@@ -37,7 +37,10 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
     by_layer = ("layer_types", "mlp_layer_types", "indexer_types")
     raw = {key: one[:LAYERS] if key in by_layer else one for key, one in raw.items()}
-    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
+    raw |= {"num_hidden_layers": LAYERS, spelled: 1}
+    if family == "glm_moe_dsa":  # as GLM-5.2 has it
+        raw["index_share_for_mtp_iteration"] = True
+    (folder / "config.json").write_text(json.dumps(raw))
     own = {
         "enorm": torch.ones(hidden),
         "hnorm": torch.rand(hidden) + 0.5,

@@ -17,6 +17,7 @@ from msgspec import structs
 from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.args.experts import MoEArgs, has_experts, read_moe
 from quire.args.families import FAMILIES, Family
+from quire.args.foreign import ForeignEnds
 from quire.args.grouped import read_cap, read_grouped
 from quire.args.keys import Keys
 from quire.args.latent import latent_layers
@@ -45,10 +46,6 @@ from quire.contracts.text_table import read_rows
 DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # hidden_act -> activation of `quire.kernels.activation`
 WRAPPED = "{} also reads images: its language model alone runs, and requests with images are refused"
-LONG = (
-    "LongRoPE: the context is longer than the trained {0} tokens, so all requests rotate by the divisors of long "
-    "contexts; --max-model-len {0} chooses the others"
-)
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -74,6 +71,7 @@ class ModelArgs:
     prediction       those of them that predict several tokens (MTP)
     eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
+    foreign          the ends of a model of transformers, whose layers are `ForeignArgs`; None: a model of Quire's own
     wrapper          place of the model in the checkpoint of a model around it, of which nothing else runs
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
@@ -91,6 +89,7 @@ class ModelArgs:
     prediction: PredictionArgs = PredictionArgs()
     eagle: EagleArgs | None = None
     wrapper: WrapperArgs | None = None
+    foreign: ForeignEnds | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -239,26 +238,6 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         tie_word_embeddings=False,
         eagle=eagle,
     )
-
-
-def with_length(args: ModelArgs, length: int | None) -> ModelArgs:
-    """Return the arguments for an engine whose context has `length` tokens; None: as many as the model has.
-
-    LongRoPE has other divisors for contexts up to its trained length.
-    """
-
-    def fitted(one: LayerArgs) -> LayerArgs:
-        if not isinstance(one.mixer, AttentionArgs):
-            return one
-        rope = one.mixer.rope
-        if rope.kind != "longrope" or length is None:
-            return one
-        rope = replace(rope, long=length > rope.original_max_position)
-        return structs.replace(one, mixer=structs.replace(one.mixer, rope=rope))
-
-    args = replace(args, layers=tuple(map(fitted, args.layers)))
-    trained = max((one.rope.original_max_position for one in args.attending if one.rope.long), default=0)
-    return replace(args, notes=(*args.notes, LONG.format(trained))) if trained else args
 
 
 def _layers(

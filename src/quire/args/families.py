@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from quire.args.experts import MOE_KEYS
 from quire.args.latent import LATENT_KEYS
@@ -330,3 +331,11 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(architecture="Glm4MoeLiteForCausalLM", heads=OWN_KV, form=LayerForm(eps=1e-5),
                             experts="glm4_moe_lite", latent="deepseek_v3", words="num_nextn_predict_layers"),
 }  # fmt: skip
+
+
+def has_family(raw: Mapping[str, Any]) -> bool:
+    """Return True for a config.json of a family that Quire has, whatever else it says."""
+    named = {family.architecture for family in FAMILIES.values()}
+    listed = raw.get("architectures")
+    by_name = raw.get("model_type") is None and isinstance(listed, list) and not named.isdisjoint(map(str, listed))
+    return raw.get("model_type") in FAMILIES or by_name

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
+from quire.args.foreign import ForeignGate, ForeignLeaf, ForeignNorm
 from quire.args.latent import LatentArgs
 from quire.args.mamba import MambaArgs
 from quire.args.rope import RopeArgs, Rotation
@@ -89,6 +90,70 @@ class GroupedArgs(msgspec.Struct, frozen=True, kw_only=True, tag="grouped"):
         return Rotation(self.rope, self.rotary_dim, self.head_dim)
 
 
+class ForeignArgs(msgspec.Struct, frozen=True, kw_only=True, tag="foreign"):
+    """A whole layer of transformers' code, whose attention is ours.
+
+    attention    its heads and its window; whether the layer rotates heads is its own affair
+    prepared     True: norm, rotation and the write of keys and values are one kernel; False: operations of the module
+    apart        the reason why the layer is not prepared; "": it is
+    turn         number of its rotation among those of the model; -1: it is not prepared
+    order        order of the dimensions of its heads that kernels need; (): the checkpoint's
+    head_norm    norms of the heads of queries and keys of a prepared layer; (): there are none
+    leaves       its other parameters
+    gates        activations that kernels compute
+    operations   the operations of PyTorch that are left, in their order
+    kind         number of the kind of layer
+    """
+
+    one_scale: ClassVar[bool] = False  # of keys and values of an 8-bit cache
+
+    attention: GroupedArgs
+    leaves: tuple[ForeignLeaf, ...]
+    prepared: bool = False
+    apart: str = ""
+    turn: int = -1
+    order: tuple[int, ...] = ()
+    head_norm: tuple[ForeignNorm, ...] = ()
+    gates: tuple[ForeignGate, ...] = ()
+    operations: tuple[str, ...] = ()
+    kind: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads that the cache keeps."""
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        return self.attention.head_dim
+
+    @property
+    def window(self) -> int | None:
+        """Its window, as of `GroupedArgs`."""
+        return self.attention.window
+
+    @property
+    def scores(self) -> ScoreArgs:
+        """Its scores."""
+        return self.attention.scores
+
+    @property
+    def rope(self) -> RopeArgs:
+        """No settings: the module rotates heads."""
+        return self.attention.rope
+
+    @property
+    def rotation(self) -> Rotation:
+        """No rotation, likewise."""
+        return self.attention.rotation
+
+
 class NoneArgs(msgspec.Struct, frozen=True, kw_only=True, tag="none"):
     """The half that a layer does not have, with its norm: it has the other one alone."""
 
@@ -112,6 +177,10 @@ class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     gate_scale: float = 1.0
 
 
+class ForeignExpertsArgs(MoEArgs, frozen=True, kw_only=True, tag="foreign experts"):
+    """Experts of a layer of transformers' code, which chooses them by itself: `routing` tells their numbers alone."""
+
+
 class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
     """A gated MLP and experts that read the same states. Their results are normalized and added."""
 
@@ -119,10 +188,10 @@ class BesideArgs(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
     experts: MoEArgs
 
 
-AttentionArgs = GroupedArgs | LatentArgs
+AttentionArgs = GroupedArgs | LatentArgs | ForeignArgs
 RecurrentArgs = DeltaArgs | ShortConvArgs | MambaArgs
 MixerArgs = AttentionArgs | RecurrentArgs | NoneArgs
-FeedForwardArgs = DenseArgs | MoEArgs | BesideArgs | NoneArgs
+FeedForwardArgs = DenseArgs | MoEArgs | ForeignExpertsArgs | BesideArgs | NoneArgs
 
 
 class NormArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +224,7 @@ class LayerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """A layer: it reads the tokens before a token with its mixer, then the token alone with its feed-forward part.
 
     norms      norms of each half: "before" it, "after" it, "both", or "shared": one before both halves, which run in
-               parallel
+               parallel; "": those of a layer of transformers, which is one mixer with all of its parts
     residual   factor on the result of each half before it is added to the residual stream
     scaled     True: the layer's result is multiplied by a number of the checkpoint
     inputs     numbers of the further embedding that the layer has of each token; 0: it has none

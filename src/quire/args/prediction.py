@@ -1,11 +1,13 @@
 """The layers of a checkpoint that predict several tokens (MTP), by config.json. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from quire.args.families import Family
 from quire.args.keys import Keys
+from quire.args.latent import IndexArgs, LatentArgs
+from quire.args.layers import LayerArgs
 
 SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of their number; a family reads one of them
@@ -22,6 +24,8 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
     embedded   True: they have an embedding of their own
     embeds     True: a drafter reads the model's embedding, which the last stage of a pipeline has, too
     read       False: those of the model's family are not implemented
+    shares     True: the first pass of a step chooses tokens by the indexer of the layer, and the step's later passes
+               attend to the same; False: each pass chooses
     """
 
     layers: int = 0
@@ -30,6 +34,7 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
     embedded: bool = False
     embeds: bool = False
     read: bool = False
+    shares: bool = False
 
     @property
     def lack(self) -> str:
@@ -43,6 +48,14 @@ class PredictionArgs(msgspec.Struct, frozen=True, kw_only=True):
         if self.layers > 1:
             return f"has {self.layers} of them ({count}), and only 1 is implemented"
         return "has an embedding of its own (mtp_use_dedicated_embeddings)" if self.embedded else ""
+
+    def shared_choice(self, layers: Sequence[LayerArgs]) -> IndexArgs | None:
+        """Return the indexer of the layer that drafts, if later passes of a step attend to the choice of the first.
+
+        layers   of the checkpoint, the last of which predict several tokens
+        """
+        own = layers[-self.layers].mixer if self.drafting and self.shares else None
+        return own.index if isinstance(own, LatentArgs) else None
 
     def named(self, name: str) -> str:
         """Return the name of a tensor of such a layer, from its name in a layer of the model, with "{i}" in it."""
@@ -68,4 +81,8 @@ def read_prediction(keys: Keys, family: Family, most: int) -> PredictionArgs:
     if COUNTS[0] not in family.keys:
         return PredictionArgs()
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else COUNTS[0]
-    return PredictionArgs(layers=keys.count(spelled, 1, most=most) or 0, read=True)
+    return PredictionArgs(
+        layers=keys.count(spelled, 1, most=most) or 0,
+        read=True,
+        shares="index_share_for_mtp_iteration" in family.keys and keys.flag("index_share_for_mtp_iteration"),
+    )

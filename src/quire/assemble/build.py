@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from quire.adapters.slots import slot_plan
 from quire.args.experts import MoEArgs
+from quire.assemble.adapters import add_slots
 from quire.contracts.parallel import Parallel, vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
@@ -49,13 +52,20 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     )
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
-    model = Decoder(args, plan.params, build, elsewhere=everything)
+    modules = None
+    if args.foreign is not None:
+        from quire.foreign.blocks import foreign_modules
+
+        modules = foreign_modules(Path(plan.folder), args, build)
+    model = Decoder(args, plan.params, build, elsewhere=everything, modules=modules)
     if (drafter := own_draft(plan)) is not None:
         model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
         if drafter.args.eagle is not None:
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
+    if target is None and (slots := slot_plan(plan)) is not None:
+        model.adapters = add_slots(model, plan, slots)
     return model
 
 

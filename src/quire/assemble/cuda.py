@@ -140,6 +140,7 @@ def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
         tiers=resolve_offload(config).host_bytes > 0,
         joint=joint_drafts(plan),
+        adapters=config.adapters.enable_lora,
     )
 
 
@@ -252,7 +253,11 @@ def _blended_step(limits: Limits) -> StepPlan:
     step = _largest_step(limits, 1)
     tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
     chunk = BlendedChunk(
-        slot=0, tokens=tokens, sources=limits.block_sizes[0] + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
+        slot=0,
+        tokens=tokens,
+        sources=np.stack([size + tokens for size in limits.block_sizes]),
+        shifts=tokens // 2,
+        num_kept=len(tokens) // 2,
     )
     return msgspec.structs.replace(step, features=PlanFeatures(blended=(chunk,)))
 

@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,9 @@ from quire.answers.grammar import GrammarCompiler
 from quire.answers.grammar_trial import GrammarTrial
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import PoolingPlan
+from quire.assemble.adapter_slots import adapter_slots
 from quire.assemble.early_checks import check_early
-from quire.assemble.feature_lines import OFF, turned_on
+from quire.assemble.feature_lines import feature_lines, turned_on
 from quire.assemble.loaded import Loading, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
@@ -58,7 +59,6 @@ from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
-from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
 from quire.reports.engine import PlanReport
@@ -218,7 +218,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
-    lines = () if served else _lines(core.facts.plans)  # a server has a banner
+    lines = () if served else feature_lines(core.facts.plans)  # a server has a banner
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
@@ -396,6 +396,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         compiler=compiler,
         store=store,
     )
+    core.scheduler.roster.adapters = adapter_slots(plan)
     try:
         return publish_events(core, config, replica)
     except ConfigError:
@@ -424,13 +425,6 @@ def join_replicas(
         arrived=arrived,
         balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups), nodes=even_nodes(hosts)),
     )
-
-
-def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the lines about ranks and about features that are on, for an engine without a banner."""
-    ranks = ["{ranks} ({each rank}).".format(**plans)] if plans.get("ranks") else []
-    on = [title for title in ("states", *FEATURES) if plans[title] and not str(plans[title]).startswith(OFF)]
-    return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 
 def _params_of(plans: Sequence[EnginePlan]) -> list[Param]:

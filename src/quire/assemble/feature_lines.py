@@ -1,11 +1,16 @@
 """Lines about the features of an engine that options turn on, or leave off: drafts, tiers of KV blocks, sharing."""
 
+from collections.abc import Mapping
+
+from quire.adapters.slots import slot_plan
 from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.sharing import Place
+from quire.plan.weight_bytes import ITEM_BYTES
+from quire.procs.messages import FEATURES
 from quire.reports.states import describe_states, state_words
 
 OFF = "off"  # with the option that turns it on
@@ -19,7 +24,20 @@ def turned_on(plan: EnginePlan, store: KVStore | None, memory: MemoryPlan) -> di
         "drafts": str(plan.speculation or f"{OFF} (--speculative-config)"),
         "KV tiers": f"{OFF} (--kv-offload-gb)" if store is None else _tiers(plan, store),
         "sharing": "; ".join(_sharing(plan)),
+        "adapters": _adapters(plan),
     }
+
+
+def _adapters(plan: EnginePlan) -> str:
+    """Return the number and size of the slots of adapters; "" without."""
+    config, slots = plan.config.adapters, slot_plan(plan)
+    if slots is None:
+        return ""
+    size = slots.num_bytes(ITEM_BYTES[plan.dtype.dtype])
+    return (
+        f"{config.num_slots} on the device, {size / 2**20:,.1f} MiB each on a rank (to rank {config.max_lora_rank}), "
+        f"{config.num_held} in host memory"
+    )
 
 
 def _tiers(plan: EnginePlan, store: KVStore) -> str:
@@ -51,3 +69,10 @@ def _sharing(plan: EnginePlan) -> list[str]:
 def _address(place: Place) -> str:
     host, port = place
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def feature_lines(plans: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the lines about ranks and about features that are on, for an engine without a banner."""
+    ranks = ["{ranks} ({each rank}).".format(**plans)] if plans.get("ranks") else []
+    on = [title for title in ("states", *FEATURES) if plans[title] and not str(plans[title]).startswith(OFF)]
+    return (*ranks, *(f"{title}: {plans[title]}." for title in on))

@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config, with_length
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.args.families import has_family
+from quire.args.length import with_length
 from quire.config.engine import EngineConfig
 from quire.config.speculators import resolve_speculators
-from quire.contracts.errors import ConfigError, ModelNotFound, UserError, WeightsError
+from quire.contracts.errors import ConfigError, ModelNotFound, UnsupportedModel, UserError, WeightsError
 from quire.contracts.speculation import read_speculative_config
 from quire.plan.as_stored import as_stored
 from quire.plan.cache_dtype import choose_cache
@@ -59,7 +61,15 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     Names of tensors decide the spelling of a head, the place inside another model, the presence of layers that draft,
     and the form of stored experts.
     """
-    args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
+    impl = config.model.model_impl
+    if impl == "transformers" and not head:
+        return read_foreign(config, folder)
+    try:
+        args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
+    except UnsupportedModel as error:
+        if impl != "auto" or head or has_family(read_raw_config(folder)):
+            raise
+        return read_foreign(config, folder, str(error))
     told_by_names = args.eagle or args.wrapper or args.moe or args.prediction.root
     try:
         stored = _stored_names(config, folder) if told_by_names else ()
@@ -69,6 +79,25 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
         return with_spelling(args, stored)
     args = as_stored(args, stored, lambda name: _shape(config, folder, name))
     return with_draft_layers(args, config.scheduler.speculative_config)
+
+
+def read_foreign(config: EngineConfig, folder: Path, lacks: str = "") -> ModelArgs:
+    """Return the arguments of a model whose layers run by transformers' code.
+
+    lacks   the error of a model that Quire has no file for; "": transformers' code was asked for
+    Raises `UnsupportedModel` with what was found, before `lacks`.
+    """
+    from quire.foreign.find import foreign_args
+
+    try:
+        stored = _stored_names(config, folder)
+    except (ModelNotFound, WeightsError):  # the loader tells
+        stored = ()
+    try:
+        args = foreign_args(folder, stored, lacks=lacks)
+        return as_stored(args, stored, lambda name: _shape(config, folder, name))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error} {lacks}".strip()) from None
 
 
 def read_model(

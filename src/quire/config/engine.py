@@ -1,37 +1,18 @@
 """Configuration of an engine: a small frozen dataclass per component. Flags are derived from the fields."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
+from quire.config.adapters import AdapterConfig, check_adapters
 from quire.config.checkpoints import read_places
+from quire.config.option import option
 from quire.contracts.errors import ConfigError
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
-
-    help           "": --help and docs/flags.md do not show the flag
-    flags          further spellings of the flag
-    choices        allowed values; (): every value
-    least, above   a number, or each number of a tuple, must be at least `least` and larger than `above`
-    """
-    return field(
-        default=default, metadata={"help": help, "flags": flags, "choices": choices, "least": least, "above": above}
-    )
-
 
 CPU_TOKENS = 2048  # token budget of a step
 SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
+MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")  # vllm: quire
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -43,6 +24,12 @@ class ModelConfig:
     tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
     skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
+    model_impl: str = option(
+        "auto",
+        "code of the model's layers: quire = Quire's own; transformers = that of transformers, with Quire's attention, "
+        "cache and projections; auto = transformers for a model that Quire has no file for",
+        choices=MODEL_IMPLS,
+    )
     revision: str | None = option(None, "branch, tag or commit, used for every file")
     dtype: str = option("auto", "dtype of weights and activations", choices=DTYPES)
     max_model_len: int | None = option(
@@ -55,6 +42,9 @@ class ModelConfig:
         None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
     )
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
+    enable_prompt_embeds: bool = option(
+        False, "prompts may be embeddings (prompt_embeds): tensors [tokens, hidden], as the first layer reads them"
+    )
     max_logprobs: int = option(20, "maximum logprobs per token that a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
     pooler_config: dict[str, Any] | None = option(
@@ -339,6 +329,7 @@ class EngineConfig:
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()
+    adapters: AdapterConfig = AdapterConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
@@ -384,6 +375,7 @@ def check_config(config: EngineConfig) -> None:
     if not 0.0 < c.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={c.gpu_memory_utilization}: must be above 0 and at most 1.")
     read_places(config.state.state_checkpoint)
+    check_adapters(config.adapters)
     if not (config.state.state_memory_fraction or 0.0) < 1.0:
         raise ConfigError(f"state_memory_fraction={config.state.state_memory_fraction}: must be below 1, such as 0.3.")
     if not 0.0 <= config.device.mock_step_ms <= 60_000.0:

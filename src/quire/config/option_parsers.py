@@ -15,7 +15,12 @@ POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
 ACCELERATOR = re.compile(r"gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
-QUANTIZED_FORMATS = ("bitsandbytes", "gguf")
+FORMATS_LACK = "use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ"
+# Formats of files that are refused as load format, and as quantization: value -> the reason.
+REFUSED_FORMATS = {
+    "gguf": "its files have names, a tokenizer and block formats of their own, without readers and kernels here",
+    "bitsandbytes": "its NF4 and INT8 weights need kernels that are not here",
+}
 READERS = ("fastsafetensors", "runai_streamer")  # load formats that read the same files in other ways
 LIST, COUNTS = tuple[str, ...], tuple[int, ...]
 OBJECT = dict[str, Any] | None
@@ -116,8 +121,8 @@ def parse_load_format(text: str) -> str:
 
     Raises ValueError for bitsandbytes and gguf.
     """
-    if text in QUANTIZED_FORMATS:
-        raise ValueError(f"{text!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ")
+    if text in REFUSED_FORMATS:
+        raise ValueError(f"{text!r} is not implemented ({REFUSED_FORMATS[text]}): {FORMATS_LACK}")
     return "safetensors" if text in READERS else text
 
 

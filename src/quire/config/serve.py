@@ -5,8 +5,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.config.adapters import NamedAdapterConfig, read_modules
 from quire.config.bundled import NAME
-from quire.config.engine import EngineConfig, by_part, check_types, flat_names, option
+from quire.config.engine import EngineConfig, by_part, check_types, flat_names
+from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
 WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (the running ones included), not ten times
@@ -96,6 +98,7 @@ class ServerConfig:
     http: HttpConfig = HttpConfig()
     serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
+    lora: NamedAdapterConfig = NamedAdapterConfig()
 
     @property
     def max_waiting(self) -> int:
@@ -167,10 +170,27 @@ def check_server(config: ServerConfig) -> None:
                 f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
                 "give several as several values."
             )
+    check_names(config)
     if not all(serve.served_model_name):
         raise ConfigError("served_model_name: a name must not be empty: give a name, or leave the option out.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
         raise ConfigError(
             f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
             "and not begin with a digit."
+        )
+
+
+def check_names(config: ServerConfig) -> None:
+    """Raise `ConfigError` for names of adapters that cannot be served."""
+    lora = config.lora
+    modules, served = read_modules(lora.lora_modules), config.model_names
+    if (modules or lora.lora_folder or lora.allow_runtime_lora_updating) and not config.engine.adapters.enable_lora:
+        given = "lora_modules" if modules else "lora_folder" if lora.lora_folder else "allow_runtime_lora_updating"
+        raise ConfigError(f"{given} needs enable_lora: add it, or leave {given} out.")
+    if taken := [name for name in modules if name in served]:
+        raise ConfigError(f"lora_modules: {taken[0]!r} is the name of the served model: give the adapter another name.")
+    if lora.allow_runtime_lora_updating and config.serve.api_server_count > 1:
+        raise ConfigError(
+            f"allow_runtime_lora_updating: one of {config.serve.api_server_count} HTTP processes would learn of a new "
+            "name: leave api_server_count out, or use lora_folder."
         )

@@ -6,7 +6,8 @@ QuireError
 │   ├── ModelError                   a model that is not found, not supported or damaged
 │   │   ├── ModelNotFound
 │   │   ├── UnsupportedModel
-│   │   └── WeightsError
+│   │   ├── WeightsError
+│   │   └── AdapterError             an adapter (LoRA) that is damaged, or does not fit the model or the engine
 │   └── RequestError                 one request; only that request fails
 │       ├── InvalidParameter
 │       ├── PromptTooLong
@@ -67,6 +68,10 @@ class UnsupportedModel(ModelError):
 
 class WeightsError(ModelError):
     """A weight file or tensor is missing, damaged or has the wrong shape."""
+
+
+class AdapterError(ModelError):
+    """An adapter (LoRA) is damaged, or does not fit the model or the engine."""
 
 
 class RequestError(UserError):

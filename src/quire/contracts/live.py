@@ -65,6 +65,7 @@ class LiveQueue(msgspec.Struct, frozen=True, kw_only=True):
     waits_for    what the first waiting request lacks: "slots", "blocks", "budget" or "result" (of its
                  step); "" if none waits. Requests behind it wait for it
     blocked      reason -> requests that wait for it
+    adapters     name of an adapter -> live requests for it, the most first, at most 64 names
     num_preemptions   preemptions since the start
     """
 
@@ -73,6 +74,7 @@ class LiveQueue(msgspec.Struct, frozen=True, kw_only=True):
     preempted: int
     waits_for: str = ""
     blocked: dict[str, int]
+    adapters: dict[str, int] = {}
     num_preemptions: int
     slots: int
 

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.contracts.adapters import AdapterStats
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
 from quire.contracts.step import F32, I32, Fetched, RowLogprobs, Tier
@@ -139,6 +140,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     homes        handle -> number of its replica, if there are several; only when a request first gets a slot
     logprobs     handle -> log-probabilities, a row for each new token
     prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
+    adapters     those of the engine; None: it serves none
     """
 
     handles: I32
@@ -152,6 +154,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
+    adapters: AdapterStats | None = None
 
     def __post_init__(self) -> None:
         if self.handles.shape != self.tokens.shape:
@@ -236,6 +239,23 @@ class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+class PoolingOutput(msgspec.Struct, kw_only=True):
+    """The vector of a prompt, [hidden] float32. A failed request has an empty one, and a code in `error`."""
+
+    data: F32
+    error: str | None = None
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """The pooled output of one prompt, of `LLM.encode`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
     finished: bool = True
     num_cached_tokens: int | None = None
 

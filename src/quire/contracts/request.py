@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched
@@ -28,6 +29,7 @@ class BlockReason(StrEnum):
     PARENT = "parent"  # the first of n completions computes the prompt
     GRAMMAR = "grammar"  # the grammar of its output is being compiled
     REMOTE_KV = "remote_kv"  # KV blocks come from another tier
+    ADAPTER = "adapter"  # its adapter is not on the device
 
 
 class FinishReason(StrEnum):
@@ -53,23 +55,37 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     name        of the lease, by which the prefill node keeps the blocks until the decode node has them
     address     HOST:PORT of the prefill node; "": this engine is the prefill node
     num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
+    private     first block that depends on texts of other positions: who knows `name` alone finds it and those behind
+                it; -1: there is none
     """
 
     name: str
     address: str = ""
     num_tokens: int = 0
+    private: int = -1
 
 
 class MovedTokens(msgspec.Struct, frozen=True):
     """Tokens first .. last - 1 of a prompt whose KV exists `shift` positions earlier, in a text cached alone.
 
-    blocks   KV blocks of that text, from its beginning
+    blocks   KV blocks of that text, of each KV group, from its beginning; those of other tokens may be NULL_BLOCK
     """
 
     first: int
     last: int
     shift: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class ReusedParts(msgspec.Struct, frozen=True):
+    """Parts of a prompt that reuse KV of the same tokens cached alone (CacheBlend).
+
+    parts   (first token, end) of each, in order
+    ratio   share of the reused tokens that is computed again in all layers, 0 to 1
+    """
+
+    parts: tuple[tuple[int, int], ...] = ()
+    ratio: float = 0.0
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +94,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     handle       number that the front end gives the completion; unique among unfinished ones
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
-    stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
+    stop_ids     end-of-sequence and stop token ids; effective from `sampler.min_length` tokens on
     parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
@@ -88,8 +104,9 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     transfer     the blocks of the prompt go to another engine, or come from one; None: neither
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
-    chunks       (first token, end) of parts of the prompt, in order, that reuse KV of the same tokens cached alone
-    blend_ratio  share of the reused tokens that is computed again in all layers, 0 to 1
+    reused       parts of the prompt that reuse KV of other positions
+    adapter      the adapter of the request; None: the base model
+    embeds       [prompt, hidden] float32, the input of the first layer, in place of that of `token_ids`; b"": none
     """
 
     handle: int
@@ -98,7 +115,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampler: SamplerSpec
     stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
     priority: int = 0
     parent: int | None = None
     deadline: float | None = None
@@ -109,8 +125,9 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int | None = None
     transfer: Transfer | None = None
     pool: str = ""
-    chunks: tuple[tuple[int, int], ...] = ()
-    blend_ratio: float = 0.0
+    reused: ReusedParts = ReusedParts()
+    adapter: Adapter | None = None
+    embeds: bytes = b""
 
 
 class Request:

@@ -28,26 +28,14 @@ class OutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(
-    msgspec.Struct, metaclass=StrictFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """Sampling parameters of a request. Out-of-range values and unknown fields raise `InvalidParameter`.
+class DrawParams(msgspec.Struct, metaclass=StrictFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The numbers by which `SamplingParams` draw tokens.
 
     n                     completions per prompt, 1..16384; equal ones when greedy
     temperature           0 = greedy; [0, 2]
     top_p / top_k / min_p (0, 1] / -1 or 0 = off / [0, 1]
     *_penalty             presence and frequency in [-2, 2]; repetition in [0.01, 100], 1 = off
     seed                  same logits and seed give the same token; None = drawn by the engine
-    stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
-    max_tokens            None = to the end of the context; 0 = only score the prompt
-    logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
-    shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
-    structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
-    kv_chunks             [first token, end] of parts of the prompt, which reuse KV of the same tokens cached alone;
-                          None = the parts between separators
-    blend_ratio           share of the tokens so reused that is computed again; None = the engine's
-    speculative_tokens    drafts that a step verifies, at most; 0 = no speculation; None = as many as the engine drafts
-    kv_transfer_params    disaggregation of prefill and decode, see `entry/transfer.py`
     """
 
     n: int = 1
@@ -59,6 +47,27 @@ class SamplingParams(
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+
+
+class SamplingParams(DrawParams, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling parameters of a request. Out-of-range values and unknown fields raise `InvalidParameter`.
+
+    n, seed, temperature, penalties, ...   see `DrawParams`
+    stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
+    max_tokens            None = to the end of the context; 0 = only score the prompt
+    logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
+    shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
+    structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
+    kv_chunks             [first token, end] of parts of the prompt, which reuse KV of the same tokens cached alone;
+                          None = the parts between separators
+    blend_ratio           share of the tokens so reused that is computed again; None = the engine's
+    logits_processors     functions that change the logits of the next token, in `LLM`: of (output ids, logits [V]), or
+                          of (prompt ids, output ids, logits [V]); each returns logits. Logprobs are those of the
+                          changed logits, and no drafts are verified
+    speculative_tokens    drafts that a step verifies, at most; 0 = no speculation; None = as many as the engine drafts
+    kv_transfer_params    disaggregation of prefill and decode, see `entry/transfer.py`
+    """
+
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -83,6 +92,7 @@ class SamplingParams(
     kv_transfer_params: dict[str, Any] | None = None
     kv_chunks: list[list[int]] | None = None
     blend_ratio: float | None = None
+    logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -196,6 +206,9 @@ def _check_text(p: SamplingParams) -> None:
         raise InvalidParameter(
             "stop strings are matched on text: set detokenize=True, or use stop_token_ids.", param="stop"
         )
+    functions: Any = p.logits_processors  # the caller may have given any type
+    if functions is not None and not (isinstance(functions, list | tuple) and all(map(callable, functions))):
+        _refuse("logits_processors", functions, "a list of functions")
     for name, kind in type(p).__annotations__.items():
         if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")

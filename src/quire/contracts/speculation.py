@@ -22,7 +22,7 @@ SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
     "rejection_sample_method": ("standard", "synthetic"), "draft_sample_method": ("greedy", "probabilistic"),
     "use_heterogeneous_vocab": (False,), "parallel_drafting": (False,), "enable_adaptive_verification": (False,),
-    "index_share_for_mtp_iteration": (False,), "disable_eagle_block_drop": (False, True),  # no block is dropped
+    "disable_eagle_block_drop": (False, True),  # no block is dropped
     **dict.fromkeys(("kv_cache_dtype", "draft_load_config", "dspark_draft_topk", "suffix_decoding_max_tree_depth",
                      "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
                      "suffix_decoding_min_token_prob"), ()),
@@ -39,7 +39,9 @@ SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
     "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
     "quantization": (str, ("draft_model", "mtp")),  # of mtp a name of the checkpoint's
+    "index_share_for_mtp_iteration": (bool, ("mtp",)),  # false for all: no pass of theirs shares a choice
 }  # fmt: skip
+MEANINGS = {int: "give a whole number from 1 on", str: "give a name", bool: "give true or false"}
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC, *FIELDS)
 
 
@@ -58,6 +60,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     revision, quantization       of the draft model or EAGLE head; None: the default. The layer of method mtp has the
                         quantization of the checkpoint: a name must be one of it
     max_model_len       context of the draft model or EAGLE head that was asked for; 0: its own
+    index_share_for_mtp_iteration   True: the later passes of the layer of method mtp attend to the tokens that the
+                        first pass of a step has chosen; None: as the checkpoint says
     unused              keys that were given and change nothing
     """
 
@@ -73,6 +77,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     quantization: str | None = None
     max_model_len: int = 0
+    index_share_for_mtp_iteration: bool | None = None
     unused: tuple[str, ...] = ()
 
     @property
@@ -199,13 +204,13 @@ def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
     for name, (kind, methods) in FIELDS.items():
         if name not in given:
             continue
+        if kind is bool and given[name] is False and method not in methods:
+            continue
         if method not in methods:
             raise _wrong(f"{_said(name, given[name])} is not implemented for method {method}", "leave it out")
-        if type(given[name]) is not kind or not given[name] or (kind is int and given[name] < 1):
-            raise _wrong(
-                f"{_said(name, given[name])} has no meaning",
-                "give a whole number from 1 on" if kind is int else "give a name",
-            )
+        empty = kind is not bool and not given[name]
+        if type(given[name]) is not kind or empty or (kind is int and given[name] < 1):
+            raise _wrong(f"{_said(name, given[name])} has no meaning", MEANINGS[kind])
         found[name] = given[name]
     return found
 

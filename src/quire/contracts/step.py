@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.contracts.adapters import AdapterLoad, AdapterLoaded
 from quire.contracts.sampling import SamplerSpec
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
@@ -25,9 +26,8 @@ SAMPLE = 1  # sample a token from the slot's last row, or from every row of a de
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
 
-# Steps that reuse KV of other positions (`BlendedChunk`). The first layer whose KV depends on the tokens before is 1.
-CHECK_LAYER = 1  # the last layer that computes all rows; it shows how far moved KV is from new KV
-FIRST_TOKENS = 8  # of a reused text: they had no context when it stood alone (EPIC, arXiv 2410.15332; docs/log.md)
+# Tokens of a reused text (`BlendedChunk`) that are computed before others.
+FIRST_TOKENS = 8  # they had no context when it stood alone (EPIC, arXiv 2410.15332; docs/log.md)
 
 MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of drafts is reduced to fit
 
@@ -45,6 +45,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                    NULL_BLOCK where the group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
+    embeds         [prompt, hidden] float32, input of the first layer for the prompt; None: the model embeds token_ids
+    adapter        slot of the request's adapter on the device; -1: it has none
     """
 
     slot: int
@@ -54,6 +56,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int
     sampler: SamplerSpec
     pool: str = ""
+    embeds: F32 | None = None
+    adapter: int = -1
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
@@ -194,7 +198,8 @@ class BlendedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
     slot       slot of the chunk
     tokens     [n] int32, the moved tokens, as ascending indices in the chunk; never the last token of a prompt
-    sources    [n] int32, place of each token's KV: block * block size + offset. An earlier step has computed it
+    sources    [groups, n] int32, place of each token's KV in each KV group: block * block size + offset. An earlier
+               step has computed it
     shifts     [n] int32, positions from the source to the token
     """
 
@@ -256,12 +261,14 @@ class PlanFeatures(msgspec.Struct, frozen=True, kw_only=True):
     states       copies of the states of recurrent layers, or None
     runs         drafts of a pipeline, or None
     completes    True: the step may compute the last token of a block of a decode; only for a drafter with KV
+    adapters     loads of adapters that begin with the step. With them, too, `slots` may be empty
     """
 
     blended: tuple[BlendedChunk, ...] = ()
     states: StepStates | None = None
     runs: StageRuns | None = None
     completes: bool = False
+    adapters: tuple[AdapterLoad, ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,6 +348,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`. -1: no
                      expert can move any more, because of a fault
     copied           jobs of `StepPlan.copies` that have ended since the last result
+    loaded           loads of adapters that have ended since the last result
     """
 
     step: int
@@ -356,3 +364,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int = 0
     moved: int = 0
     copied: tuple[FinishedCopy, ...] = ()
+    loaded: tuple[AdapterLoaded, ...] = ()

@@ -121,7 +121,8 @@ class Admitter:
         if self._roster.chunks is None:
             return ()
         moved = self._roster.chunks.find(request.new.handle, match.num_tokens, self._most_reused(request))
-        more = [block for block in sources(moved) if block not in match.blocks[0]]
+        matched = {block for blocks in match.blocks for block in blocks}
+        more = [block for block in sources(moved, self._allocator.block_sizes) if block not in matched]
         return moved if self._fits(request, match, room, self._allocator.pool.num_free_among(more)) else ()
 
     def _fits(self, request: Request, match: PrefixMatch, room: int, more: int = 0) -> bool:
@@ -164,7 +165,7 @@ class Admitter:
             states.enter(slot, self._roster.chain(request), match.checkpoint, match.num_tokens, match.reach)
         request.moved = moved
         if moved:
-            self._allocator.loans.begin(slot, sources(moved), moved[0].first // size)
+            self._allocator.loans.begin(slot, sources(moved, self._allocator.block_sizes), _num_found(request, size))
         blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
         self._publish_planned(request, upto)
         admission = Admission(
@@ -175,6 +176,8 @@ class Admitter:
             num_computed=match.num_tokens,
             sampler=new.sampler,
             pool=new.pool,
+            embeds=np.frombuffer(new.embeds, np.float32).reshape(request.num_prompt, -1) if new.embeds else None,
+            adapter=-1 if self._roster.adapters is None else self._roster.adapters.slot_of(request),
         )
         if request.num_cached < 0:
             if self._roster.store is not None:
@@ -190,3 +193,10 @@ class Admitter:
     def _publish_planned(self, request: Request, num_tokens: int) -> None:
         # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
         self._roster.publish(request, min(num_tokens, len(request.tokens)))
+
+
+def _num_found(request: Request, block_size: int) -> int:
+    """Return how many blocks of a request with moved tokens others may find: the exact ones, or all of a transfer."""
+    if request.new.transfer is not None:
+        return len(request.tokens)  # their keys are private
+    return request.moved[0].first // block_size

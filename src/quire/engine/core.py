@@ -4,12 +4,15 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from hashlib import sha256
 from time import perf_counter
 
 import msgspec
 
 from quire.answers.grammar import GrammarCompiler
 from quire.config.engine import SchedulerConfig
+from quire.contracts.adapters import NO_ADAPTERS
+from quire.contracts.adapters import TAG as ADAPTER
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
@@ -87,7 +90,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet.
+        """True when a request is live, a step, a copy or a load of an adapter is in flight, or an ended request is not
+        reported yet.
 
         Writes of KV blocks to a disk count once a second, and while `flushing`.
         """
@@ -95,7 +99,8 @@ class EngineCore:
 
     @property
     def _copying(self) -> bool:
-        return self._store is not None and self._store.busy(writes=self.flushing)
+        loading = self._roster.adapters is not None and self._roster.adapters.busy
+        return loading or (self._store is not None and self._store.busy(writes=self.flushing))
 
     @property
     def handles(self) -> list[int]:
@@ -124,6 +129,8 @@ class EngineCore:
                 f"{self.facts.block_size} tokens: shorten the prompt, lower max_tokens, or start the engine with a "
                 "higher gpu_memory_utilization or kv_cache_memory_bytes."
             )
+        if new.adapter is not None and self._roster.adapters is None:
+            raise InvalidParameter(NO_ADAPTERS, param="model")
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
         request = self._roster.add(new, self._tags(new), parent, places, beside)
@@ -207,6 +214,9 @@ class EngineCore:
         self._step += 1
         if sync is not None:
             planned.plan = msgspec.structs.replace(planned.plan, sync=sync)
+        if self._roster.adapters is not None and (jobs := self._roster.adapters.take_jobs()):
+            features = msgspec.structs.replace(planned.plan.features, adapters=jobs)
+            planned.plan = msgspec.structs.replace(planned.plan, features=features)
         if self._store is not None:
             idle = not len(planned.plan.slots) and not (sync is not None and any(sync.rows))
             copies = self._store.take_copies() or (StepCopies() if idle else None)
@@ -296,6 +306,8 @@ class EngineCore:
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
         self._roster.check()
+        if self._roster.adapters is not None:
+            self._roster.adapters.check_slots(self._requests.values())
         running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
         assert len(running) == len(self.scheduler.table)
         assert len(self._grammars) == sum(r.new.grammar is not None for r in self._requests.values())
@@ -327,6 +339,7 @@ class EngineCore:
         self.moved = result.moved
         step.execute_s += perf_counter() - started
         self._note_copies(result)
+        self._note_adapters(result)
         outputs, ended = self._finisher.apply(step, result)
         if self.recorder is not None:
             self.recorder.confirmed(step, outputs, launch_s)
@@ -342,7 +355,18 @@ class EngineCore:
         self._store.finished(result.copied)
         came, late = self._store.take_ready()
         for handle in came + late:
-            self._roster.blocks_came(self._requests[handle], again=handle in came)
+            self._roster.came(self._requests[handle], again=handle in came)
+
+    def _note_adapters(self, result: StepResult) -> None:
+        """Apply the reports of loads: queue the requests that waited for an adapter, or end them if it cannot come."""
+        if self._roster.adapters is None or not result.loaded:
+            return
+        ready, failed = self._roster.adapters.finished(result.loaded)
+        for request in ready:
+            self._roster.came(request)
+        for request, error in failed:
+            del self._requests[request.new.handle]
+            self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=error))
 
     def _report_broken(self) -> None:
         """End the requests whose bookkeeping raised an exception; the others go on."""
@@ -353,10 +377,11 @@ class EngineCore:
     def _report(self, outputs: StepOutputs) -> StepOutputs:
         if self.events is not None:
             self.events.flush()
-        if not self._finished:
+        adapters = None if self._roster.adapters is None else self._roster.adapters.stats()
+        if not self._finished and adapters is None:
             return outputs
         finished, self._finished = tuple(self._finished), []
-        return msgspec.structs.replace(outputs, finished=finished + outputs.finished)
+        return msgspec.structs.replace(outputs, finished=finished + outputs.finished, adapters=adapters)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -371,7 +396,13 @@ class EngineCore:
 
         Without prefix caching, a tag per prompt makes its blocks findable only by its own completions.
         """
-        tags = [(domain, value) for domain, value in (("salt", new.cache_salt), (TENANT, new.tenant)) if value]
+        adapter = "" if new.adapter is None else new.adapter.digest
+        if new.adapter is not None and self.events is not None:
+            self.events.adapters[adapter] = new.adapter.name
+        named = ("salt", new.cache_salt), (TENANT, new.tenant), (ADAPTER, adapter)
+        tags = [(domain, value) for domain, value in named if value]
+        if new.embeds:
+            tags.append(("embeds", sha256(new.embeds).hexdigest()))
         if not self._prefix_caching:
             tags.append(("request", str(new.handle if new.parent is None else new.parent)))
         return tags

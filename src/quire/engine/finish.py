@@ -274,7 +274,7 @@ class Finisher:
         """Return the number of valid tokens of the run, and the function that ends the request, or None."""
         length = len(request.tokens)
         for count, token in enumerate(run, 1):
-            if token in request.stop_ids and length + count - request.num_prompt > request.new.min_tokens:
+            if token in request.stop_ids and length + count > request.new.sampler.min_length:
                 return count, partial(self.end, request, FinishReason.STOP, stop_id=token)
             try:
                 if request.new.grammar is not None and self._grammars.advance(request.new.handle, token):

@@ -303,7 +303,7 @@ class Grammars:
 
 def _enders(request: Request | None, ahead: int) -> Sequence[int]:
     """Return the tokens that may end the output of a request, `ahead` tokens after those that are confirmed."""
-    if request is None or len(request.tokens) - request.num_prompt + ahead < request.new.min_tokens:
+    if request is None or len(request.tokens) + ahead < request.new.sampler.min_length:
         return ()
     return request.new.stop_ids
 

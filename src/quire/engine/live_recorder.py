@@ -38,6 +38,7 @@ MOST_STEPS = 64  # of a frame; earlier ones are only summed up
 RING = 4096  # steps to remember until the next frame
 MOST_EVENTS = 2048  # of a frame
 MOST_WAITING = 128  # requests without a slot that a frame lists
+MOST_ADAPTERS = 64  # names that a frame has
 SHORT = "KV blocks are short"  # the only reason for which a request is preempted
 
 Chunks = tuple[tuple[int, int, int, int], ...]  # as `LiveStep.chunks`
@@ -257,6 +258,7 @@ class LiveRecorder:
             columns.computed.append(0)
             columns.blocks.append(0)
         every = running + shown
+        named = Counter(one.new.adapter.name for one in running + others if one.new.adapter is not None)
         columns.handle = [request.new.handle for request in every]
         columns.id = [request.new.request_id for request in every]
         columns.prompt = [request.num_prompt for request in every]
@@ -269,6 +271,7 @@ class LiveRecorder:
             preempted=preempted,
             waits_for=self._scheduler.admitter.waits_for if waiting else "",
             blocked=dict(blocked),
+            adapters=dict(named.most_common(MOST_ADAPTERS)),
             num_preemptions=self._scheduler.num_preempted,
             slots=table.num_slots,
         )

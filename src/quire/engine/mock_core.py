@@ -14,6 +14,7 @@ from quire.config.engine import EngineConfig, check_context
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.speculation import read_speculative_config
+from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
@@ -62,7 +63,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     )
     component = KVComponent("mock", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
     geometry = KVGeometry(groups=(KVGroup(block_size=size, layers=(0,), components=(component,)),))
-    return EngineCore(
+    core = EngineCore(
         executor,
         scheduler,
         KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.sequences()),
@@ -70,3 +71,6 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         prefix_caching=cache.enable_prefix_caching,
         compiler=GrammarCompiler(lambda: Tokenizer.load(tokenizer_folder or folder), args.vocab_size, GrammarTrial()),
     )
+    if config.adapters.enable_lora:
+        core.scheduler.roster.adapters = AdapterSlots(config.adapters.num_slots, config.adapters.num_held)
+    return core

@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
+from quire.contracts.adapters import AdapterLoad, AdapterLoaded
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import (
@@ -57,6 +59,11 @@ def next_token(digest: int, seed: int, vocab_size: int) -> int:
     return chain(digest, seed & 0xFFFFFFFF) % vocab_size
 
 
+def first_digest(adapter: str) -> int:
+    """Return the digest of no tokens, of a request with the adapter of this content digest; "": the base model."""
+    return chain(FIRST, crc32(adapter.encode())) if adapter else FIRST
+
+
 def mock_hidden(digest: int, width: int) -> F32:
     """Return the mock's hidden state [width] at a position whose prefix has this digest."""
     return np.cos(digest % 9973 * np.arange(1, width + 1, dtype=np.float32))
@@ -92,7 +99,8 @@ def _masked(plan: StepPlan, masks: I32) -> dict[int, I32]:
 class _Slot:
     """State of a slot on the mock device."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, first: int = FIRST) -> None:
+        self.first, self.adapter = first, admission.adapter
         self.request_id, self.sampler = admission.request_id, admission.sampler
         self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
         self.tokens, self.computed = admission.token_ids.tolist(), admission.num_computed
@@ -106,7 +114,7 @@ class _Slot:
         self.extend()
 
     def extend(self) -> None:
-        digest = self.digests[-1] if self.digests else FIRST
+        digest = self.digests[-1] if self.digests else self.first
         for token in self.tokens[len(self.digests) :]:
             digest = chain(digest, token)
             self.digests.append(digest)
@@ -123,14 +131,26 @@ class MockExecutor(Executor):
     width     size of a hidden state
     fail      request id -> number of outputs after which the request fails with "nan_logits"; with 0, a pooling request
               fails with "nan_hidden"
+    loads     steps that the load of an adapter takes, for one load after another; the sequence repeats
+    broken    digests of adapters that cannot be loaded
     """
 
     def __init__(
-        self, *, step_seconds: float = 0.0, width: int = 8, accepts: Sequence[int] = (0,), **sizes: Any
+        self,
+        *,
+        step_seconds: float = 0.0,
+        width: int = 8,
+        accepts: Sequence[int] = (0,),
+        loads: Sequence[int] = (1,),
+        **sizes: Any,
     ) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
+        self.broken: set[str] = set()
+        self._loads, self._adapters = itertools.cycle(loads), dict[int, str]()  # digest of each slot's adapter
+        self._loading: list[tuple[int, AdapterLoad]] = []  # with the step after which it is there
+        self._held: set[str] = set()  # adapters in host memory
         self.num_steps = 0
         self.closed = False
         self._step_seconds, self._width = step_seconds, width
@@ -224,6 +244,7 @@ class MockExecutor(Executor):
         width = int(plan.num_tokens[: plan.num_decodes].max(initial=1))
         return StepResult(
             step=plan.step,
+            loaded=self._load(plan),
             slots=np.array(list(runs), np.int32),
             tokens=np.array([self._padded(run, width) for run in runs.values()], np.int32).reshape(-1, width),
             num_accepted=counts,
@@ -235,6 +256,26 @@ class MockExecutor(Executor):
             pooled=pooled,
             num_computed=int(plan.num_tokens.sum()),
         )
+
+    def _load(self, plan: StepPlan) -> tuple[AdapterLoaded, ...]:
+        """Begin the loads of a plan. Return the reports of those that have ended."""
+        for job in plan.features.adapters:
+            used = {state.adapter for state in self._slots.values()} | {one.slot for _, one in self._loading}
+            assert job.slot not in used, "a load into a slot that is in use"
+            self._adapters.pop(job.slot, None)
+            self._held -= set(job.forget)
+            self._loading.append((plan.step + next(self._loads), job))
+        ended = [job for step, job in self._loading if step <= plan.step]
+        self._loading = [one for one in self._loading if one[0] > plan.step]
+        found = []
+        for job in ended:
+            digest = job.adapter.digest
+            wrong = digest in self.broken
+            found.append(AdapterLoaded(id=job.id, error="broken" * wrong, read=digest not in self._held))
+            if not wrong:
+                self._adapters[job.slot] = digest
+                self._held.add(digest)
+        return tuple(found)
 
     def _tell(self, plan: StepPlan, runs: StageRuns) -> None:
         """Check that a plan tells the stages of a pipeline what came of their steps, and the drafts that were made."""
@@ -296,7 +337,7 @@ class MockExecutor(Executor):
             del self._slots[slot]
         for a in plan.admitted:
             assert a.slot not in self._slots, "the slot is taken"
-            self._slots[a.slot] = _Slot(a)
+            self._slots[a.slot] = _Slot(a, first_digest("" if a.adapter < 0 else self._adapters[a.adapter]))
 
     def _write(self, state: _Slot, count: int) -> None:
         """Compute a chunk of a prompt."""

@@ -197,8 +197,8 @@ class PlanWriter:
             request = self._table.requests[slot]
             if request is None or not request.moved:
                 continue
-            ratio, size = request.new.blend_ratio, self._allocator.block_size
-            if (chunk := blended_chunk(request.moved, slot, begin, end, ratio, size)) is not None:
+            ratio, sizes = request.new.reused.ratio, self._allocator.block_sizes
+            if (chunk := blended_chunk(request.moved, slot, begin, end, ratio, sizes)) is not None:
                 found.append(chunk)
             if end >= request.moved[-1].last:
                 self._allocator.loans.end(slot)

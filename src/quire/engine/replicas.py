@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.contracts.errors import EngineDead, QueueFull, UserError
+from quire.contracts.adapters import NO_ADAPTERS, Adapter, AdapterStats
+from quire.contracts.errors import EngineDead, InvalidParameter, QueueFull, UserError
 from quire.contracts.output import (
     BY_HANDLE,
     NO_TOKENS,
@@ -30,6 +31,7 @@ from quire.contracts.output import (
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import Tier
+from quire.engine.adapters import summed
 from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 from quire.engine.lockstep import agreed
@@ -354,6 +356,7 @@ class Replicas:
             finished=(*ended, *(finish for one in found for finish in one.finished)),
             preempted=tuple(handle for one in found for handle in one.preempted),
             **joined,
+            adapters=self._adapters(),
             stats=StepStats(
                 step=max((one.stats.step for one in found), default=-1),
                 **counts,
@@ -362,6 +365,12 @@ class Replicas:
                 balancedness=0.0 if self.balancer is None else self.balancer.balancedness,
             ),
         )
+
+    def _adapters(self) -> AdapterStats | None:
+        """Return the adapters of all replicas. Of those that died, only the counts are left."""
+        slots = {core: core.scheduler.roster.adapters for core in self.cores}
+        found = [one.stats(alive=core in self._turns) for core, one in slots.items() if one is not None]
+        return summed(found) if found else None
 
 
 def load(core: EngineCore) -> float:
@@ -411,6 +420,14 @@ def _nobody(seconds: float | None) -> object:
 
 
 Core = EngineCore | Replicas  # an engine core, whoever asks it
+
+
+def check_adapter(core: Core, adapter: Adapter) -> None:
+    """Raise an error if an engine serves no adapters, or the adapter does not fit its model."""
+    adapters = (core.cores[0] if isinstance(core, Replicas) else core).scheduler.roster.adapters
+    if adapters is None:
+        raise InvalidParameter(NO_ADAPTERS, param="model")
+    adapters.check(adapter)
 
 
 def flush(core: Core) -> None:

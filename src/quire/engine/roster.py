@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
+from quire.engine.adapters import AdapterSlots
 from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
@@ -23,8 +24,9 @@ class Roster:
     table, queue, allocator   running requests, waiting requests, and the KV blocks of running requests
     store         the tiers of KV blocks below the device, or None
     chunks        finds KV of parts of prompts that were cached alone; None: no prompt reuses it
-    num_blocked   requests that wait for their grammar, for KV blocks of other tiers or, with n > 1, for the prompt of
-                  completion 0
+    adapters      slots of adapters; None: requests name none
+    num_blocked   requests that wait for their grammar, for their adapter, for KV blocks of other tiers or, with n > 1,
+                  for the prompt of completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
     on_move       functions to call with every live request that came to another state, and its state before
@@ -46,6 +48,7 @@ class Roster:
     ) -> None:
         self.table, self.queue, self.allocator, self.store = table, queue, allocator, store
         self.chunks = chunks
+        self.adapters: AdapterSlots | None = None
         self.num_blocked = 0
         self.released: list[int] = []
         self.preempted: list[int] = []
@@ -68,7 +71,9 @@ class Roster:
             self.queue.check_room(places, self.num_blocked + beside, self.table.num_free)
         request = Request(new, self._arrivals)
         self._arrivals += 1
-        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)
+        shared = new.transfer
+        private = None if shared is None or shared.private < 0 else (shared.private, shared.name)
+        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags, private)
         if new.grammar is not None:
             self._compiling.add(new.handle)
         if parent is not None and not self._prompt_planned(parent):
@@ -78,8 +83,8 @@ class Roster:
         else:
             self._line_up(request)
         self._chains[new.handle] = chain
-        if self.chunks is not None and new.chunks:
-            self.chunks.add(new.handle, chain, new.chunks)
+        if self.chunks is not None and new.reused.parts:
+            self.chunks.add(new.handle, chain, new.reused.parts)
         if not self._keeps:
             self._completions[_family(request)] += 1
         if self.store is not None and new.transfer is not None:
@@ -110,6 +115,8 @@ class Roster:
             self.allocator.withdraw(self._chains[request.new.handle])
         if self.store is not None and blocked_on is BlockReason.REMOTE_KV:
             self.store.forget(request.new.handle)
+        if self.adapters is not None:
+            self.adapters.leave(request)
         if before is RequestState.BLOCKED:
             self.num_blocked -= 1
             if blocked_on is BlockReason.PARENT:
@@ -147,7 +154,7 @@ class Roster:
         if request.blocked_on is BlockReason.GRAMMAR:
             self.num_blocked -= 1
             request.to(RequestState.WAITING)
-            self.queue.push(request)
+            self._line_up(request)
             self.tell(request, RequestState.BLOCKED)
 
     def await_blocks(self, request: Request) -> None:
@@ -158,8 +165,11 @@ class Roster:
         self.num_blocked += 1
         self.tell(request, RequestState.WAITING)
 
-    def blocks_came(self, request: Request, *, again: bool) -> None:
-        """Queue a request that waited for KV blocks of other tiers. `again`: it may wait for more of them."""
+    def came(self, request: Request, *, again: bool = True) -> None:
+        """Queue a request that waited for KV blocks of other tiers, or for its adapter.
+
+        again   False: it waits for no more blocks
+        """
         self.num_blocked -= 1
         request.num_fetches = request.num_fetches if again else MOST_FETCHES
         request.to(RequestState.WAITING)
@@ -243,9 +253,12 @@ class Roster:
         assert not self.allocator.capacity[idle].any()
 
     def _line_up(self, request: Request) -> None:
-        """Queue a WAITING request, or block it until its grammar is compiled."""
+        """Queue a WAITING request, or block it until its grammar is compiled, then until its adapter is there."""
         if request.new.handle in self._compiling:
             request.to(RequestState.BLOCKED, BlockReason.GRAMMAR)
+            self.num_blocked += 1
+        elif self.adapters is not None and not self.adapters.take(request):
+            request.to(RequestState.BLOCKED, BlockReason.ADAPTER)
             self.num_blocked += 1
         else:
             self.queue.push(request)

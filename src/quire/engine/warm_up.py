@@ -22,7 +22,6 @@ def warm_up(core: Core) -> None:
                 request_id="",
                 token_ids=np.zeros(1, "<u4").tobytes(),
                 max_tokens=tokens,
-                min_tokens=tokens,
                 sampler=SamplerSpec(seed=0, num_prompt=1, temperature=0.0),
                 cache_salt="warm-up",
                 read_prefix_cache=False,

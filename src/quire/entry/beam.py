@@ -1,8 +1,9 @@
 """Beam search over the engine: each round extends every hypothesis by one token. The prefix cache holds its prefix."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, SamplingParams
@@ -16,6 +17,7 @@ Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
 class _Beam:
     tokens: tuple[int, ...]  # prompt included
     salt: str
+    adapter: Adapter | None
     logprob: float = 0.0
     finished: bool = False
 
@@ -32,8 +34,10 @@ def beam_search(
     """
     eos = frozenset() if params.ignore_eos else frozenset(front.limits.eos_ids)
     width = params.beam_width
+    if any(prompt.embeds is not None for prompt in prompts):
+        raise InvalidParameter("beam search needs prompts of tokens: give texts or token ids.", param="prompt_embeds")
     starts = [tuple(front.encode(prompt)) for prompt in prompts]
-    open_beams = [[_Beam(tokens=s, salt=p.cache_salt)] for s, p in zip(starts, prompts, strict=True)]
+    open_beams = [[_Beam(tokens=s, salt=p.cache_salt, adapter=p.adapter)] for s, p in zip(starts, prompts, strict=True)]
     complete: list[list[_Beam]] = [[] for _ in starts]
     # At most len(eos) candidates of a hypothesis end it: its `width` best open ones are in the best width + len(eos).
     alternatives = min(width + len(eos), front.limits.vocab_size)
@@ -55,7 +59,9 @@ def beam_search(
         flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
         if not flat:
             break
-        outputs = generate([Prompt(token_ids=list(b.tokens), cache_salt=b.salt) for _, b in flat], step)
+        outputs = generate(
+            [Prompt(token_ids=list(b.tokens), cache_salt=b.salt, adapter=b.adapter) for _, b in flat], step
+        )
         candidates: list[list[_Beam]] = [[] for _ in starts]
         for (i, beam), output in zip(flat, outputs, strict=True):
             candidates[i] += _grown(beam, output, eos)
@@ -72,7 +78,7 @@ def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Bea
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     return [
-        _Beam(tokens=(*beam.tokens, token), salt=beam.salt, logprob=beam.logprob + entry.logprob, finished=token in eos)
+        replace(beam, tokens=(*beam.tokens, token), logprob=beam.logprob + entry.logprob, finished=token in eos)
         for token, entry in logprobs[0].items()
     ]
 

@@ -14,6 +14,9 @@ from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, show
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
 from quire.contracts.seeds import child_seed
+from quire.contracts.step import F32
+from quire.plan.meeting_rows.records import AskedFields
+from quire.plan.meetings import check_fields
 from quire.plan.sharing import SharePlan
 from quire.text.tokenizer import Tokenizer
 
@@ -29,6 +32,8 @@ class FrontLimits:
     sharing       part of the engine among others
     block_size    tokens per KV block
     chunking      way to find parts of prompts that reuse KV of other positions
+    width         numbers of a prompt's embedding; 0: prompts are text or token ids alone
+    processors    requests may have logits processors
     """
 
     max_model_len: int
@@ -40,6 +45,8 @@ class FrontLimits:
     sharing: SharePlan = SharePlan()
     block_size: int = 1
     chunking: Chunking = Chunking()
+    width: int = 0
+    processors: bool = False
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
@@ -58,11 +65,23 @@ def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> 
 
 
 def check_request(
-    params: SamplingParams, token_ids: list[int], limits: FrontLimits, tokenizer: Tokenizer | None
+    params: SamplingParams,
+    token_ids: list[int],
+    limits: FrontLimits,
+    tokenizer: Tokenizer | None,
+    embeds: F32 | None = None,
 ) -> None:
     """Raise a `RequestError` for a prompt or for parameters that an engine with these limits cannot serve."""
     if not token_ids:
         raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
+    if embeds is not None:
+        _check_embeds(embeds, params, limits)
+    if params.logits_processors and not limits.processors:
+        raise InvalidParameter(
+            "logits_processors are functions, which run in the process of the model alone: use LLM with one rank (no "
+            "-tp, -pp or -dp, no device=mock), or logit_bias, allowed_token_ids and bad_words.",
+            param="logits_processors",
+        )
     if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
         raise PromptTooLong(
             f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "
@@ -100,6 +119,30 @@ def check_request(
                 f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init): leave {name} out.",
                 param=name,
             )
+
+
+def _check_embeds(embeds: F32, params: SamplingParams, limits: FrontLimits) -> None:
+    """Raise `InvalidParameter` for a prompt [tokens, hidden] that an engine with these limits cannot serve."""
+    if not limits.width:
+        raise InvalidParameter(
+            "prompt_embeds: this engine takes texts and token ids: start it with --enable-prompt-embeds "
+            "(enable_prompt_embeds=True).",
+            param="prompt_embeds",
+        )
+    if embeds.shape[1] != limits.width:
+        raise InvalidParameter(
+            f"prompt_embeds has {embeds.shape[1]} numbers for each token: this model takes {limits.width}.",
+            param="prompt_embeds",
+        )
+    check_fields(
+        AskedFields(
+            embeds=True,
+            chunks="kv_chunks" if params.kv_chunks else "",
+            transfer=params.kv_transfer_params is not None,
+            prompt_logprobs=params.prompt_logprobs is not None,
+            repetition=params.repetition_penalty != 1.0,
+        )
+    )
 
 
 def check_ids(name: str, ids: Collection[int], size: int) -> None:

@@ -10,11 +10,13 @@ import numpy as np
 
 from quire.args.pooling import PoolingPlan
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
-from quire.contracts.output import EmbeddingOutput, EmbeddingRequestOutput
+from quire.contracts.output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import F32
 from quire.entry.completion import Generation
 
+TASK = "embed"  # the only task of pooling
+TASKS = 'say task "embed": no supported checkpoint has a head that classifies or rewards, or gives a vector per token.'
 First, Second = TypeVar("First"), TypeVar("Second")
 
 
@@ -49,6 +51,16 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
         prompt_token_ids=generation.prompt_token_ids,
         outputs=outputs,
         num_cached_tokens=generation.num_cached,
+    )
+
+
+def pooling_output(one: EmbeddingRequestOutput) -> PoolingRequestOutput:
+    """Return the output of `LLM.encode` from that of `LLM.embed`."""
+    return PoolingRequestOutput(
+        request_id=one.request_id,
+        prompt_token_ids=one.prompt_token_ids,
+        outputs=PoolingOutput(data=np.array(one.outputs.embedding, np.float32), error=one.outputs.error),
+        num_cached_tokens=one.num_cached_tokens,
     )
 
 

@@ -18,9 +18,9 @@ from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.entry.chunks import read_chunks
+from quire.entry.chunks import read_reuse
 from quire.entry.completion import Completion, Generation
 from quire.entry.core_request import (
     FrontLimits,
@@ -31,7 +31,7 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
-from quire.entry.transfer import answer_transfer, read_transfer
+from quire.entry.transfer import answer_transfer
 from quire.plan.tiers import resolve_offload
 from quire.procs.front_ends import ALONE, FrontPlace
 from quire.procs.messages import Ready
@@ -80,7 +80,7 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
-        self._seeds = random.Random(f"{seed} {place.number}" if place.number else seed)
+        self._seeds = random.Random(f"{seed} {place.number} {place.again}" if place.number else seed)
         self._place, self._next_handle = place, place.first
         self._by_handle: dict[int, tuple[Generation, Completion]] = {}
 
@@ -92,8 +92,16 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
         place: FrontPlace = ALONE,
+        *,
+        width: int = 0,
+        processors: bool = False,
     ) -> Self:
-        """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
+        """Make the front end of an engine.
+
+        facts        limits that the executor or the core reports
+        width        numbers of a hidden state
+        processors   requests may have logits processors
+        """
         if facts.blends and tokenizer is not None:
             tokenizer.separator = config.cache.blend_separator
         between = tokenizer.encode(tokenizer.separator, add_special_tokens=False) if tokenizer is not None else ()
@@ -107,6 +115,8 @@ class FrontEnd:
             block_size=facts.block_size,
             by_priority=config.scheduler.scheduling_policy == "priority",
             chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)),
+            width=width * config.model.enable_prompt_embeds,
+            processors=processors,
         )
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -146,14 +156,13 @@ class FrontEnd:
         params.check()
         check_options(priority, timeout, limits)
         token_ids = self.encode(prompt)
-        check_request(params, token_ids, limits, self.tokenizer)
+        check_request(params, token_ids, limits, self.tokenizer, prompt.embeds)
         grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
         sampler = sampler_spec(params, seed, len(token_ids), stops, limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, limits.vocab_size)
-        transfer = read_transfer(params.kv_transfer_params, limits.sharing)
-        chunks = read_chunks(params, token_ids, limits.chunking, prompt.text is not None, transfer, prompt.chunks)
+        transfer, chunks = read_reuse(params, token_ids, prompt, limits.chunking, limits.sharing, limits.block_size)
         first = self._next_handle if self._next_handle + params.n <= self._place.end else self._place.first
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(
@@ -180,7 +189,6 @@ class FrontEnd:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             sampler=sampler,
             stop_ids=stops,
-            min_tokens=params.min_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
@@ -188,10 +196,11 @@ class FrontEnd:
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,
             grammar=grammar,
-            num_drafts=params.speculative_tokens,
+            num_drafts=0 if params.logits_processors else params.speculative_tokens,
             transfer=transfer,
-            chunks=chunks,
-            blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
+            reused=ReusedParts(chunks, limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio),
+            adapter=prompt.adapter,
+            embeds=b"" if prompt.embeds is None else prompt.embeds.tobytes(),
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle = first + params.n

@@ -4,25 +4,47 @@ import logging
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.assemble.engine import Engine, assemble
 from quire.config.flags import keyword_config
+from quire.contracts.adapters import LoRARequest
 from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
 from quire.contracts.output import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+from quire.entry.adapters import read_requests
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
-from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
+from quire.entry.embedding import (
+    TASK,
+    TASKS,
+    embed_params,
+    embedding_output,
+    likeness,
+    paired,
+    pooling_output,
+    vector_of,
+)
 from quire.entry.keyboard_interrupt import uninterrupted
-from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
+from quire.entry.local import (
+    Messages,
+    check_adapter,
+    front_end,
+    named_adapters,
+    render_chat,
+    set_processors,
+    tokenizer_of,
+)
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.entry.unsupported import check_arguments, no_attribute
 from quire.observe.progress import Progress
@@ -30,6 +52,7 @@ from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Mail = deque[tuple[int, RequestOutput]]  # (handle of the prompt's first completion, output)
 
 
@@ -48,7 +71,9 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
         self._engine: Engine | None = assemble(keyword_config(fspath(model), options), served=False)
-        self._front = front_end(self._engine)
+        self._front = front_end(self._engine, processors=True)
+        self._processed: dict[int, list[NewRequest]] = {}  # requests with logits processors, by first handle
+        self._adapters = named_adapters(self._engine)
         self._mail: dict[int, Mail] = {}  # by first handle: callers may read several streams in turn
         self._dead: EngineDead | None = None  # set when the engine has stopped for good
 
@@ -66,6 +91,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete every prompt. Return the outputs in the order of the prompts.
@@ -73,13 +99,14 @@ class LLM:
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
         sampling_params   one for all, or one per prompt; None = the model's own defaults
         priority          one number per prompt, smaller first (with scheduling_policy="priority")
+        lora_request      adapter for all, or one (or None) per prompt; the engine needs enable_lora=True
         others            arguments of vLLM's `LLM.generate`: None is accepted, any other value is refused by name
         Raises a `RequestError` before anything runs when a prompt or its parameters cannot be served.
         A request that fails later (invalid grammar, NaN logits) fails alone; the other requests go on. Its completion
         has finish_reason "error", a code in `stop_reason` and the message in `error`. The message is logged.
         """
         check_arguments(LLM.generate, others)
-        parsed = parse_prompts(prompts)
+        parsed = self._adapted(parse_prompts(prompts), lora_request)
         params = self._params(sampling_params, len(parsed))
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
         started: list[Generation] = []
@@ -108,6 +135,7 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Embed every prompt by the model's pooling method. Return the outputs in the order of the prompts.
@@ -119,7 +147,24 @@ class LLM:
         check_arguments(LLM.embed, others)
         plan = self.engine.pooling
         plan.check(dimensions)
-        return [embedding_output(g, plan, dimensions) for g in self._pool(parse_prompts(prompts), use_tqdm, priority)]
+        adapted = self._adapted(parse_prompts(prompts), lora_request)
+        return [embedding_output(g, plan, dimensions) for g in self._pool(adapted, use_tqdm, priority)]
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        lora_request: Adapters = None,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return the pooled output of every prompt, in `outputs.data`, an array. `pooling_task`: "embed", as for
+        `embed`. vLLM's other tasks raise `InvalidParameter`."""
+        check_arguments(LLM.encode, others)
+        if pooling_task != TASK:
+            raise InvalidParameter(f"pooling_task={pooling_task!r}: {TASKS}", param="pooling_task")
+        return [pooling_output(one) for one in self.embed(prompts, use_tqdm=use_tqdm, lora_request=lora_request)]
 
     def score(
         self,
@@ -127,6 +172,7 @@ class LLM:
         text_2: PromptLike | Sequence[PromptLike],
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
         """Return the cosine similarity of text pairs: one text with each of several, or two lists pair by pair.
@@ -138,7 +184,7 @@ class LLM:
         plan.check_scores()
         first, second = parse_prompts(text_1), parse_prompts(text_2)
         pairs = [(one, len(first) + other) for one, other in paired(first, second)]
-        done = self._pool([*first, *second], use_tqdm)
+        done = self._pool(self._adapted([*first, *second], lora_request), use_tqdm)
         vectors, ids = [vector_of(g, plan) for g in done], [g.prompt_token_ids for g in done]
         return [
             ScoringRequestOutput(
@@ -162,7 +208,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`."""
+        """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`.
+
+        others   `lora_request`, and the arguments that `generate` refuses by name
+        """
+        lora_request: Adapters = others.pop("lora_request", None)
         check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -178,12 +228,18 @@ class LLM:
             )
             for m in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt and yield an output per step; with output_kind=DELTA each holds only the new tokens."""
         params = self._params(sampling_params, 1)
-        with closing(self._run(parse_prompts([prompt]), params, None, [])) as outputs:
+        with closing(self._run(self._adapted(parse_prompts([prompt]), lora_request), params, None, [])) as outputs:
             for output, _ in outputs:
                 yield output
 
@@ -199,6 +255,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` most likely completions of every prompt, best first."""
@@ -207,7 +264,7 @@ class LLM:
         def generate(batch: list[Prompt], step: SamplingParams) -> list[RequestOutput]:
             return self.generate(batch, step, use_tqdm=use_tqdm)
 
-        return beam_search(self._front, generate, parse_prompts(prompts), params)
+        return beam_search(self._front, generate, self._adapted(parse_prompts(prompts), lora_request), params)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
@@ -257,6 +314,17 @@ class LLM:
             )
         return list(given)
 
+    def _adapted(self, prompts: list[Prompt], given: Adapters) -> list[Prompt]:
+        """Return the prompts with the adapters of `lora_request`; those of new ones are checked against the model."""
+        asked = read_requests(given, len(prompts))
+        found = {
+            one: check_adapter(self.engine, self._adapters, one) for one in dict.fromkeys(asked) if one is not None
+        }
+        return [
+            prompt if one is None else replace(prompt, adapter=found[one])
+            for prompt, one in zip(prompts, asked, strict=True)
+        ]
+
     def _pool(self, prompts: list[Prompt], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Generation]:
         """Compute the vectors of all prompts; each `Generation` returned holds its own."""
         started: list[Generation] = []
@@ -276,6 +344,9 @@ class LLM:
         generation, requests = self._front.start(prompt, params, **options)
         self._mail[generation.completions[0].handle] = mail
         started.append(generation)
+        if params.logits_processors:
+            self._processed[generation.completions[0].handle] = requests
+            set_processors(self.engine, requests, params.logits_processors)
         for request in requests:
             self.engine.core.add(request, places=0)  # past the queue's limit, which protects a server from its clients
 
@@ -320,6 +391,8 @@ class LLM:
                 for generation in started:
                     self._mail.pop(generation.completions[0].handle, None)
                 self._abort_orphans()
+                for generation in started if self._engine is not None else ():
+                    set_processors(self._engine, self._processed.pop(generation.completions[0].handle, ()), ())
 
     def _step(self) -> None:
         """Run one engine step and put each output into its reader's mail. After an exception the engine is dead."""

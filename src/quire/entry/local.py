@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.assemble.engine import Engine
+from quire.contracts.adapters import Adapter, LoRARequest
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.request import NewRequest
+from quire.engine.replicas import check_adapter as check_fit
+from quire.entry.adapters import NamedAdapters
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
@@ -15,9 +19,36 @@ from quire.text.tokenizer import Tokenizer
 Messages = Sequence[dict[str, Any]]
 
 
-def front_end(engine: Engine) -> FrontEnd:
-    """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs."""
-    return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
+def front_end(engine: Engine, *, processors: bool = False) -> FrontEnd:
+    """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs.
+    `processors`: the caller hands logits processors to the engine, if its model is in this process."""
+    return FrontEnd.of(
+        engine.config,
+        engine.core.facts,
+        engine.tokenizer,
+        engine.eos_ids,
+        width=engine.pooling.width,
+        processors=processors and engine.runner is not None,
+    )
+
+
+def set_processors(engine: Engine, requests: Sequence[NewRequest], processors: Sequence[Any]) -> None:
+    """Hand the logits processors of requests to the model runner, or take them back: ()."""
+    for request in requests:
+        engine.worker.features.controls["set_processors"](request.request_id, processors)
+
+
+def named_adapters(engine: Engine) -> NamedAdapters:
+    """Make the record of the adapters that requests of an engine have named."""
+    return NamedAdapters(engine.config.load, enabled=engine.config.adapters.enable_lora)
+
+
+def check_adapter(engine: Engine, named: NamedAdapters, request: LoRARequest) -> Adapter:
+    """Return the adapter of a request. Raises a `UserError` if it cannot be read, or does not fit the model."""
+    adapter, new = named.find(request)
+    if new:
+        check_fit(engine.core, adapter)
+    return adapter
 
 
 def tokenizer_of(front: FrontEnd) -> Tokenizer:

@@ -4,23 +4,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import InvalidParameter, shown
+from quire.contracts.step import F32
+from quire.entry.torch_tensors import checked_matrix
 from quire.text.tokenizer import Tokenizer
 
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"}
 MAX_SALT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
+    """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids. `embeds`: [tokens, hidden]
+    float32, the input of the first layer; then the ids only count the tokens.
     `cache_salt`: KV blocks are shared only among prompts with the same salt. `chunks`: (first token, end) of marked
-    content parts, see `text/kv_chunk_marks.py`."""
+    content parts, see `text/kv_chunk_marks.py`. `adapter`: that of the request; None: the base model."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
+    embeds: F32 | None = None
+    adapter: Adapter | None = None
 
 
 PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt
@@ -78,15 +84,21 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
             param=unknown[0],
         )
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
-    if text is None and ids is None:
-        raise InvalidParameter("a prompt dict needs 'prompt' or 'prompt_token_ids'.", param="prompt")
+    given, embeds = prompt.get("prompt_embeds"), None
+    if text is None and ids is None and given is None:
+        raise InvalidParameter("a prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'.", param="prompt")
+    if given is not None:
+        if text is not None or ids is not None:
+            raise InvalidParameter("'prompt_embeds' is a prompt by itself: leave the other out.", param="prompt_embeds")
+        embeds = checked_matrix(given, "prompt_embeds")
+        ids = [0] * len(embeds)
     if text is not None and not isinstance(text, str):
         raise InvalidParameter("'prompt' must be a string.", param="prompt")
     if ids is not None and not _is_ids(ids):
         raise InvalidParameter("'prompt_token_ids' must be a non-empty list of integers.", param="prompt_token_ids")
     if not isinstance(salt, str) or len(salt) > MAX_SALT:
         raise InvalidParameter(f"'cache_salt' must be a string of at most {MAX_SALT} characters.", param="cache_salt")
-    return Prompt(text=text, token_ids=None if ids is None else list(ids), cache_salt=salt)
+    return Prompt(text=text, token_ids=None if ids is None else list(ids), cache_salt=salt, embeds=embeds)
 
 
 def _is_ids(value: object) -> TypeGuard[Sequence[int]]:

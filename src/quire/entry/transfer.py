@@ -5,6 +5,8 @@
     to a decode node    the same
 
 Blocks are found by their keys, which a decode node computes from the prompt; `remote_block_ids` only number them.
+Blocks that depend on texts of other positions (CacheBlend) have keys with the name of the transfer in them, from number
+`remote_private_block` on.
 """
 
 import secrets
@@ -28,6 +30,7 @@ class _Given(msgspec.Struct):
     remote_host: Annotated[str, msgspec.Meta(max_length=255)] | None = None
     remote_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)] | None = None
     remote_request_id: Annotated[str, msgspec.Meta(max_length=255)] | None = None
+    remote_private_block: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
@@ -64,6 +67,7 @@ def read_transfer(params: dict[str, Any] | None, plan: SharePlan) -> Transfer | 
         name=given.remote_request_id,
         address=f"{given.remote_host}:{given.remote_port}",
         num_tokens=given.remote_num_tokens or 0,
+        private=-1 if given.remote_private_block is None else given.remote_private_block,
     )
 
 
@@ -85,4 +89,4 @@ def answer_transfer(transfer: Transfer | None, plan: SharePlan, num_tokens: int,
         "tp_size": plan.tp,
         "remote_block_ids": list(range(num_tokens // size)),
         "remote_num_tokens": num_tokens,
-    }
+    } | ({"remote_private_block": transfer.private} if transfer.private >= 0 else {})

@@ -31,6 +31,7 @@ from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
+from quire.reports.adapters import adapter_bytes
 from quire.reports.engine import PlanReport
 from quire.reports.gpu_rates import HOST_GPUS
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
@@ -214,9 +215,10 @@ def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> Memor
     if gpu is None:
         every = sum(held for _, held in holdings.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
+        free -= adapter_bytes(plan) * len(holdings.held)
         return resolve_sizing(plan, (free - every) // len(holdings.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
-    ours += plan.buffer_bytes + plan.scratch_bytes
+    ours += plan.buffer_bytes + plan.scratch_bytes + adapter_bytes(plan)
     ours += (plan.config.scheduler.sequences() + 1) * plan.geometry.state_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
         ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan)

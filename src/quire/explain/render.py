@@ -41,7 +41,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
     model = plan["model"]
     for line in (
         *(f"note: {note}" for note in model["notes"]),
-        *fact_lines(model["attention"], model["rope"], model["router"]),
+        *fact_lines(model["attention"], model["rope"], model["router"], model["foreign"]),
         f"embeddings: {model['embedding']}",
         f"device: {plan['machine']}",
     ):
@@ -55,6 +55,9 @@ def _tree(plan: Plan, full: bool) -> Tree:
         branch = add(tree, f"speculation: {drafts['drafter']}")
         held = f"{size(drafts['weights'])} of weights and {size(drafts['cache'])} of the KV cache per token"
         add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
+        if drafts["shared_choice"]:
+            words = f"the {drafts['shared_choice']:,} tokens that the first pass of a step has chosen (IndexShare)"
+            add(branch, f"later passes attend to {words}: they score none")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         add(branch, f"weights that a step of one decode reads: {costs}")
     if (blend := plan["blend"]) is not None:
@@ -64,6 +67,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
             "{ratio:.0%} of their tokens are computed again behind layer {check_layer}, the first "
             "{first_tokens} of each text before those whose KV differs most".format(**blend),
         )
+    if (adapters := plan["adapters"]) is not None:
+        _adapters(add(tree, f"adapters (LoRA) up to rank {adapters['rank']}"), adapters)
     add_ranks(tree, plan)
     add_floors(tree, plan)
     left = [
@@ -284,6 +289,13 @@ def _loading_words(loading: Plan, device: str) -> str:
         f"while loading at most {size(loading['bytes'])} of {where}{each}: {weights}{size(loading['units'])} for two "
         f"units that are loaded, {size(loading['packed'])} for a matrix that is packed"
     )
+
+
+def _adapters(branch: Tree, plan: Plan) -> None:
+    """Add the slots of adapters, their bytes, and what an adapter may change."""
+    add(branch, "{slots:,} slots on the device, ".format(**plan) + f"{size(plan['slot_bytes'])} each on a rank")
+    add(branch, f"all slots: {size(plan['bytes'])} on a rank; host memory holds {plan['held']:,} adapters")
+    add(branch, f"{plan['linears']:,} linear layers, of the modules {', '.join(plan['modules'])}")
 
 
 def _scratch_words(memory: Plan) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from quire.contracts.adapters import LoRARequest
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
@@ -71,7 +72,7 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
         yield from events(inner, origin, phase, track)
 
 
-def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
+def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: LoRARequest | None = None) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
     The calls of each rank are in a call "rank N" at the end of the step. The request first runs without a trace, to
@@ -82,13 +83,13 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
     core, cuda = engine.core, engine.device.device == "cuda"
     assert core.facts.depth == core.facts.num_stages, "steps in flight would be mixed up"
     llm.reset_prefix_cache()
-    llm.generate(prompt, params, use_tqdm=False)
+    llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
     llm.reset_prefix_cache()
     many = engine.runner is None
     if many:
         core.executor.control("trace", {"on": True})
     with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None) as root:
-        llm.generate(prompt, params, use_tqdm=False)
+        llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
     if many:
         _add_ranks(llm, root, core.executor.control("trace", {"on": False}))
     root.begin, root.end = root.inside[0].begin, root.inside[0].end

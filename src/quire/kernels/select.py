@@ -92,6 +92,7 @@ class Kernels:
     shortconv: Any = None
     routing: Any = None
     blend: Any = None
+    lora: Any = None
 
     def features(self, op: str) -> tuple[str, ...]:
         """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""

@@ -57,6 +57,7 @@ NATIVE = replace(PLAIN, needs=("native",))
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
+_UNGATED = frozenset({"gated", "ungated"})
 _NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
 _WIDE_GROUPS = {"nvfp4": "its words have scales for 32 inputs or more, not for 16"}
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
@@ -78,12 +79,12 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=_PLAIN | {"add", "exact", "out"},
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
-                          features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
+                          features=_EIGHT_BITS | _UNGATED | {"add", "exact", "norm", "out"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW, lacks=_WIDE_GROUPS),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW | {"nvfp4"}),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW | _UNGATED | {"nvfp4"}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
-        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
+        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "rows", "stored"} | _UNGATED),
         "cpu": replace(PLAIN, features=_PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
         "quantized_ref": replace(REFERENCE, features=_QUANTIZED | {"exact"}),
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
@@ -116,6 +117,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
+    "lora": {"triton": TRITON, "ref": REFERENCE},
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": replace(TRITON, features=frozenset({"norm"})), "ref": REFERENCE},

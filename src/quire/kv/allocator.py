@@ -35,6 +35,7 @@ class KVAllocator:
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
     published   [num_slots] int32, leading blocks of a slot's chain that are in the prefix cache; read only
     groups      the KV groups
+    block_sizes tokens of a block of each group
     states      checkpoints of the states of recurrent layers; None: no layer keeps states
     loans       blocks that slots copy KV of, approximately
     has_windows True: a KV group has a window or chunks, so `trim` can give blocks back before a request ends
@@ -47,7 +48,7 @@ class KVAllocator:
         self.block_size, self.hit_size = geometry.block_size, geometry.hit_size
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self.published: I32 = np.zeros(num_slots, np.int32)
-        self.groups = geometry.groups
+        self.groups, self.block_sizes = geometry.groups, geometry.block_sizes
         self._windows = [g for g, group in enumerate(geometry.groups) if group.window is not None]
         self.has_windows = bool(self._windows)
         self._shared_size = geometry.shared_size

@@ -9,19 +9,22 @@ Knows tokens, keys and blocks. Knows nothing of slots and of the choice of rows 
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import groupby
 
 import numpy as np
 
+from quire.contracts.blocks import NULL_BLOCK
 from quire.contracts.request import MovedTokens
 from quire.contracts.step import BlendedChunk
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import KeyChain
+from quire.kv.hashing import KeyChain, group_keys
 
 
 class ChunkIndex:
-    """Finds the blocks of chunks in the allocator's pool. The cache has one group of full attention.
+    """Finds the blocks of chunks in the allocator's pool.
 
+    A token can be moved if every KV group has its block. A group with a window gives up the blocks of most tokens of a
+    long text; they are found until the pool uses them again.
     Blocks that the step being planned computes do not count: the step would read them before they are written.
     """
 
@@ -59,17 +62,43 @@ class ChunkIndex:
         """
         found = []
         for start, chain in self._chains.get(handle, ()):
-            blocks = self._allocator.match(chain, len(chain.tokens)).blocks[0]
-            blocks = list(takewhile(lambda block: block not in self._new, blocks))
-            first, last = max(start, num_exact), min(start + len(blocks) * self._size, end)
-            if first < last:
-                found.append(MovedTokens(first, last, start, tuple(blocks)))
+            blocks, size = self._blocks(chain), self._size
+            for begin, stop in self._whole(blocks, min(len(chain.tokens), end - start)):
+                first, last = max(start + begin * size, num_exact), min(start + stop * size, end)
+                if first < last:
+                    found.append(MovedTokens(first, last, start, blocks))
         return tuple(found)
 
+    def _blocks(self, chain: KeyChain) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of a chunk, of each KV group; NULL_BLOCK for one that an earlier step has not computed."""
+        pool, found = self._allocator.pool, []
+        for number, group in enumerate(self._allocator.groups):
+            size, blocks = group.block_size, list[int]()
+            for at in range(len(chain.tokens) // size):
+                block = pool.lookup(group_keys(chain, number, size, at + 1, at)[0])
+                if block is None and group.window is None:
+                    break  # the keys behind it are not computed in vain
+                blocks.append(NULL_BLOCK if block is None or block in self._new else block)
+            found.append(tuple(blocks))
+        return tuple(found)
 
-def sources(moved: Sequence[MovedTokens]) -> list[int]:
-    """Return the blocks that moved tokens read, each once."""
-    return list(dict.fromkeys(block for one in moved for block in one.blocks))
+    def _whole(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, int]]:
+        """Return (first block, end) of the runs of a chunk's blocks that all groups have, up to `num_tokens` tokens."""
+        steps = [group.block_size // self._size for group in self._allocator.groups]
+        count = min([-(-num_tokens // self._size), *(len(own) * step for own, step in zip(blocks, steps, strict=True))])
+        has = [all(own[at // step] for own, step in zip(blocks, steps, strict=True)) for at in range(count)]
+        runs = [list(run) for whole, run in groupby(range(count), has.__getitem__) if whole]
+        return [(run[0], run[-1] + 1) for run in runs]
+
+
+def sources(moved: Sequence[MovedTokens], sizes: Sequence[int]) -> list[int]:
+    """Return the blocks that moved tokens read, each once. sizes: tokens of a block of each KV group"""
+    found = dict[int, None]()
+    for one in moved:
+        for blocks, size in zip(one.blocks, sizes, strict=True):
+            first, last = (one.first - one.shift) // size, -(-(one.last - one.shift) // size)
+            found |= dict.fromkeys(blocks[first:last])
+    return list(found)
 
 
 def blocks_within(moved: Sequence[MovedTokens], block_size: int) -> list[int]:
@@ -81,18 +110,20 @@ def blocks_within(moved: Sequence[MovedTokens], block_size: int) -> list[int]:
 
 
 def blended_chunk(
-    moved: Sequence[MovedTokens], slot: int, first: int, last: int, ratio: float, block_size: int
+    moved: Sequence[MovedTokens], slot: int, first: int, last: int, ratio: float, sizes: Sequence[int]
 ) -> BlendedChunk | None:
     """Return the moved tokens among the tokens first .. last - 1 of a prompt, for a step's plan; None: there are none.
 
     ratio   share of the moved tokens that is computed in all layers
+    sizes   tokens of a block of each KV group
     """
     positions, places, shifts = [], [], []
     for one in moved:
         here = np.arange(max(one.first, first), min(one.last, last), dtype=np.int32)
         inside = here - one.shift
         positions.append(here - first)
-        places.append(np.array(one.blocks, np.int32)[inside // block_size] * block_size + inside % block_size)
+        groups = zip(one.blocks, sizes, strict=True)
+        places.append([np.array(own, np.int32)[inside // size] * size + inside % size for own, size in groups])
         shifts.append(np.full(len(here), one.shift, np.int32))
     if not any(len(here) for here in positions):
         return None
@@ -100,7 +131,7 @@ def blended_chunk(
     return BlendedChunk(
         slot=slot,
         tokens=tokens,
-        sources=np.concatenate(places),
+        sources=np.concatenate(places, axis=1),
         shifts=np.concatenate(shifts),
         num_kept=min(len(tokens), math.ceil(ratio * len(tokens) - 1e-6)),
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.contracts.adapters import TAG as ADAPTER
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys, group_of
 from quire.kv.pool import BlockPool
@@ -74,6 +75,7 @@ class EventLog:
         self._sink, self._replica = sink, replica
         self._told: set[bytes] = set()  # keys of device blocks that were told
         self._events: list[Any] = []
+        self.adapters: dict[str, str] = {}  # content of an adapter -> its name; of requests that came
         allocator.on_publish.append(self._published)
         allocator.pool.on_drop.append(self._dropped)
         if host is not None:
@@ -109,6 +111,7 @@ class EventLog:
             return
         size, window = self._groups[number].block_size, self._groups[number].window
         salts = tuple(value for domain, value in chain.tags if domain == "salt")
+        contents = (value for domain, value in chain.tags if domain == ADAPTER)
         self._events.append(
             BlockStored(
                 block_hashes=list(map(_hash, group_keys(chain, number, size, last, first))),
@@ -117,7 +120,7 @@ class EventLog:
                 block_size=size,
                 lora_id=None,
                 medium=DEVICE,
-                lora_name=None,
+                lora_name=next((self.adapters.get(content, content) for content in contents), None),
                 group_idx=number,
                 extra_keys=[salts if salts and not index else None for index in range(first, last)],
                 kv_cache_spec_kind=_kind(window),

@@ -97,11 +97,19 @@ class KeyChain:
     root     key before the first block, a `namespace_digest`
     tokens   the request's own array('I') of prompt and generated ids; it may only grow
     tags     (domain, value) pairs such as ("salt", "s-7"); requests with different tags share no key
+    private  number of a block and the name of a transfer: only chains with this name have the keys from this block on
     """
 
-    __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys")
+    __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys", "_private")
 
-    def __init__(self, root: bytes, block_size: int, tokens: "array[int]", tags: Tags = ()) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        tokens: "array[int]",
+        tags: Tags = (),
+        private: tuple[int, str] | None = None,
+    ) -> None:
         assert len(root) == DIGEST_BYTES and block_size > 0, "a chain starts at a namespace digest"
         assert tokens.typecode == "I" and tokens.itemsize == _TOKEN_BYTES, "token ids are stored as array('I')"
         assert sys.byteorder == "little", "keys are defined over little-endian token ids"
@@ -109,6 +117,7 @@ class KeyChain:
         self.tokens = tokens
         self.tags = tags
         self._extras = extras_digest(tags)
+        self._private = private
         self._keys: list[bytes] = []
 
     @property
@@ -131,6 +140,18 @@ class KeyChain:
         return self._keys[start:stop]
 
     def _hash_up_to(self, stop: int) -> None:
+        """Compute the keys of the blocks up to `stop`. The first private block has the secret in its key."""
+        first, name = self._private or (stop, "")
+        if len(self._keys) <= first < stop:
+            if first:
+                self._hash_run(first)
+            tokens = self.tokens[first * self.block_size : (first + 1) * self.block_size].tobytes()
+            secret = extras_digest([("transfer", name)])
+            parent = self._keys[-1] if self._keys else self.root
+            self._keys.append(block_key(parent, tokens, self._extras + secret))
+        self._hash_run(stop)
+
+    def _hash_run(self, stop: int) -> None:
         keys, size = self._keys, self.block_size
         assert stop * size <= len(self.tokens), f"block {stop - 1} is not full: {len(self.tokens)} tokens of {size}"
         if not keys:

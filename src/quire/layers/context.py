@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
@@ -16,8 +16,25 @@ from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
+from quire.kernels.lora import AdapterRows
 from quire.kernels.select import Kernels
 from quire.kernels.states import BothViews, StateMeta, StateView
+
+
+class DecoderModules(Protocol):
+    """Modules of a decoder of transformers, in place of those of `layers`. `quire.foreign` makes them."""
+
+    def block(self, layer: int) -> nn.Module:
+        """Return a layer of the model, by its number; it is called as a `DecoderBlock`."""
+
+    def entry(self) -> nn.Module | None:
+        """Return the operations between embedding and first layer: (hidden [T, hidden], positions [T]) -> hidden."""
+
+    def norm(self) -> nn.Module:
+        """Return the norm behind the last layer."""
+
+    def rotary(self) -> Any:
+        """Return the rows of positions that the layers read; see `quire.kernels.rope.rotary.Rotaries`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,9 @@ class StepContext:
     kv          view of what each layer keeps: its KV cache, or its states
     states      metadata of the states of recurrent layers; None: the model has none
     chosen      tokens that rows attend to, by the last layer with an indexer; None: no layer has run one
+    reuses      True: indexers write their keys alone, and rows attend to `chosen`, which an earlier pass has chosen
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
+    adapters    adapter of each row; None: no row has one
     """
 
     positions: Tensor
@@ -141,3 +160,5 @@ class StepContext:
     live: Tensor | None = None
     states: StateMeta | None = None
     chosen: Chosen | None = None
+    reuses: bool = False
+    adapters: AdapterRows | None = None

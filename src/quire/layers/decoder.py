@@ -17,10 +17,11 @@ from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotaries, Turns
 from quire.kernels.states import BothViews, StateView
+from quire.layers.adapters import AdapterBank
 from quire.layers.attention import Attention
 from quire.layers.beside import MLPBesideExperts
 from quire.layers.branch import Branch
-from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.context import Build, DecoderModules, Loads, LoadsInPlace, StepContext
 from quire.layers.delta import GatedDelta
 from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -145,6 +146,13 @@ def _recurrent(own: RecurrentArgs, layer: int, args: ModelArgs, build: Build) ->
     return module(own, f"layers.{layer}.{name}", args.norm, build)
 
 
+def _layer(args: ModelArgs, layer: int, build: Build, modules: DecoderModules | None) -> nn.Module:
+    """Return a layer of a decoder, by its number: that of a model, of an EAGLE head, or of transformers."""
+    if modules is not None:
+        return modules.block(layer)
+    return (EagleLayer if args.eagle else DecoderBlock)(args, layer, build)
+
+
 class DraftLayer(nn.Module):
     """A layer that predicts the token after the next (multi-token prediction, MTP), as DeepSeek-V3, GLM-4.5 and
     Qwen3.5 have it.
@@ -181,9 +189,11 @@ class Decoder(nn.Module):
     layout          parameters of this rank
     dtype, device   of activations
     elsewhere       tensors of the checkpoint that other ranks read
+    entry           operations between embedding and first layer in a decoder of transformers; None: there are none
     first           True: this rank has the embedding (first stage of a pipeline)
     last            True: this rank has norm and head (last stage of a pipeline)
     vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
+    adapters        slots of adapters; None: requests cannot name one
     """
 
     embed: VocabEmbedding
@@ -191,31 +201,42 @@ class Decoder(nn.Module):
     head: LMHead
 
     def __init__(
-        self, args: ModelArgs, layout: Sequence[Param], build: Build, *, elsewhere: frozenset[str] = frozenset()
+        self,
+        args: ModelArgs,
+        layout: Sequence[Param],
+        build: Build,
+        *,
+        elsewhere: frozenset[str] = frozenset(),
+        modules: DecoderModules | None = None,
     ) -> None:
+        """Make a decoder. modules: of a decoder of transformers, in place of those of `layers`; None: Quire's own."""
         super().__init__()
         self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
         self.dtype, self.device, self.vocabulary = build.dtype, build.device, build.vocabulary
         self.first, self.last = "embed.weight" in build.params, "norm.weight" in build.params
+        if modules is not None:  # its norm may have no weights
+            self.last = build.layers is None or build.layers[1] == args.num_layers
         tied = self.first and self.last and args.tie_word_embeddings
         if self.last:
             self.head = LMHead("" if tied else "head", args.ends, build)
-            self.norm = Norm("norm", args.norm, build)
+            self.norm = Norm("norm", args.norm, build) if modules is None else modules.norm()
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build, args.ends.embedding_scale)
         self.inputs = LayerInputs(args, build) if args.inputs else None
+        self.entry = modules.entry() if modules is not None and self.first else None
         self.numbers = own = range(*(build.layers or (0, args.num_layers)))
-        self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
+        self.layers = nn.ModuleList(_layer(args, layer, build, modules) for layer in own)
         self.ids: DraftIds | None = None
         if args.eagle is not None and "ids.offsets" in build.params:
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
+        self.adapters: AdapterBank | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
         blocks = (*self.layers, *(layer.block for layer in self.drafts))
         self.blocks: Mapping[int, Any] = dict(zip((*own, *drafts), blocks, strict=True))
-        self.rotary = Rotaries(args.rotations, build.device)
+        self.rotary = Rotaries(args.rotations, build.device) if modules is None else modules.rotary()
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
         lost = self._owners.keys() ^ {param.module for param in layout}
         assert not lost, f"layers and parameters differ: {sorted(lost)}"

@@ -93,6 +93,12 @@ class EagleLayer(nn.Module):
         states: Tensor = self.join(read, ctx)
         return states
 
+    def spread(self, rows: Tensor, count: int) -> None:
+        """Give states of layers that ran for `rows` [K] alone the places of their rows, among `count`; others are 0."""
+        for place, state in enumerate(self._seen):
+            if state is not None and len(state) < count:
+                self._seen[place] = state.new_zeros(count, state.shape[1]).index_copy_(0, rows, state)
+
     def _keep(self, place: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         self._seen[place] = given[0].clone()  # the layer may write over it
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from quire.args.layers import EndArgs
 from quire.distributed.vocabulary import VocabularySlice
+from quire.kernels.lora import AdapterRows
+from quire.layers.adapters import AdaptedProduct
 from quire.layers.context import Build
 from quire.layers.linear import PackedLinear, pack_linear
 
@@ -65,9 +67,13 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The projection from hidden states to logits. A tied head loads nothing: the embedding gives it the weight."""
+    """The projection from hidden states to logits. A tied head loads nothing: the embedding gives it the weight.
+
+    adapted   products of adapters; None: no adapter changes the head
+    """
 
     packed: PackedLinear
+    adapted: AdaptedProduct | None = None
 
     def __init__(self, at: str, ends: EndArgs, build: Build) -> None:
         super().__init__()
@@ -78,15 +84,21 @@ class LMHead(nn.Module):
     def take(self, tensors: dict[str, Any], place: int) -> None:
         self.packed = pack_linear(self.kernel.pack, tensors, self.device)
 
-    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given."""
+    def forward(self, hidden: Tensor, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
+        """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given.
+
+        adapters   of the rows; None: no row has one
+        """
         logits: Tensor = self.kernel.run_float(hidden, *self.packed, *(() if out is None else (out,)))
+        if adapters is not None and self.adapted is not None:
+            self.adapted.add(logits, hidden, adapters)
         if self.ends.logit_scale != 1.0:
             logits.mul_(self.ends.logit_scale)
         if (cap := self.ends.logit_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def whole(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits of the whole vocabulary."""
-        return self(hidden) if self.slice is None else self.slice.whole(self(hidden))
+        logits = self(hidden, adapters=adapters)
+        return logits if self.slice is None else self.slice.whole(logits)

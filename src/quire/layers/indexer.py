@@ -64,3 +64,8 @@ class Indexer(nn.Module):
         q = self.kernel.prepare(q, key, self.k_norm.both, EPS, *turn, cache, meta.kv_slots)
         chosen: Chosen = self.kernel.choose(q, heads * sizes.factor, cache, meta, sizes.top_k)
         return chosen
+
+    def write(self, key: Tensor, turn: Turn, meta: AttentionMeta, cache: IndexView) -> None:
+        """Write the step's keys to the cache, and choose nothing. key: projection `k` [T, D] of the normed input"""
+        none = key.new_empty(len(key), 0, self.args.head_dim)
+        self.kernel.prepare(none, key, self.k_norm.both, EPS, *turn, cache, meta.kv_slots)

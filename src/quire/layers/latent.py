@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import torch
 from msgspec import structs
@@ -20,7 +21,9 @@ from quire.args.layers import NormArgs
 from quire.kernels.attention import AttentionMeta, Prompt, as_list, sequences
 from quire.kernels.index import Chosen
 from quire.kernels.latent import LatentView
+from quire.kernels.lora import AdapterRows
 from quire.kernels.rope.rotary import Turns
+from quire.layers.adapters import AdaptedExpansion
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.indexer import Indexer
@@ -85,13 +88,19 @@ class Expansion(nn.Module):
     """The up-projection from a latent to keys and values of every head, [H, P + V, L].
 
     H: heads of this rank, P: nope_dim, V: v_dim, L: kv_rank.
+    adapted   products of adapters; None: no adapter changes it
     """
 
     weight: Tensor
+    adapted: AdaptedExpansion | None = None
 
-    def __init__(self, at: str, width: int, device: torch.device) -> None:
+    def __init__(self, at: str, width: int, nope_dim: int, device: torch.device) -> None:
         super().__init__()
-        self.at, self._width, self._device = at, width, device
+        self.at, self.nope_dim, self._width, self._device = at, nope_dim, width, device
+
+    def heads(self, rows: int) -> int:
+        """Return the number of heads that so many rows of the matrix belong to."""
+        return rows // self._width
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Move the parameters to the layer's device, as a weight [H, P + V, L]. See `Loads`."""
@@ -118,7 +127,7 @@ class LatentAttention(nn.Module):
         self.q_norm = Norm(f"{at}.q_norm", inner, build) if sizes.q_rank else None
         self.q = Linear(f"{at}.q", build) if sizes.q_rank else None
         self.kv_norm = Norm(f"{at}.kv_norm", inner, build)
-        self.kv_up = Expansion(f"{at}.kv_up", expanded, build.device)
+        self.kv_up = Expansion(f"{at}.kv_up", expanded, sizes.nope_dim, build.device)
         self.output = Linear(f"{at}.output", build)
         own = sizes.index is not None and not sizes.index.shared
         self.indexer = Indexer(sizes.index, f"{at}.index", build) if sizes.index is not None and own else None
@@ -138,10 +147,14 @@ class LatentAttention(nn.Module):
         Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
         sizes, meta, indexer = self.sizes, ctx.attention[self.group], self.indexer
-        first = (self.down,) if indexer is None else (self.down, indexer.k, indexer.heads)
-        down, *index = branch.projections(first, x, ctx)
+        scored = () if indexer is None else (indexer.k,) if ctx.reuses else (indexer.k, indexer.heads)
+        down, *index = branch.projections((self.down, *scored), x, ctx)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
+        if indexer is not None and ctx.reuses:
+            assert kv.index is not None, "its layer keeps keys"
+            indexer.write(*index, turns[self.turn], meta, kv.index)
+            indexer = None
         if indexer is not None and self.q is not None and self.q_norm is not None and kv.index is not None:
             compressed = self.q_norm(q)
             q = self.q(compressed, ctx)
@@ -158,38 +171,53 @@ class LatentAttention(nn.Module):
             meta.kv_slots,
         )
         out = x.new_empty(len(x), self.num_heads, sizes.v_dim)
+        rows = ctx.adapters if self.kv_up.adapted is not None else None
         if sizes.index is None:
-            self._attend(q, kv, meta, out)
+            self._attend(q, kv, meta, out, rows)
         else:
             assert ctx.chosen is not None, "a layer before has an indexer"
-            self._attend_chosen(q, kv, meta, ctx.chosen, out)
+            self._attend_chosen(q, kv, meta, ctx.chosen, out, rows)
         return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
 
-    def _attend(self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
-        """Attention of rows q [T, H, P + R] to all tokens before them, written to out [T, H, V]."""
-        few, naive = split(meta, self.most_absorbed)
+    def _attend(
+        self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor, adapters: AdapterRows | None
+    ) -> None:
+        """Attention of rows q [T, H, P + R] to all tokens before them, written to out [T, H, V].
+
+        adapters   of the rows, if adapters change the up-projection: then all rows are absorbed, since expanded keys
+                   and values would be those of one adapter
+        """
+        few, naive = split(meta, self.most_absorbed if adapters is None else inf)
         rows = naive[0][0] if naive else len(q)
         if rows:
-            self._absorb(q[:rows], kv, few, out[:rows])
+            self._absorb(q[:rows], kv, few, out[:rows], adapters)
         if naive:
             self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=naive), self.sizes.scale, out)
 
-    def _attend_chosen(self, q: Tensor, kv: LatentView, meta: AttentionMeta, chosen: Chosen, out: Tensor) -> None:
+    def _attend_chosen(
+        self,
+        q: Tensor,
+        kv: LatentView,
+        meta: AttentionMeta,
+        chosen: Chosen,
+        out: Tensor,
+        adapters: AdapterRows | None,
+    ) -> None:
         """As `_attend`; rows of longer sequences, and decodes of a GPU, attend to the chosen tokens alone."""
         done, naive = 0, list[Prompt]()  # rows of `chosen.positions`
         if chosen.decodes:
             done = chosen.decodes
-            self._absorb(q[:done], kv, meta, out[:done], chosen.positions[:done])
-        for way, prompts in alike(meta, self.most_absorbed, chosen):
+            self._absorb(q[:done], kv, meta, out[:done], adapters, positions=chosen.positions[:done])
+        for way, prompts in alike(meta, self.most_absorbed if adapters is None else inf, chosen):
             rows = slice(prompts[0][0], prompts[-1][1])
             if way == "naive":
                 naive += prompts
             elif way == "absorbed":
-                self._absorb(q[rows], kv, part_of(meta, prompts), out[rows])
+                self._absorb(q[rows], kv, part_of(meta, prompts), out[rows], adapters, first=rows.start)
             else:
                 count = rows.stop - rows.start
                 positions = chosen.positions[done : done + count]
-                self._absorb(q[rows], kv, meta, out[rows], positions, rows.start)
+                self._absorb(q[rows], kv, meta, out[rows], adapters, positions=positions, first=rows.start)
                 done += count
         if naive:  # in one call: kernels keep the tiles of a step's prompts for all layers
             meta = replace(meta, prompts=tuple(naive))
@@ -201,11 +229,14 @@ class LatentAttention(nn.Module):
         kv: LatentView,
         meta: AttentionMeta,
         out: Tensor,
+        adapters: AdapterRows | None,
+        *,
         positions: Tensor | None = None,
         first: int = 0,
     ) -> None:
         """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V].
 
+        adapters    of the step's rows, of which these are those from `first` on; None: none changes the up-projection
         positions   [n, K] tokens that the step's rows from `first` on attend to; None: all before them
         """
         sizes = self.sizes
@@ -213,8 +244,13 @@ class LatentAttention(nn.Module):
         plain, turned = q.split([sizes.nope_dim, sizes.rope_dim], dim=2)
         latents = q.new_empty(len(q), self.num_heads, sizes.kv_rank)
         self.kernel.project(plain, keys, latents)
+        adapted = self.kv_up.adapted
+        if adapters is not None and adapted is not None:
+            adapted.add_queries(latents, plain, adapters, first)
         if positions is None:
             sums = self.kernel.absorbed(latents, turned, kv, meta, sizes.scale)
         else:
             sums = self.kernel.chosen(latents, turned, kv, meta, sizes.scale, positions, first)
         self.kernel.project(sums, values.transpose(1, 2), out)
+        if adapters is not None and adapted is not None:
+            adapted.add_values(out, sums, adapters, first)

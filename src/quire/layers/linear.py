@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.kernels.activation import checked
 from quire.kernels.pack.matrix import moved
+from quire.layers.adapters import AdaptedProduct
 from quire.layers.context import Build, StepContext
 from quire.layers.norm import Norm
 
@@ -33,11 +34,14 @@ class Linear(nn.Module):
     """This rank's slice of a projection, [T, in_features] -> [T, out_features].
 
     With a slice of rows, each rank computes some of the outputs. With a slice of columns, each rank has some of the
-    inputs and its results are partial: `add` sums them over the ranks. Every product gets the step, which tells what
-    rows belong to: a projection may depend on the request.
+    inputs and its results are partial: `add` sums them over the ranks. Every product gets the step, which tells the
+    adapters of the rows.
+
+    adapted   products of adapters; None: no adapter changes the layer
     """
 
     packed: PackedLinear
+    adapted: AdaptedProduct | None = None
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
@@ -52,8 +56,17 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        y: Tensor = self.kernel.run(x, *self.packed)
-        return y
+        return self.adapting(lambda: self.kernel.run(x, *self.packed), x, ctx)
+
+    def adapting(self, product: Callable[[], Tensor], x: Tensor, ctx: StepContext) -> Tensor:
+        """Return product() of x with the products of adapters added, for the rows that have one."""
+        if ctx.adapters is None or self.adapted is None:
+            return product()
+        return self.adapted.around(product, x, ctx.adapters)
+
+    def adapts(self, ctx: StepContext) -> bool:
+        """Return True if adapters change the layer in this step: their products need its input and its product."""
+        return ctx.adapters is not None and self.adapted is not None
 
     def fuses(self, norm: Norm) -> bool:
         """Return True when the kernel computes the projection of norm(x) at once."""
@@ -61,7 +74,7 @@ class Linear(nn.Module):
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if not self.fuses(norm):
+        if not self.fuses(norm) or self.adapts(ctx):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -71,8 +84,7 @@ class Linear(nn.Module):
         if self.tp is not None:
             return self.tp.add(self(x, ctx), residual)
         if "add" in self.features:
-            y: Tensor = self.kernel.run_add(x, *self.packed, residual)
-            return y
+            return self.adapting(lambda: self.kernel.run_add(x, *self.packed, residual), x, ctx)
         return residual + self(x, ctx)
 
     def summed(self, x: Tensor, ctx: StepContext) -> Tensor:
@@ -86,8 +98,7 @@ class FloatLinear(Linear):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features] float32."""
-        y: Tensor = self.kernel.run_float(x, *self.packed)
-        return y
+        return self.adapting(lambda: self.kernel.run_float(x, *self.packed), x, ctx)
 
     def fuses(self, norm: Norm) -> bool:
         """Return False: no kernel norms its input and leaves the result in float32."""
@@ -116,7 +127,8 @@ class GatedLinear(Linear):
 
     act     word of `quire.kernels.activation.ACTS`
     scale   factor on the gate before its activation
-    A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
+    A kernel with the feature "gated" computes all of it; with others, an activation follows the projection. So it does
+    in a step with adapters, whose products are added between: then a kernel with "gated" has "plain" or "ungated", too.
     """
 
     def __init__(self, at: str, build: Build, act: str = "silu", scale: float = 1.0) -> None:
@@ -130,7 +142,7 @@ class GatedLinear(Linear):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
-        if not self.fused:
+        if not self.fused or self.adapts(ctx):
             rows = super().forward(x, ctx)
             if self.scale != 1:
                 rows[:, : rows.shape[1] // 2] *= self.scale
@@ -141,7 +153,7 @@ class GatedLinear(Linear):
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not (self.fused and self.fuses(norm)):
+        if not (self.fused and self.fuses(norm)) or self.adapts(ctx):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

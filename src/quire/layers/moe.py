@@ -19,10 +19,12 @@ from quire.contracts.scheme import Wire
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.sorted_ids import SortedIds
+from quire.kernels.lora import AdapterRows
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.adapters import AdaptedProduct
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
@@ -38,9 +40,13 @@ Chosen = tuple[Tensor, Tensor | SortedIds]  # the same, perhaps with sorted pair
 
 
 class Router(nn.Module):
-    """Scores all experts for each token; the kernel `kernels/routing` then chooses experts by the scores."""
+    """Scores all experts for each token; the kernel `kernels/routing` then chooses experts by the scores.
+
+    adapted   products of adapters; None: no adapter changes the scores
+    """
 
     packed: PackedLinear
+    adapted: AdaptedProduct | None = None
 
     def __init__(self, at: str, moe: MoEArgs, build: Build) -> None:
         super().__init__()
@@ -70,16 +76,19 @@ class Router(nn.Module):
         self.scale = None if scale is None else (scale.float() * len(scale) ** -0.5).to(scale.dtype)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
-    def forward(self, x: Tensor, live: Tensor | None = None) -> Routed:
+    def forward(self, x: Tensor, live: Tensor | None = None, adapters: AdapterRows | None = None) -> Routed:
         """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
 
         Rows that are not `live` [T] choose none: their ids are -1. With `router_eps` x is the residual stream.
+        adapters: of the rows; None: no row has one
 
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         if self.scale is not None:
             x = self.norm.rms_norm(x, self.scale, self.eps)
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
+        if adapters is not None and self.adapted is not None:
+            self.adapted.add(logits, x, adapters)
         weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.expert_scale)
         return weights, ids
 
@@ -242,7 +251,8 @@ class MoE(nn.Module):
         residual   None: x
         """
         residual = x if residual is None else residual
-        if self.choose is None and branch.plain and self.router.joins(x, branch.before):
+        adapted = ctx.adapters is not None and self.router.adapted is not None
+        if self.choose is None and branch.plain and not adapted and self.router.joins(x, branch.before):
             assert branch.before is not None
             wire = self.experts.wire(len(x)) if self._alone else None
             sorts = self._places and self.experts.sorts(len(x))
@@ -278,7 +288,7 @@ class MoE(nn.Module):
         """
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = routed or (self.choose or self.router)(scored, ctx.live)
+            weights, ids = routed or self._choice(scored, ctx)
             if self.on_routing is not None:
                 assert isinstance(ids, Tensor)
                 self.on_routing(weights, ids)
@@ -324,6 +334,13 @@ class MoE(nn.Module):
         self.experts.expert_map = places.to(self.experts.device)  # from now on of slots
         if isinstance(self.exchange, PullExchange):
             self.exchange.owner = (torch.arange(num_slots, dtype=torch.int32) // len(own)).to(self.experts.device)
+
+    def _choice(self, scored: Tensor, ctx: StepContext) -> Routed:
+        """Return the weights and ids of the experts of each token."""
+        if self.choose is not None:
+            return self.choose(scored, ctx.live)
+        routed: Routed = self.router(scored, ctx.live, ctx.adapters)
+        return routed
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
         """The input of the shared experts' last projection."""

@@ -8,7 +8,10 @@ from quire.layers.context import Build
 
 
 class Norm(nn.Module):
-    """y = x / rms(x) * weight, or as `args` say; the weight is [width], float32 where 1 is added to it."""
+    """y = x / rms(x) * weight, or as `args` say; the weight is [width], float32 where 1 is added to it.
+
+    A layer normalization may have a bias, which then has the weight's dtype.
+    """
 
     weight: Tensor
     stored: Tensor  # the weight as the checkpoint has it
@@ -17,15 +20,18 @@ class Norm(nn.Module):
         super().__init__()
         self.at, self.kernel, self.device = at, build.kernels.norm, build.device
         self.eps, self.args = args.eps, args
+        self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         self.stored = tensors["weight"].to(self.device)
         self.weight = scale_of(self.stored, self.args)
+        if "bias" in tensors:
+            self.bias = tensors["bias"].to(self.device, self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of each row of x, [T, width] -> [T, width]."""
         if self.args.centered:
-            return self.kernel.layer_norm(x, self.weight, self.eps)
+            return self.kernel.layer_norm(x, self.weight, self.eps, self.bias)
         return self.kernel.rms_norm(x, self.weight, self.eps)
 
     def added(self, x: Tensor, residual: Tensor, factor: Tensor | None = None) -> Tensor:

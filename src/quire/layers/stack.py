@@ -21,10 +21,18 @@ PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Sch
 
 def embedded(model: Model, token_ids: Tensor, ctx: StepContext) -> tuple[Tensor, StepContext]:
     """Return the input [T, hidden] of the layers for ids [T], and the step with the further inputs of the layers."""
-    hidden = model.embed(token_ids)
+    hidden = entered(model, model.embed(token_ids), ctx)
     if model.inputs is None:
         return hidden, ctx
     return hidden, replace(ctx, inputs=model.inputs(token_ids, hidden, ctx))
+
+
+def entered(model: Model, hidden: Tensor, ctx: StepContext) -> Tensor:
+    """Return embeddings [T, hidden] after the operations that stand between them and the first layer, if any do."""
+    if model.entry is None:
+        return hidden
+    result: Tensor = model.entry(hidden, ctx.positions)
+    return result
 
 
 def run_layers(

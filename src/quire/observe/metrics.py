@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from quire.contracts.adapters import AdapterStats
 from quire.contracts.output import StateStats, StepStats, TierStats
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
@@ -107,6 +108,7 @@ class Metrics(Collector):
     def __init__(self, prefix: str = "quire", model_name: str = "") -> None:
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": ENGINE}
         self._stats = StepStats()
+        self._adapters = AdapterStats()
         self._num_blocks = 0
         self._cache_info: dict[str, str] = {}
         self._pids = {"http": os.getpid()}
@@ -151,8 +153,9 @@ class Metrics(Collector):
         if core_pid is not None:
             self._pids["core"] = core_pid
 
-    def step(self, stats: StepStats, num_tokens: int) -> None:
+    def step(self, stats: StepStats, num_tokens: int, adapters: AdapterStats | None = None) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
+        self._adapters = adapters or self._adapters
         self._stats, self._num_blocks = stats, stats.num_blocks or self._num_blocks
         self._busy_since = time.monotonic() if stats.num_running or stats.num_waiting else None
         if stats.step < 0:  # outputs without a step: only the state is new
@@ -304,6 +307,7 @@ class Metrics(Collector):
             "step_requests": {"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills},
             "expert_balancedness": s.balancedness,
             **_tier_values(s.tiers),
+            **_adapter_values(self._adapters),
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {
                 role: held for role, pid in self._pids.items() if (held := resident_bytes(pid)) is not None
@@ -345,6 +349,19 @@ def _state_values(states: StateStats) -> dict[str, Any]:
             for direction, count in (("load", stats.num_loaded), ("store", stats.num_stored))
         },
         "state_tier_failed_checkpoints": {tier.value: stats.num_failed for tier, stats in states.tiers.items()},
+    }
+
+
+def _adapter_values(adapters: AdapterStats) -> dict[str, Any]:
+    """Return the values of the metrics of adapters."""
+    held = sum(map(bool, adapters.resident.values()))
+    sizes = {"all": adapters.slots, "used": len(adapters.resident), "held": held}
+    return {
+        "adapter_slots": sizes if adapters.slots else {},
+        "adapter_requests": adapters.resident,
+        "adapter_requests_waiting": adapters.waiting,
+        "adapter_loads": {"files": adapters.reads, "host": adapters.loads - adapters.reads},
+        "adapter_load_failures": adapters.failed,
     }
 
 

@@ -37,11 +37,15 @@ DECODER = msgspec.msgpack.Decoder(Counts)
 
 
 class SharedMetrics(Metrics):
-    """Metrics of HTTP process `number` of `count`. While `share` runs, `render` returns those of the whole server."""
+    """Metrics of HTTP process `number` of `count`. While `share` runs, `render` returns those of the whole server.
+    `again`: number of processes that had this number before."""
 
-    def __init__(self, prefix: str = "quire", model_name: str = "", *, number: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, prefix: str = "quire", model_name: str = "", *, number: int = 0, count: int = 1, again: int = 0
+    ) -> None:
         super().__init__(prefix, model_name)
         self._number, self._count = number, count
+        self._file = f"counts{number}{f'.{again:06d}' * bool(again)}"
         self._folder: Path | None = None
         self._failed = False  # the last write
         if number:
@@ -61,11 +65,11 @@ class SharedMetrics(Metrics):
 
     def _publish(self, folder: Path) -> None:
         """Write the counts. A fault is logged when it is the first in a row; the next write may succeed."""
-        new = folder / f"counts{self._number}.new"
+        new = folder / f"{self._file}.new"
         try:
             if folder.is_dir():  # the first process, which ends last, has not deleted it
                 new.write_bytes(msgspec.msgpack.encode(self._counts()))
-                new.replace(new.with_suffix(""))
+                new.replace(folder / self._file)
             self._failed = False
         except OSError as fault:
             if not self._failed:
@@ -85,10 +89,11 @@ class SharedMetrics(Metrics):
         whole = SharedMetrics(self._prefix, self._labels["model_name"], number=self._number)
         whole._registry = CollectorRegistry(auto_describe=False)  # without the numbers of one process of several
         whole._registry.register(whole)
-        whole._stats, whole._num_blocks, whole._cache_info = self._stats, self._num_blocks, self._cache_info
+        whole._stats, whole._adapters = self._stats, self._adapters
+        whole._num_blocks, whole._cache_info = self._num_blocks, self._cache_info
         whole._busy_since = self._busy_since
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
-        for counts in (self._counts(), *self._others()):
+        for counts in (*self._others(), self._counts()):  # the process ids of those that live come last
             whole._add(counts)
         return super(SharedMetrics, whole).render()
 
@@ -105,7 +110,7 @@ class SharedMetrics(Metrics):
     def _others(self) -> Iterator[Counts]:
         """Yield the counts that the other processes have written last."""
         for path in sorted(self._folder.glob("counts*[0-9]")) if self._folder is not None else ():
-            if path.name != f"counts{self._number}":
+            if path.name != self._file:
                 yield DECODER.decode(path.read_bytes())
 
     def _add(self, counts: Counts) -> None:

@@ -26,7 +26,9 @@ def with_draft_layers(args: ModelArgs, given: Mapping[str, Any] | None) -> Model
         return replace(args, prediction=msgspec.structs.replace(args.prediction, embeds=True))
     if speculation is None or speculation.method != "mtp" or args.prediction.lack:
         return args
-    return with_prediction(args, drafting=1, embeds=True)
+    asked = speculation.index_share_for_mtp_iteration
+    shares = args.prediction.shares if asked is None else asked
+    return with_prediction(args, drafting=1, embeds=True, shares=shares)
 
 
 def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:

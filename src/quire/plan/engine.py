@@ -300,11 +300,10 @@ def resolve_engine(
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends = config.cache.enable_cache_blend
-    inputs = replace(inputs, windows=geometry.windows)
     kernels = choose_kernels(
         device,
         dtype.dtype,
-        ops=operations(args, blends),
+        ops=operations(args, blends, config.adapters.enable_lora),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
         attention_features=attention_features(inputs, args),
@@ -336,7 +335,7 @@ def resolve_engine(
         mesh=Mesh(parallel=parallel, rank=rank),
         params=keep_stored(params, dtype, kernels, moe),
         kernels=kernels,
-        linears=linear_plans(args, params, kernels),
+        linears=linear_plans(args, params, kernels, adapted=config.adapters.enable_lora),
         moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),

@@ -19,7 +19,7 @@ from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules
 from quire.quantization.scheme_words import scheme_words
 from quire.quantization.slices import mixes_groups, packed_scheme
 
-NEVER = (
+NEVER = (  # .value: of operations of transformers' code
     "embed.weight",
     "norm.weight",
     ".router.weight",
@@ -27,6 +27,7 @@ NEVER = (
     ".head_norm.q",
     ".head_norm.k",
     ".index.heads.weight",
+    ".value",
 )
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 # Strengths, decays and gates of recurrent layers: an error in a decay grows with each token. They are read as they are

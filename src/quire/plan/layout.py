@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from quire.args.checkpoint import ModelArgs
+from quire.args.foreign import ForeignEnds
 from quire.args.wrappers import placed
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.parallel import ALONE, Rank, vocabulary_share
 from quire.contracts.params import Param
 from quire.models.names import NameMap
 from quire.plan.kinds.blocks import block_params, head_params, input_params, prediction_params
+from quire.plan.kinds.foreign import first_params, last_params
 from quire.plan.kinds.interfaces import ParamWriter, StoredRows
 from quire.plan.placement import ranks
 from quire.quantization.formats import spare_names, tensor_names
@@ -41,6 +43,8 @@ def layer_names(args: ModelArgs, layer: int = 0) -> Mapping[tuple[str, str], str
 
     Layers that predict several tokens may have names of their own.
     """
+    if args.foreign is not None:  # its other parameters have their names by themselves
+        return {(parameter, part): stored for stored, parameter, part in args.foreign.experts}
     names: Mapping[tuple[str, str], str] = checkpoint_names(args.model_type)
     if layer >= args.num_layers:
         names = {key: args.prediction.named(one) for key, one in names.items()}
@@ -95,6 +99,9 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
     if args.eagle is not None:
         yield from head_params(args, args.eagle, write, vocab)
         return
+    if args.foreign is not None:
+        yield from _foreign(args, args.foreign, write, vocab)
+        return
     embeds = rank.first or (rank.last and args.prediction.embeds)
     if embeds:
         yield write.param("embed.weight", {"": vocab}, hidden, shard="rows")
@@ -112,3 +119,13 @@ def _params(args: ModelArgs, write: ParamWriter) -> Iterator[Param]:
     elif not embeds:  # the embedding lies on another stage: its rows are read here once more
         (part,) = write.param("embed.weight", {"": vocab}, hidden).parts
         yield Param("head.weight", part.local_shape, (part,), shard="rows")
+
+
+def _foreign(args: ModelArgs, ends: ForeignEnds, write: ParamWriter, vocab: StoredRows) -> Iterator[Param]:
+    """Yield the parameters of a decoder of transformers, as far as the rank has these."""
+    if write.rank.first:
+        yield from first_params(ends, write, vocab, args.hidden_size)
+    for layer in range(*write.rank.layers):
+        yield from block_params(args, write, layer)
+    if write.rank.last:
+        yield from last_params(ends, write, vocab, args.hidden_size, args.tie_word_embeddings)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import msgspec
+
 from quire.args.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.kernels.linear_plan import LinearPlan, RowRange
@@ -61,6 +63,20 @@ def _exact(param: Param, choice: Choice) -> LinearPlan:
     )
 
 
-def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
-    """Return name of a linear layer -> plan of its kernel. `choices` holds the kernel chosen for each operation."""
-    return plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
+def linear_plans(
+    args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice], *, adapted: bool = False
+) -> dict[str, LinearPlan]:
+    """Return name of a linear layer -> plan of its kernel. `choices` holds the kernel chosen for each operation.
+
+    adapted   True: adapters may change the layers. They are added between a gated product and its activation, so a
+              kernel that packs weights for both in a way of its own runs the product alone
+    """
+    plans = plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
+    if not adapted:
+        return plans
+    return {
+        name: plan
+        if {"plain", "ungated"} & {*plan.features}
+        else msgspec.structs.replace(plan, features=tuple(one for one in plan.features if one != "gated"))
+        for name, plan in plans.items()
+    }

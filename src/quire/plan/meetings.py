@@ -100,8 +100,9 @@ def check(meetings: Sequence[Meeting], *, planned: bool = False) -> None:
 
 def check_fields(asked: AskedFields) -> None:
     """Raise `InvalidParameter` for fields of a request that exclude each other."""
+    param = "prompt_embeds" if asked.embeds else asked.chunks or "kv_transfer_params"
     if found := met(Inputs(request=asked), REQUEST):
-        raise InvalidParameter(told(found, "This request cannot be served"), param=asked.chunks or "kv_transfer_params")
+        raise InvalidParameter(told(found, "This request cannot be served"), param=param)
 
 
 def told(meetings: Sequence[Meeting], outcome: str) -> str:

@@ -18,8 +18,8 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.child_process import ChildProcess
 from quire.procs.failures import failed
-from quire.procs.front_ends import ALONE, FrontPlace
-from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Stop, ToCore
+from quire.procs.front_ends import ALONE, MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts
+from quire.procs.messages import Back, CoreStart, Dropped, FromCore, Gone, Stop, ToCore
 from quire.procs.wire import FROM_CORE, encode
 
 LOG = logging.getLogger("quire")
@@ -58,7 +58,7 @@ class CoreClient:
     ) -> None:
         self.core: ChildProcess | None = None
         self.place = place
-        self._more, self._others = more, dict[FrontPlace, ChildProcess]()
+        self._more, self._others, self._restarts = more, dict[FrontPlace, ChildProcess](), Restarts()
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -190,25 +190,40 @@ class CoreClient:
                 return self._die("the engine process was stopped by a signal and is killed.")
 
     def _watch_others(self) -> None:
-        """Notice a front end that has ended. The core ends its requests; the other front ends go on."""
+        """Notice a front end that has ended. The core ends its requests, the other front ends go on, and another one
+        is started in its place."""
         for place, child in list(self._others.items()):
             self._watch_stopped(place, child)
             if self._connected and (how := child.ended()) is not None:
                 del self._others[place]
                 child.release()
+                self._stopped.pop(place, None)
                 self.send(Gone(place))
                 if not self._draining:
-                    left = len(self._others) + 1
-                    LOG.error(
-                        "HTTP process %d of %d (pid %d) %s: its clients have lost their connections; %d %s on. "
-                        "Start the server again to get it back.",
-                        place.number,
-                        place.count,
-                        child.pid,
-                        how,
-                        left,
-                        "goes" if left == 1 else "go",
-                    )
+                    self._tell_end(place, f"(pid {child.pid}) {how}: its clients have lost their connections")
+        for place in [] if self._draining else self._restarts.due(time.monotonic()):
+            assert self._more is not None
+            try:
+                child = self._others[place] = self._more(place)
+            except OSError as fault:
+                self._tell_end(place, f"cannot be started: {fault.strerror or fault}")
+                continue
+            self.send(Back(place))
+            LOG.warning("HTTP process %d of %d is started again (pid %d).", place.number, place.count, child.pid)
+
+    def _tell_end(self, place: FrontPlace, how: str) -> None:
+        """Log the end of a front end, and let another one start later unless they end too often."""
+        left, wait = len(self._others) + 1, self._restarts.ended(place, time.monotonic())
+        often = f"It ended more than {MOST_RESTARTS} times in {RESTART_SECONDS:g} s: restart the server to get it back."
+        LOG.error(
+            "HTTP process %d of %d %s; %d %s on. %s",
+            place.number,
+            place.count,
+            how,
+            left,
+            "goes" if left == 1 else "go",
+            often if wait is None else f"It is started again in {wait:g} s.",
+        )
 
     def _watch_stopped(self, place: FrontPlace, child: ChildProcess) -> None:
         """Log that a front end is stopped, and that it goes on. It may go on at any time, so it is not ended."""

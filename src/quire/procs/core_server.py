@@ -10,15 +10,17 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.replicas import Core, flush
+from quire.engine.replicas import Core, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
-from quire.procs.front_ends import owner, parts
+from quire.procs.front_ends import FrontPlace, owner, parts
 from quire.procs.live_feed import LiveFeed
 from quire.procs.messages import (
     Abort,
     Add,
+    Back,
     Control,
     CoreStart,
     Dropped,
@@ -58,6 +60,8 @@ class CoreSockets:
         self._receiver = self._context.socket(zmq.PULL)
         self._senders = {number: self._context.socket(zmq.PUSH) for number in range(len(start.from_core))}
         self._count = len(self._senders)
+        self._places = {place.number: place for place in FrontPlace(count=self._count).every()}
+        self._ready = b""
         for socket in (self._receiver, *self._senders.values()):
             socket.set_hwm(0)
         self._num_dropped = 0
@@ -76,7 +80,10 @@ class CoreSockets:
                 message = TO_CORE.decode(self._receiver.recv(0 if wait else zmq.NOBLOCK))
                 if isinstance(message, Gone) and (sender := self._senders.pop(message.place.number, None)) is not None:
                     sender.close(0)
-                if isinstance(message, Add) and owner(message.requests[0].handle, self._count) not in self._senders:
+                if isinstance(message, Back):
+                    self._welcome(message.place)
+                    continue
+                if isinstance(message, Add) and not self._expected(message.requests[0].handle):
                     continue  # it waited in the socket of a process that is gone, behind the word that it is
                 return message
             except zmq.Again:
@@ -92,12 +99,27 @@ class CoreSockets:
                 self._send(number, encode(Outputs(part)))
             return
         data: bytes = encode(message)
+        if isinstance(message, Ready):
+            self._ready = data
         every: Sequence[int] = message.places if isinstance(message, Watched) else range(self._count)
         if isinstance(message, Rejected | Reply):
             number = owner(message.handles[0] if isinstance(message, Rejected) else message.id, self._count)
             every = range(number, number + 1)
         for number in every[:1] if isinstance(message, Dropped) else every:
             self._send(number, data)
+
+    def _welcome(self, place: FrontPlace) -> None:
+        """Connect to the front end that is at this place from now on."""
+        self._places[place.number] = place
+        sender = self._senders[place.number] = self._context.socket(zmq.PUSH)
+        sender.set_hwm(0)
+        sender.connect(place.from_core)
+        sender.send(self._ready, zmq.NOBLOCK)
+
+    def _expected(self, handle: int) -> bool:
+        """Return True if the front end that makes requests with this handle has not ended."""
+        place = self._places[owner(handle, self._count)]
+        return place.number in self._senders and place.first <= handle < place.end
 
     def _send(self, number: int, data: bytes) -> None:
         if (sender := self._senders.get(number)) is not None:
@@ -233,9 +255,19 @@ def _check(core: Core) -> bool:
     return True
 
 
+def _check_adapter(core: Core, name: str, folder: str, digest: str) -> str:
+    """Return the reason why an adapter does not fit the model; "": it does."""
+    try:
+        check_adapter(core, Adapter(name, folder, digest))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
     "plan": _plan,
     "blocks": block_map,
     "check": _check,
+    "check_adapter": _check_adapter,
 }

@@ -14,24 +14,36 @@ from quire.procs.child_process import ChildProcess
 from quire.procs.parent import start_line
 
 NUMBERS = 2**31  # of requests: they travel as int32
+MOST_RESTARTS = 5  # of a front end within RESTART_SECONDS
+RESTART_SECONDS = 60.0
+FIRST_WAIT = 0.5  # seconds from the end of a front end to the start of the next; it doubles with each end
 
 
 class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Place of a front end among the `count` front ends of a core. `folder`: of the sockets; "": not made yet."""
+    """Place of a front end among the `count` front ends of a core.
+
+    folder   folder of the sockets; "": not made yet
+    again    number of processes that had this place before
+    """
 
     number: int = 0
     count: int = 1
     folder: str = ""
+    again: int = 0
 
     @property
     def first(self) -> int:
-        """First number of its requests and operations."""
-        return self.number * (NUMBERS // self.count)
+        """First number of its requests and operations.
+
+        A place has a range of numbers with two halves, which its processes use in turn. So messages of a process that
+        has ended, and outputs for it, are not taken for those of the next one.
+        """
+        return self.number * (NUMBERS // self.count) + self.again % 2 * (NUMBERS // self.count // 2)
 
     @property
     def end(self) -> int:
         """End of its numbers: they are below this one."""
-        return self.first + NUMBERS // self.count
+        return self.first + NUMBERS // self.count // 2
 
     @property
     def to_core(self) -> str:
@@ -41,7 +53,12 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def from_core(self) -> str:
         """Address of the socket from the core to this front end."""
-        return f"ipc://{self.folder}/from{self.number or ''}"
+        return f"ipc://{self.folder}/from{self.number or ''}{f'.{self.again}' * bool(self.again)}"
+
+    @property
+    def next(self) -> "FrontPlace":
+        """Return the place for the process that follows this one."""
+        return msgspec.structs.replace(self, again=self.again + 1)
 
     def every(self) -> "list[FrontPlace]":
         """Return the places of all front ends."""
@@ -57,6 +74,34 @@ class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
     config: ServerConfig
     place: FrontPlace
     listener: int
+
+
+class Restarts:
+    """Front ends that have ended: how often, and when each is started again."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, list[float]] = {}
+        self._due: dict[FrontPlace, float] = {}
+
+    def ended(self, place: FrontPlace, now: float) -> float | None:
+        """Note the end of a front end. Return the seconds to wait for the next one; None: it ends too often.
+        `now`: monotonic time"""
+        ends = self._ends[place.number] = [
+            *(end for end in self._ends.get(place.number, ()) if now - end < RESTART_SECONDS),
+            now,
+        ]
+        if len(ends) > MOST_RESTARTS:
+            return None
+        wait = FIRST_WAIT * 2 ** (len(ends) - 1)
+        self._due[place.next] = now + wait
+        return wait
+
+    def due(self, now: float) -> list[FrontPlace]:
+        """Take the places at which a front end is started now."""
+        places = [place for place, due in self._due.items() if due <= now]
+        for place in places:
+            del self._due[place]
+        return places
 
 
 def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
@@ -82,6 +127,7 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
             finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
             stats=msgspec.structs.replace(outputs.stats, **counted),
+            adapters=outputs.adapters,
             **{
                 name: {
                     handle: value for handle, value in getattr(outputs, name).items() if owner(handle, count) == number

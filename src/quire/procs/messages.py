@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-to the core      Add, Abort, Control, NextFrame, Gone, Stop
+to the core      Add, Abort, Control, NextFrame, Gone, Back, Stop
 from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply, Watched; at a fault Failed; Dropped
 """
 
@@ -47,6 +47,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     reset_prefix_cache   True when no request was running
     blocks               `BlockMap` as JSON
     check                True when the records of requests and KV blocks are consistent; else an error names the fault
+    check_adapter        the reason why an adapter does not fit the model, or ""
     trace_request        `TracedRequest` as JSON, of the next request; or, in `refused`, why there is none
     plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 
@@ -70,6 +71,12 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     place: FrontPlace
 
 
+class Back(msgspec.Struct, frozen=True, tag="back"):
+    """Another front end starts at a place whose front end has ended. It gets the core's `Ready`."""
+
+    place: FrontPlace
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process; running requests are dropped."""
 
@@ -83,7 +90,12 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     unit: str = ""
 
 
-FEATURES = ("drafts", "KV tiers", "sharing")  # keys of `Ready.plans`: lines about what options turn on, or leave off
+FEATURES = (
+    "drafts",
+    "KV tiers",
+    "sharing",
+    "adapters",
+)  # keys of `Ready.plans`: lines about what options turn on, or leave off
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -159,5 +171,5 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
-ToCore = Add | Abort | Control | NextFrame | Gone | Stop
+ToCore = Add | Abort | Control | NextFrame | Gone | Back | Stop
 FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped

@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from quire.contracts.adapters import AdapterLoaded
 from quire.contracts.errors import QuireError
 from quire.contracts.protocols import Executor, ExecutorFacts, Wait
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
@@ -25,6 +26,7 @@ from quire.ranks.launchers import Launcher
 from quire.ranks.messages import (
     RankBuilt,
     RankControl,
+    RankCopied,
     RankMasks,
     RankReady,
     RankReply,
@@ -37,6 +39,7 @@ from quire.ranks.watch import RankTimes, RankWatch, WatchedRank
 
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)
+R = TypeVar("R", FinishedCopy, AdapterLoaded)
 
 
 class RankProcesses:
@@ -111,12 +114,12 @@ class RankProcesses:
         """Wait for the result of the oldest uncollected step of a lead (None: the first one), and return it."""
         return self._watch.result(self._leads[0] if lead is None else lead)
 
-    def copied(self, rank: int) -> list[FinishedCopy]:
-        """Return the reports of copy jobs of a rank that sends no results, since the last call."""
-        reports, waiting = list[FinishedCopy](), self._watch.ranks[rank].copied
+    def copied(self, rank: int) -> list[RankCopied]:
+        """Return the reports of copies and loads of a rank that sends no results, since the last call."""
+        reports, waiting = list[RankCopied](), self._watch.ranks[rank].copied
         with suppress(queue.Empty):
-            while True:
-                reports += waiting.get_nowait()
+            while not waiting.empty():
+                reports.append(waiting.get_nowait())
         return reports
 
     def ready(self, lead: int | None = None) -> bool:
@@ -194,31 +197,51 @@ class RankProcesses:
             raise
 
 
-class CopyReports:
-    """Joins the reports of the ranks: a job has ended when all ranks say so, and a block that one lacks has failed."""
+class RankReports(Generic[R]):
+    """Joins reports of the ranks about jobs: a job has ended when all ranks say so.
 
-    def __init__(self, num_ranks: int) -> None:
+    joined   makes one report of those of all ranks
+    """
+
+    def __init__(self, num_ranks: int, joined: Callable[[Sequence[R]], R]) -> None:
         self._num_ranks = num_ranks
-        self._reports: dict[int, list[FinishedCopy]] = {}
+        self._joined: Callable[[Sequence[R]], R] = joined
+        self._reports: dict[int, list[R]] = {}
 
-    def join(self, reports: Sequence[FinishedCopy]) -> tuple[FinishedCopy, ...]:
+    def join(self, reports: Iterable[R]) -> tuple[R, ...]:
         """Take reports of any rank. Return those of jobs that all ranks have reported now."""
         found = []
         for report in reports:
             some = self._reports.setdefault(report.id, [])
             some.append(report)
             if len(some) == self._num_ranks:
-                del self._reports[report.id]
-                found.append(
-                    FinishedCopy(
-                        id=report.id,
-                        failed=tuple(sorted({block for one in some for block in one.failed})),
-                        num_bytes=sum(one.num_bytes for one in some),
-                        seconds=max(one.seconds for one in some),
-                        error=next((one.error for one in some if one.error), ""),
-                    )
-                )
+                found.append(self._joined(self._reports.pop(report.id)))
         return tuple(found)
+
+
+def joined_copies(some: Sequence[FinishedCopy]) -> FinishedCopy:
+    """Return the report of all ranks about a copy job: a block that one rank lacks has failed."""
+    return FinishedCopy(
+        id=some[0].id,
+        failed=tuple(sorted({block for one in some for block in one.failed})),
+        num_bytes=sum(one.num_bytes for one in some),
+        seconds=max(one.seconds for one in some),
+        error=_first_error(some),
+    )
+
+
+def joined_loads(some: Sequence[AdapterLoaded]) -> AdapterLoaded:
+    """Return the report of all ranks about the load of an adapter: it has failed if one rank's has."""
+    return AdapterLoaded(
+        id=some[0].id,
+        error=_first_error(some),
+        seconds=max(one.seconds for one in some),
+        read=any(one.read for one in some),
+    )
+
+
+def _first_error(some: Sequence[FinishedCopy] | Sequence[AdapterLoaded]) -> str:
+    return next((one.error for one in some if one.error), "")
 
 
 class RanksExecutor(Executor):
@@ -236,7 +259,8 @@ class RanksExecutor(Executor):
     ) -> None:
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
-        self._copies = CopyReports(len(self._ranks))
+        count = len(self._ranks)
+        self._copies, self._loads = RankReports(count, joined_copies), RankReports(count, joined_loads)
         self.pids = tuple(processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
@@ -248,10 +272,12 @@ class RanksExecutor(Executor):
 
     def collect(self) -> StepResult:
         result = self._processes.collect(self._lead)
-        if not self._facts.num_host_blocks:
+        others = [one for rank in self._ranks for one in self._processes.copied(rank)]
+        if not (others or result.copied or result.loaded):
             return result
-        reports = [*result.copied, *(report for rank in self._ranks for report in self._processes.copied(rank))]
-        return msgspec.structs.replace(result, copied=self._copies.join(reports))
+        copied = self._copies.join([*result.copied, *(report for one in others for report in one.copied)])
+        loaded = self._loads.join([*result.loaded, *(report for one in others for report in one.loaded)])
+        return msgspec.structs.replace(result, copied=copied, loaded=loaded)
 
     def ready(self) -> bool:
         return self._processes.ready(self._lead)

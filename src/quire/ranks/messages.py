@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.contracts.adapters import AdapterLoaded
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.messages import Failed, Loading, Stop
 from quire.procs.wire import Messages
@@ -85,9 +86,13 @@ class RankResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
-    """Copy jobs that have ended on this rank, which does not send results. A job has ended when all ranks say so."""
+    """Copy jobs and loads of adapters that have ended on this rank, which does not send results.
+
+    A job has ended when all ranks say so.
+    """
 
     copied: tuple[FinishedCopy, ...]
+    loaded: tuple[AdapterLoaded, ...] = ()
 
 
 class RankReply(msgspec.Struct, frozen=True, tag="reply"):

@@ -156,8 +156,8 @@ def _collect(link: "_Link", running: RunningRank, lead: bool, room: threading.Se
             room.release()
             if lead:
                 link.send(RankResult(result))
-            elif result.copied:
-                link.send(RankCopied(result.copied))
+            elif result.copied or result.loaded:
+                link.send(RankCopied(result.copied, result.loaded))
     except BaseException as error:  # also `SystemExit`, which would end only this thread
         link.fail(error)
         os._exit(1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.contracts.errors import EngineClosed, EngineDead, QuireError, UserError
-from quire.contracts.step import FinishedCopy, StepResult
+from quire.contracts.step import StepResult
 from quire.procs.child_process import REAP_SECONDS
 from quire.procs.failures import KINDS, rebuilt
 from quire.procs.frames import Frames
@@ -75,7 +75,7 @@ class WatchedRank:
     sent       number of the step that was sent last, or is being sent; -1: none
     received   last step that the rank has acknowledged; -1: none
     results    step results of the rank that nobody has taken yet; None among them: the ranks have ended
-    copied     reports of copy jobs of a rank that sends no results, which nobody has taken yet
+    copied     reports of copies and loads of a rank that sends no results, which nobody has taken yet
     failed     the message by which the rank reported its failure, or None
     failed_at  time of its failure. The clock of another host differs: then it is the time of the message's arrival
     cut        True after the connection has ended
@@ -87,7 +87,7 @@ class WatchedRank:
         self.begun = False
         self.sent = self.received = -1
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
-        self.copied: queue.SimpleQueue[tuple[FinishedCopy, ...]] = queue.SimpleQueue()
+        self.copied: queue.SimpleQueue[RankCopied] = queue.SimpleQueue()
         self.failed: RankFailed | None = None
         self.failed_at = 0.0
         self.cut = False
@@ -280,7 +280,7 @@ class RankWatch:
                 rank.results.put(message.result)
                 self._arrived.set()
             elif isinstance(message, RankCopied):
-                rank.copied.put(message.copied)
+                rank.copied.put(message)
             elif isinstance(message, RankFailed) and rank.failed is None:
                 rank.failed, rank.failed_at = message, rank.heard if rank.host else message.at
             elif isinstance(message, Answer):

@@ -10,13 +10,14 @@ from typing import Any
 
 from msgspec import structs
 
+from quire.args.check_layer import check_layer
 from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
 from quire.contracts.errors import WeightsError
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert, fused
 from quire.contracts.scheme import Scheme
-from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
+from quire.contracts.step import FIRST_TOKENS
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
@@ -27,7 +28,7 @@ from quire.plan.formats import decided_by
 from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
-from quire.plan.kinds.interfaces import Call, LayerStep
+from quire.plan.kinds.interfaces import Call, Features, LayerStep
 from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
@@ -38,10 +39,12 @@ from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
+from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
 from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
+from quire.reports.step_costs import scores
 from quire.reports.step_time import describe_steps
 from quire.weights.cache_scales import scale_names
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
@@ -117,6 +120,7 @@ class PlanReport:
             "layers": list(self._layers()),
             "speculation": self._speculation(),
             "blend": self._blend(),
+            "adapters": describe_adapters(self.plan),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.holdings.held],
@@ -140,6 +144,7 @@ class PlanReport:
         are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
         the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
         Each pass of a draft model or EAGLE head counts as all its weights.
+        `shared_choice` has the tokens that later passes attend to, as the first one has chosen; 0: each pass chooses.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
@@ -152,12 +157,14 @@ class PlanReport:
         if self.plan.draft is not None:
             drafter = Holdings(plan=self.plan.draft)
             other = sum(map(drafter.num_bytes, drafter.layout))
+        index = args.prediction.shared_choice(args.layers)
+        later_drafts = [one for one in drafts if index is None or not scores(one.name)]
         shared = drafts or speculation.method == "eagle"
         head = holdings.num_bytes(holdings.layout[0] if args.tie_word_embeddings else model[-1]) if shared else 0
 
         def read(k: int) -> int:
             later = max(0, k - 1)
-            own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+            own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(later_drafts, 1) + k * head
             return own + max(1, k) * other
 
         last, _ = holdings.held[self.plan.mesh.parallel.lead]  # of the last stage, which drafts
@@ -169,6 +176,7 @@ class PlanReport:
             "weights": other + sum(map(holdings.num_bytes, drafts)),
             "cache": sum(one.num_bytes(group.entries) / group.block_size for group, one in drafting),
             "read": {k: read(k) for k in (0, *speculation.lengths)},
+            "shared_choice": 0 if index is None else index.top_k,
         }
 
     def _read(self, params: Iterable[Param], tokens: int) -> int:
@@ -184,7 +192,7 @@ class PlanReport:
             {
                 "ratio": cache.blend_ratio,
                 "separator": cache.blend_separator,
-                "check_layer": CHECK_LAYER,
+                "check_layer": check_layer(self.plan.args),
                 "first_tokens": FIRST_TOKENS,
             }
             if cache.enable_cache_blend
@@ -311,8 +319,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self.in_place(at + name)))
-                for name, param in params.items()
+                self._weight(param, run.get(name, ""), self._pack(at, name, linear)) for name, param in params.items()
             ]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head",
@@ -322,6 +329,13 @@ class PlanReport:
                 "calls": named,
                 "weights": weights,
             }
+
+    def _pack(self, at: str, name: str, linear: Features) -> str:
+        """Return the function that packs a parameter; norms of transformers' layers have names of any kind."""
+        args, module = self.plan.args, (at + name).rpartition(".")[0]
+        if args.foreign is not None and module not in self._linears:
+            return ""
+        return pack_function(args, name, linear, self.in_place(at + name))
 
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"

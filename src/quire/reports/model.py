@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.layers import AttentionArgs, RecurrentArgs
+from quire.args.layers import AttentionArgs, ForeignArgs, RecurrentArgs
 from quire.plan.kinds import mixer
 
 
@@ -41,8 +41,48 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
         "rope": asdict(rotation.rope)
         | {"rotary_dim": rotation.rotated, "head_dim": kinds[0].head_dim, "without": unrotated}
         | {"others": [asdict(one.rope) for one in turning[1:]]},
-        "router": moe and asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
+        "foreign": _foreign(args),
+        "router": None
+        if moe is None or args.foreign is not None
+        else asdict(moe.routing) | {"layers": len(args.expert_layers), "shared_gate": moe.shared_gate},
     }
+
+
+def _foreign(args: ModelArgs) -> dict[str, Any] | None:
+    """Return facts about the layers of a decoder of transformers, each kind once; None: a model of Quire's own."""
+    if args.foreign is None:
+        return None
+    own = [one.mixer for one in args.layers if isinstance(one.mixer, ForeignArgs)]
+    kinds = list(dict.fromkeys(own))
+    return {
+        "architecture": args.architecture,
+        "module": args.foreign.module,
+        "version": args.foreign.version,
+        "entry": list(args.foreign.entry_operations),
+        "kinds": [mixer(one).facts()["foreign"] | {"layers": own.count(one)} for one in kinds],
+    }
+
+
+def _foreign_lines(foreign: dict[str, Any]) -> list[str]:
+    """Return lines about the layers of a decoder of transformers: the parts that are ours, and those that are not."""
+    lines = [f"layers: code of transformers {foreign['version']} ({foreign['architecture']} in {foreign['module']})"]
+    for one in foreign["kinds"]:
+        ours = ["projections", "norms", "cache", "attention"]
+        ours += ["preparation of heads"] * (not one["apart"]) + [f"activation {act}" for act in one["gates"]]
+        left = one["operations"]
+        words = f"{len(left)} operation{'s' * (len(left) != 1)} outside kernels in each ({_shortened(left)})"
+        rest = f"the module's {words}, which layers of Quire's own do not have" if left else "nothing is the module's"
+        why = f"; the module prepares heads, because {one['apart']}" * bool(one["apart"])
+        lines.append(f"{one['layers']} layers: ours are {', '.join(ours)}; {rest}{why}")
+    if foreign["entry"]:
+        lines.append(f"before the first layer, the module's: {_shortened(foreign['entry'])}")
+    return lines
+
+
+def _shortened(operations: list[str]) -> str:
+    """Return the names of operations with their numbers, most frequent first."""
+    counted = Counter(operations).most_common()
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in counted)
 
 
 def _sizes(facts: dict[str, Any]) -> list[Any]:
@@ -54,7 +94,12 @@ def _each(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for i, one in enumerate(facts) if one not in facts[:i]]
 
 
-def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str, Any] | None) -> list[str]:
+def fact_lines(
+    attention: dict[str, Any],
+    rope: dict[str, Any],
+    router: dict[str, Any] | None,
+    foreign: dict[str, Any] | None = None,
+) -> list[str]:
     """Return the values of `model_facts` as lines of text."""
     latent = attention["kind"] == "latent"
     heads = _heads(attention)
@@ -77,7 +122,8 @@ def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str
         "; ".join(
             (f"attention: {attention['kind']}, {heads}{more}", *others, *([", ".join(windows)] if windows else []))
         ),
-        f"rope: {_rope(rope, ' (partial)' * (not latent))}",
+        f"rope: {_rope(rope, ' (partial)' * (not latent)) if foreign is None else 'as the module rotates'}",
+        *(_foreign_lines(foreign) if foreign is not None else ()),
     ]
     return lines + ([f"router: {_router(router)}"] if router else [])
 

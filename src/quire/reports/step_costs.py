@@ -10,6 +10,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from msgspec import structs
+
 from quire.args.latent import LatentArgs
 from quire.args.layers import GroupedArgs, MixerArgs
 from quire.contracts.parallel import Rank, share
@@ -21,6 +23,7 @@ from quire.plan.kv_geometry import kv_components, state_groups
 from quire.reports.gpu_rates import GpuRates
 
 MIXERS = ("attention", "delta", "mamba", "conv")  # names of their parameters below a layer
+SCORES = ("attention.index.q.weight", "attention.index.heads.weight")  # parameters of a layer's scores
 MOST_ALIKE = 16  # tokens of a request that choose mostly the same tokens: those of a decode with drafts
 
 
@@ -65,12 +68,14 @@ class Layers:
 
     holdings   of the plan that has the layers
     numbers    of the layers
+    reuses     True: their indexers choose nothing; rows attend to the tokens that an earlier pass has chosen
     """
 
     holdings: Holdings
     rank: Rank
     numbers: range
     rates: GpuRates
+    reuses: bool = False
 
     @cached_property
     def _params(self) -> tuple[Param, ...]:
@@ -82,7 +87,7 @@ class Layers:
         found: dict[str, list[Param]] = {"experts": [], "attention": [], "others": []}
         for param in self._params:
             parts = param.name.split(".")
-            if parts[0] != "layers" or int(parts[1]) not in self.numbers:
+            if parts[0] != "layers" or int(parts[1]) not in self.numbers or (self.reuses and scores(param.name)):
                 continue
             mixes = parts[2].startswith(MIXERS)
             found["experts" if param.shard == "experts" else "attention" if mixes else "others"].append(param)
@@ -124,7 +129,7 @@ class Layers:
     def reading(self, batch: StepWork) -> Cost:
         """Return the cost of attention: the KV cache is read once for all rows of a request, as far as these see it."""
         layers = self.holdings.plan.args.layers
-        every = Counter(one for number in self.numbers for one in layers[number].mixers)
+        every = Counter(_reusing(one, self.reuses) for number in self.numbers for one in layers[number].mixers)
         return total(self._attention(one, batch).times(count) for one, count in every.items())
 
     def states(self, batch: StepWork) -> Cost:
@@ -172,6 +177,18 @@ class Layers:
         up = 2 * heads * (args.nope_dim + args.v_dim) * args.kv_rank * (batch.context - batch.rows)
         expanded = 2 * heads * (args.nope_dim + args.rope_dim + args.v_dim)
         return min(every * absorbed, every * expanded + up)
+
+
+def scores(name: str) -> bool:
+    """Return True for a parameter that an indexer needs for scores alone: keys are written without it."""
+    return ".".join(name.split(".")[2:]) in SCORES
+
+
+def _reusing(args: MixerArgs, reuses: bool) -> MixerArgs:
+    """Return a mixer as it is, or, if it reuses a choice, with an indexer of another layer, which scores nothing."""
+    if not reuses or not isinstance(args, LatentArgs) or args.index is None:
+        return args
+    return structs.replace(args, index=structs.replace(args.index, shared=True))
 
 
 def _pairs(batch: StepWork, most: int | None = None) -> float:

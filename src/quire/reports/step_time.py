@@ -5,7 +5,7 @@ follow each other; exchanges hide behind nothing. No torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import comb
 from typing import Any, NamedTuple
@@ -88,7 +88,9 @@ class RankSteps:
         batch = StepWork(requests, 1 + drafts, context)
         made = Cost()
         if self.drafter is not None and self.plan.speculation is not None:
-            later = self.drafter.passed(StepWork(requests, 1, context)).times(max(0, drafts - 1))
+            args = self.plan.args
+            others = replace(self.drafter, reuses=args.prediction.shared_choice(args.layers) is not None)
+            later = others.passed(StepWork(requests, 1, context)).times(max(0, drafts - 1))
             made = total((self.drafter.passed(batch), later, self._draft_head(requests).times(drafts)))
         return self._parts(batch, batch.tokens, made, prompts=False)
 

@@ -1,21 +1,25 @@
 """Backends: their health, and the load that this router has put on them.
 
     down --check answers 200--> up --`FAILURES` checks fail, or a connection is refused--> down
-    a drained backend gets no new requests; those that it has go on
+    a drained backend gets no new requests, nor does one that drains itself; those that it has go on
 
 Knows nothing of policies and of the content of requests.
 """
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from quire.router.settings import Address, RouterConfig
+import msgspec
+
+from quire.router.settings import COSTED, Address, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
 
 LOG = logging.getLogger("quire")
+RESIDENT = re.compile(r'^\w+:adapter_requests\{[^}]*?\badapter="((?:[^"\\]|\\.)*)"', re.MULTILINE)
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
 
 
@@ -49,16 +53,20 @@ class Backend:
     in_flight   requests that it answers now
     active      tokens of the prompts of these
     waiting     tokens of prompts that it must compute before their answers begin
+    draining    an operator of this router drains it
+    ending      it drains itself, as its answer to the health check says
     fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
+    resident    names of the adapters on its device, as far as it has told
     """
 
     def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
         self.number, self.name = number, address.url
         self.pool = Pool(address, config.connect_timeout)
-        self.up = self.draining = False
+        self.up = self.draining = self.ending = False
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
+        self.resident = frozenset[str]()
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
@@ -66,7 +74,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.draining
+        return self.up and not self.leaves
+
+    @property
+    def leaves(self) -> bool:
+        """True while it is drained, by an operator or by itself."""
+        return self.draining or self.ending
 
     def failed(self, error: UpstreamError) -> None:
         """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
@@ -86,7 +99,7 @@ class Backend:
         return {
             "backend": self.name,
             "up": self.up,
-            "draining": self.draining,
+            "draining": self.leaves,
             "in_flight": self.in_flight,
             "reason": self.reason,
         }
@@ -108,13 +121,45 @@ async def watch(backend: Backend, config: RouterConfig) -> None:
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
+        if backend.up and config.policy in COSTED:
+            backend.resident = await residents(backend, config)
 
 
 async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
     path = config.health_path
     try:
-        status, _ = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
-        return "" if status == 200 else f"{path} answers {status}"
+        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
     except UpstreamError as error:
         return str(error)
+    if status != 200:
+        return f"{path} answers {status}"
+    ending = _told(body).status == "draining"
+    if ending != backend.ending:
+        backend.ending = ending
+        LOG.warning("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
+    return ""
+
+
+async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
+    """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    try:
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
+    except UpstreamError:
+        return frozenset()
+    names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
+    return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)
+
+
+class _Told(msgspec.Struct):
+    """The answer of a backend of ours to a health check."""
+
+    status: str = ""
+
+
+def _told(body: bytes) -> _Told:
+    """Return what an answer tells; nothing for the answer of another server."""
+    try:
+        return msgspec.json.decode(body, type=_Told)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Told()

@@ -54,7 +54,7 @@ class RouterMetrics(Collector):
         return {
             "disconnects": self.disconnects,
             "backend_up": {backend.name: int(backend.up) for backend in backends},
-            "backend_draining": {backend.name: int(backend.draining) for backend in backends},
+            "backend_draining": {backend.name: int(backend.leaves) for backend in backends},
             "in_flight": {backend.name: backend.in_flight for backend in backends},
             "prompt_tokens": self.prompt_tokens,
             "prefix_hit_tokens": self.prefix_hit_tokens,

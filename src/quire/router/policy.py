@@ -11,6 +11,8 @@
 A token costs more to compute than to attend to: PREFILL. A prefix that is computed elsewhere costs the requests there,
 too, and pushes out other blocks: STAY. With STAY 1 a third of the turns of conversations changed their backend, since
 backends are never exactly even; with 4, one in 20 (docs/performance.md). Ties go to fewer requests, then in turn.
+
+A backend that has not got the adapter of a request on its device, where another has, must compute LOAD tokens more.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,11 +24,11 @@ from quire.router.affinity import PrefixTable
 from quire.router.backends import Backend
 from quire.router.events import KVIndex, block_chain
 from quire.router.prompts import CHUNK, RoutedBody, TokenIds
-from quire.router.settings import EXACT, RouterConfig
+from quire.router.settings import COSTED, EXACT, RouterConfig
 from quire.router.upstream import Header, UpstreamError
 
 PREFILL, STAY = 4, 4
-COSTED = ("prefix-affinity", EXACT)
+LOAD = 512  # tokens of a prompt that take about as long as bringing an adapter to a device
 JSON_BODY: Header = (b"content-type", b"application/json")
 FORWARDED = (b"authorization", b"x-api-key")  # headers of a client that /tokenize needs, too
 
@@ -43,10 +45,12 @@ class Sight:
 
     total    tokens of the prompt, counted or estimated
     cached   tokens of it that a backend has, by its number; backends that are left out have none
+    resident   numbers of the backends that have its adapter on their device; empty for no adapter
     """
 
     total: int
     cached: dict[int, int] = field(default_factory=dict)
+    resident: frozenset[int] = frozenset()
 
     def of(self, backend: Backend) -> int:
         """Return the tokens that a backend has; at least one token is always computed."""
@@ -58,20 +62,20 @@ class Chooser:
 
     def __init__(self, config: RouterConfig, backends: Sequence[Backend], indexes: dict[int, KVIndex]) -> None:
         self._policy, self._indexes, self._timeout = config.policy, indexes, config.connect_timeout
-        self._table = PrefixTable(len(backends), config.affinity_entries)
+        self._table, self._backends = PrefixTable(len(backends), config.affinity_entries), backends
         self._turns = 0
 
     async def look(self, body: RoutedBody, path: str, headers: Sequence[Header], asked: Backend | None) -> Sight:
         """Return what is known of a prompt. With policy exact, `asked` tokenizes it."""
         if self._policy not in COSTED:
             return Sight(total=body.num_tokens)
-        total, exact = body.num_tokens, {}
-        if self._policy == EXACT and asked is not None:
+        total, exact, resident = body.num_tokens, {}, self._resident(body)
+        if self._policy == EXACT and asked is not None and not resident:  # the indexes have blocks of the base model
             tokens = body.token_ids() or await self._tokenize(body, path, headers, asked)
             total, exact = len(tokens) or total, self._blocks(tokens)
         share = total * CHUNK / max(1, body.size)  # tokens of a chunk
         cached = {number: int(chunks * share) for number, chunks in enumerate(self._table.match(body.chunks))}
-        return Sight(total=total, cached=cached | exact if any(exact.values()) else cached)
+        return Sight(total=total, cached=cached | exact if any(exact.values()) else cached, resident=resident)
 
     def pick(self, sight: Sight, candidates: Collection[Backend]) -> Backend:
         """Choose one of the candidates, of which there is at least one."""
@@ -89,6 +93,8 @@ class Chooser:
         """Remember that a backend computes the prompt of a request."""
         if self._policy in COSTED:
             self._table.add(body.chunks, backend.number)
+            if self._resident(body):
+                backend.resident |= {body.model}
 
     def fell(self, backend: Backend) -> None:
         """Forget a backend that went down: its cache may be gone."""
@@ -97,7 +103,11 @@ class Chooser:
             self._indexes[backend.number].clear()
 
     def _cost(self, sight: Sight, backend: Backend) -> int:
-        return PREFILL * (backend.waiting + STAY * (sight.total - sight.of(backend))) + backend.active
+        load = LOAD if sight.resident and backend.number not in sight.resident else 0
+        return PREFILL * (backend.waiting + load + STAY * (sight.total - sight.of(backend))) + backend.active
+
+    def _resident(self, body: RoutedBody) -> frozenset[int]:
+        return frozenset(one.number for one in self._backends if body.model and body.model in one.resident)
 
     def _blocks(self, tokens: Sequence[int]) -> dict[int, int]:
         """Return the tokens of a prompt in the blocks of each backend."""

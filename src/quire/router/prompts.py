@@ -57,6 +57,14 @@ class RoutedBody:
         self.chunks = self._hash(text)
 
     @functools.cached_property
+    def model(self) -> str:
+        """The model that the body names; "": it names none."""
+        try:
+            return msgspec.json.decode(self.text("model"), type=str)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return ""
+
+    @functools.cached_property
     def num_tokens(self) -> int:
         """Tokens of the prompt: counted if it is token ids, else estimated."""
         ids = self.token_ids()

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from quire.contracts.errors import ConfigError, shown
 
 EXACT = "exact"
+COSTED = ("prefix-affinity", EXACT)  # policies that look at prompts
 ZMQ_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/*,]+):\d{1,5}|ipc://[^\s,]+")
 LEAST = {
     "prefill_threshold": 1,

@@ -6,11 +6,10 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels.attention import KVView
-from quire.layers.attention import Attention
 from quire.layers.context import StepContext
-from quire.layers.decoder import Decoder
-from quire.layers.latent import LatentAttention
+from quire.layers.decoder import Decoder, Recurrent
 from quire.layers.stack import Model, embedded, run_layers
+from quire.spec.step_choice import StepChoice
 
 
 class Pass(Protocol):
@@ -39,11 +38,15 @@ class Pass(Protocol):
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits [D, V] of the drafts, of this rank's slice of the vocabulary."""
 
+    def choice(self) -> StepChoice | None:
+        """Return what the passes of a step share of the tokens that the first one chooses; None: nothing."""
+        return None
+
     def join(self, ctx: StepContext) -> None:
         """Take part in the exchanges of a pass in which this replica has no rows, and others have."""
 
 
-class PredictionPass:
+class PredictionPass(Pass):
     """A pass of the model's prediction layer. A `Pass`. Its states are the model's, after the final norm."""
 
     recurrent = False
@@ -70,12 +73,18 @@ class PredictionPass:
         """Return the logits of the drafts. See `Pass`."""
         return self._model.head(state)
 
+    def choice(self) -> StepChoice | None:
+        """Return a choice for a step, if the checkpoint's passes share one. See `Pass`."""
+        args = self._model.args
+        shared = args.prediction.shared_choice(args.layers) is not None
+        return StepChoice(self._model.kernels.index, self.groups[0]) if shared else None
+
     def join(self, ctx: StepContext) -> None:
         """Run this rank's experts of the layer for other replicas. See `Pass`."""
         self._layer.block.join(ctx)
 
 
-class HeadPass:
+class HeadPass(Pass):
     """A pass of an EAGLE head. A `Pass`. Its states are the model's: after the final norm, or between several layers,
     joined (EAGLE-3)."""
 
@@ -113,15 +122,15 @@ class HeadPass:
         """Do nothing: a head has no experts. See `Pass`."""
 
 
-class ModelPass:
+class ModelPass(Pass):
     """A pass of a draft model, which sees tokens alone. A `Pass`. `target`: the model for which it drafts"""
 
     width = 0
 
     def __init__(self, target: Model, model: Model, kv: list[KVView]) -> None:
         self._target, self._model, self._kv = target, model, kv
-        mixers = (layer.attention for layer in model.layers)
-        self.groups = tuple(sorted({one.group for one in mixers if isinstance(one, Attention | LatentAttention)}))
+        mixers = [layer.attention for layer in model.layers if not isinstance(layer.attention, Recurrent)]
+        self.groups = tuple(sorted({one.group for one in mixers if one is not None}))
         self.recurrent = model.args.keeps_states
         self.shared = any(layer.shares_experts for layer in model.layers)
 

@@ -47,6 +47,7 @@ from quire.spec.drafter import Changes
 from quire.spec.joint_passes import JointPasses
 from quire.spec.late_rows import LateRows
 from quire.spec.pass_states import PassStates
+from quire.spec.step_choice import StepChoice
 
 TOKENS = slice(NUM_TOKENS, NUM_TOKENS + 1)
 
@@ -127,7 +128,8 @@ class LayerDrafter:
         slots, live = step.slots[:seqs].long(), self._lanes[:seqs] < step.words[NUM_DECODES]
         known = tables.computed[slots]  # position of each decode's last token
         decodes, rows = step.words[NUM_DECODES], torch.where(live, known - self.first[slots], 0).clamp_(0, self._width)
-        starts, out = self._first_pass(slots, decodes, rows, self._width)
+        choice = self._pass.choice() if count > 1 else None
+        starts, out = self._first_pass(slots, decodes, rows, self._width, choice)
         if not count:
             return
         state = self._pass.state(out[(starts[1:].long() - 1).clamp_(min=0)])
@@ -154,7 +156,7 @@ class LayerDrafter:
                 continue
             self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
             _, tokens = self._cut(decodes, live.long(), 1)
-            state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
+            state = self._pass.state(self._run(state, seqs, tokens, 1, wanted, choice))
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
@@ -193,10 +195,13 @@ class LayerDrafter:
         self.states[slots, 0] = self.states[slots, rows.clamp(max=self.room - 1)]
         self.first[slots] += rows
 
-    def _first_pass(self, slots: Tensor, decodes: Tensor, rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def _first_pass(
+        self, slots: Tensor, decodes: Tensor, rows: Tensor, most: int, choice: StepChoice | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Make the entries behind the first states of slots [seqs], of `rows` [seqs] rows. Return starts and output.
 
         decodes   number of the sequences without padding
+        choice    see `_run`
         """
         seqs = len(slots)
         self._step.slots[:seqs] = slots
@@ -206,7 +211,7 @@ class LayerDrafter:
         starts, tokens = self._cut(decodes, rows, most)
         owner = torch.searchsorted(starts[1:].long(), self._lanes[:tokens], right=True).clamp_(max=seqs - 1)
         places = slots[owner] * self.room + (self._lanes[:tokens] - starts[owner]).clamp_(0, most - 1)
-        return starts, self._run(self.states.flatten(0, 1)[places], seqs, tokens, most)
+        return starts, self._run(self.states.flatten(0, 1)[places], seqs, tokens, most, choice=choice)
 
     def _cut(self, decodes: Tensor, rows: Tensor, most: int) -> tuple[Tensor, int]:
         """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return starts and a pass's rows.
@@ -222,11 +227,20 @@ class LayerDrafter:
         own.num_seqs, own.num_tokens = seqs, tokens
         return starts, tokens
 
-    def _run(self, states: Tensor, seqs: int, tokens: int, query: int, keep: Tensor | None = None) -> Tensor:
+    def _run(
+        self,
+        states: Tensor,
+        seqs: int,
+        tokens: int,
+        query: int,
+        keep: Tensor | None = None,
+        choice: StepChoice | None = None,
+    ) -> Tensor:
         """Run the layer for the rows of `_cut`: states [tokens, hidden] -> [tokens, hidden].
 
         query   most rows of a sequence
         keep    [seqs] False: the entry of the sequence's only row is not written, and no expert computes it; None: all
+        choice  of the step's passes; None: the layers choose tokens anew, if they choose any
         """
         buffers, blocks = self._buffers.cut(tokens, seqs, 0), self._tables.block_tables
         self._operations.build_inputs(self._step, self._tables, buffers)
@@ -255,4 +269,9 @@ class LayerDrafter:
             kept = self._recurrent.meta(own.query_start, own.seq_lens, slots, query)
         replicas = None if self.joint is None else self.joint.rows(query, self._step.words[TOKENS])
         ctx = StepContext(buffers.positions, attention, [], replicas, live=buffers.live, states=kept)
-        return self._pass.run(buffers.token_ids, states, ctx)
+        if choice is None:
+            return self._pass.run(buffers.token_ids, states, ctx)
+        ctx = choice.before(ctx)
+        out = self._pass.run(buffers.token_ids, states, ctx)
+        choice.after(ctx)
+        return out

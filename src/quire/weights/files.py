@@ -157,10 +157,11 @@ def full_names(stored: Collection[str]) -> dict[str, str]:
     beginning. Modules that have several names get one, see RENAMED.
     """
     lacks = "embed_tokens.weight" in stored and not {"fc.weight", "fusion_fc.weight"} & {*stored}
-    return {name: _renamed(f"model.{name}" if lacks else name) for name in stored}
+    return {name: known_name(f"model.{name}" if lacks else name) for name in stored}
 
 
-def _renamed(name: str) -> str:
+def known_name(name: str) -> str:
+    """Return the name of a tensor of which some checkpoints have another one, see RENAMED."""
     for pattern, known in RENAMED:
         name = pattern.sub(known, name)
     return name

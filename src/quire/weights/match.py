@@ -73,6 +73,8 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     and the layers of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of
     embedding and head.
     """
+    if args.foreign is not None and any(re.search(pattern, name) for pattern in args.foreign.unread):
+        return True
     if (root := args.prediction.root) and name.startswith(root):
         return not args.draft_layers or name.endswith((*COPIES, *CACHE_SCALES))
     if args.wrapper is not None and not name.startswith(args.wrapper.root) and name != args.wrapper.head:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quire.contracts.speculation import Speculation
 from quire.distributed.mesh import ALONE, RankGroups
@@ -19,13 +20,16 @@ from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.choose import make_drafter
 from quire.spec.drafter import Drafter
+from quire.worker.adapters import AdapterLoader, StepAdapters
 from quire.worker.agreement import ReplicaAgreement
 from quire.worker.balancing import RankBalancing
 from quire.worker.blending import Blending
 from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
+from quire.worker.logits_processors import LogitsProcessors
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
+from quire.worker.prompt_embeds import PromptEmbeds
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
@@ -121,7 +125,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state),
+        *_own(model, kv, state, groups, captured=chosen["recorder"] == "graphs"),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -154,7 +158,7 @@ def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
         sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
-        return Graphs(*sizes, joint=limits.joint)
+        return Graphs(*sizes, joint=limits.joint, adapted=limits.adapters)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 
@@ -169,12 +173,30 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
         yield StageTokens(state.tables)
 
 
-def _own(model: Model, kv: list[KVView], state: DeviceState) -> Iterator[StepFeature]:
-    """Yield the features of a rank by itself: blending, scoring of prompts, pooling."""
+def _own(
+    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, *, captured: bool
+) -> Iterator[StepFeature]:
+    """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
+
+    captured   steps are in CUDA graphs
+    """
+    adapters: StepAdapters | None = None
+    if model.adapters is not None:
+        slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
+        loader = AdapterLoader(model.adapters)
+        yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured=captured))
+    yield PromptEmbeds()
     if model.kernels.blend is not None:
-        yield Blending(model, kv)
+        yield Blending(model, kv, groups)
+    if model.last and model.vocabulary is None:
+        yield LogitsProcessors(state.tables.history)
+
+    def logits_of(rows: Tensor, slot: int) -> Tensor:
+        own = None if adapters is None else adapters.of_prompt(slot, len(rows))
+        return model.head.whole(model.norm(rows), own)
+
     if model.last:
-        yield PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
+        yield PromptScorer(logits_of, state.tables.history)
         yield Pooler(model.norm)
 
 

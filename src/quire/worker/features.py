@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quire.contracts.step import I32, StepPlan
+from quire.kernels.lora import AdapterRows
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.kernels.step.upload import Change
 from quire.layers.context import StepContext
@@ -41,11 +42,13 @@ class StepFeature:
     recorders record and replay: they read no value of a plan, and get the sizes of the step.
 
     late       work that small steps put off; None: there is none
+    head       returns the adapters of the rows of the head, or None if no row has one; recorded for a step of decodes
     parts      objects whose calls belong to the feature; a trace shows them, too
     controls   operation by name -> function that does it, between two steps; see `Executor.control`
     """
 
     late: LateWork | None = None
+    head: Callable[[StepShape], AdapterRows | None] | None = None
     parts: tuple[object, ...] = ()
     controls: Mapping[str, Callable[..., object]] = {}
 
@@ -160,6 +163,7 @@ class Features:
     def _set(self, features: Hooked) -> None:
         self.all = features
         self.late = tuple(feature.late for feature in features if feature.late is not None)
+        self.heads = tuple(feature.head for feature in features if feature.head is not None)
         for name in HOOKS:
             has = (one for one in features if getattr(type(one), name) is not getattr(StepFeature, name))
             setattr(self, name, tuple(has))

@@ -24,6 +24,7 @@ class Graphs(Recorder):
     sizes, tokens, bounds, queries   `graph_sizes`, `graph_tokens`, `bounds` and `queries` of `Limits`
     most_seqs                        most sequences of any step
     joint                            replicas share experts of the drafter's layers, so that they make the same passes
+    adapted                          steps with adapters are captured, too
     """
 
     static = True
@@ -37,11 +38,13 @@ class Graphs(Recorder):
         queries: tuple[int, ...] = (1,),
         *,
         joint: bool = False,
+        adapted: bool = False,
     ) -> None:
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self.queries, self._decodes = queries, dict.fromkeys(captured_decodes(sizes, queries))
         self.joint = joint
+        self._adapted = (False, True)[: 1 + adapted]
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -75,16 +78,19 @@ class Graphs(Recorder):
         narrow, most, found = min(NARROW, self.most_seqs), self.most_seqs, []
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
+            of_prompts = StepShape(tokens, 0, 0, False, recorded=True, query=self.queries[-1])
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
                 found += [
-                    StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound, query=self.queries[-1])
+                    replace(of_prompts, seqs=seqs, shared=shared, bound=bound, adapted=adapted)
                     for bound in captured_bounds(self.bounds, self.tokens, tokens)
+                    for adapted in self._adapted
                 ]
         for size, query in sorted(self._decodes, key=prod, reverse=True):
             rows = size * query
             found += [
-                StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query)
+                StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query, adapted=adapted)
                 for bound in self._bounds(size, query)
+                for adapted in self._adapted
                 for shared in (False, True)
             ]
         joins = [(bound, query) for bound in reversed(self.bounds) for query in self._joined()] if found else ()

@@ -18,7 +18,7 @@ from quire.kernels.step import StepBuffers
 from quire.kernels.step.state import DeviceState, Limits, zeros
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, embedded
+from quire.layers.stack import Model, embedded, entered
 from quire.worker.features import Features
 from quire.worker.recorder import Key, Recorder, StepShape
 
@@ -91,7 +91,7 @@ class Programs:
             self.recorder.run(shape.key, partial(self.mixed, shape))
             hidden = self._hidden[shape.key]
         if shape.rows and self.model.last:
-            self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]])
+            self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]], shape)
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
@@ -124,7 +124,7 @@ class Programs:
         """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
         hidden = self.layers(shape, None)
         if self.model.last:
-            self.head(hidden)
+            self.head(hidden, shape)
 
     def mixed(self, shape: StepShape) -> None:
         """Launch the layers of a step with prompts, of the sizes `shape`, and keep the output for `compute`.
@@ -133,10 +133,11 @@ class Programs:
         """
         self._hidden[shape.key] = self.layers(shape, None)
 
-    def head(self, sampled: Tensor) -> None:
+    def head(self, sampled: Tensor, shape: StepShape) -> None:
         """Launch the final norm and the head: hidden states [R, hidden] -> logits [R, V]."""
         static = self.recorder.static
-        logits = self.model.head(self.model.norm(sampled), out=self._logits[: len(sampled)] if static else None)
+        rows = next(filter(None, (of(shape) for of in self.features.heads)), None)
+        logits = self.model.head(self.model.norm(sampled), self._logits[: len(sampled)] if static else None, rows)
         if not static:
             self._logits = logits
 
@@ -205,6 +206,7 @@ class Programs:
         """Run the embedding and the layers, or the features that stand in their place."""
         if self.features.embed:
             hidden = self.features.embed[0].embed(token_ids)
+            hidden = entered(self.model, hidden, ctx) if self.model.first else hidden
         else:
             hidden, ctx = embedded(self.model, token_ids, ctx)
         for feature in self.features.run_layers:
@@ -249,7 +251,7 @@ class Programs:
         for shape in shapes:
             work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
-            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared:
+            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared and not shape.adapted:
                 if any(late.most >= shape.seqs for late in self.features.late):
                     yield ("late", shape.seqs, 0), partial(self.catch_up, 0, shape.seqs)
             if shape.decode and shape.shared and shape.rows not in sampled:

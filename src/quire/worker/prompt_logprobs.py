@@ -30,11 +30,11 @@ class PromptScorer(StepFeature):
 
     The hidden state of a token scores the next token of the prompt. That of the prompt's last token scores nothing.
 
-    logits_of  hidden states [R, hidden] before the final norm -> logits [R, V] float32
+    logits_of  hidden states [R, hidden] before the final norm, of a slot's prompt -> logits [R, V] float32
     history    [slots, L] int32 token ids by position
     """
 
-    def __init__(self, logits_of: Callable[[Tensor], Tensor], history: Tensor) -> None:
+    def __init__(self, logits_of: Callable[[Tensor, int], Tensor], history: Tensor) -> None:
         self._logits_of, self._history = logits_of, history
         self._prompts: dict[int, _Scored] = {}
 
@@ -69,7 +69,7 @@ class PromptScorer(StepFeature):
         found = []
         for at in range(0, rows, SCORE_ROWS):
             part = slice(at, min(at + SCORE_ROWS, rows))
-            found.append([back(one) for one in score_rows(self._logits_of(hidden[part]), targets[part], k)])
+            found.append([back(one) for one in score_rows(self._logits_of(hidden[part], slot), targets[part], k)])
         return found
 
     @staticmethod

@@ -30,6 +30,7 @@ class StepShape:
     recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
     bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
     eager      True: a feature runs the layers of the step itself, so no recording fits
+    adapted    True: some rows have an adapter
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class StepShape:
     bound: int = 0
     query: int = 1
     eager: bool = False
+    adapted: bool = False
 
     @property
     def key(self) -> Key:
@@ -51,9 +53,10 @@ class StepShape:
         """
         if not self.tokens:
             return "join", self.bound, self.query - 1
+        more = " with adapters" * self.adapted
         if self.decode:
-            return "decode", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
-        return "mixed", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
+            return f"decode{more}", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
+        return f"mixed{more}", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
 
 
 class Recorder:

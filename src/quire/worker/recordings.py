@@ -78,7 +78,7 @@ class LayerRecordings(Recorder):
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
         sequences = 0 if ctx.states is None else len(ctx.states.slots)
         kind = len(hidden), any(meta.shared is not None for meta in ctx.attention), sequences
-        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles and ctx.adapters is None
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
@@ -99,7 +99,7 @@ class LayerRecordings(Recorder):
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, turns: Turns, ctx: StepContext) -> Tensor:
         """Run the layers and record them. They read copies of the step's inputs, which the recording keeps."""
-        hidden, turns = hidden.clone(), tuple((cos.clone(), sin.clone()) for cos, sin in turns)
+        hidden, turns = hidden.clone(), tuple(tuple(rows.clone() for rows in turn) for turn in turns)
         own = tuple(replace(meta, kv_slots=meta.kv_slots.clone()) for meta in ctx.attention)
         assert [meta.kv_group for meta in own] == list(range(len(own))), "a recorded call finds its rows by the group"
         recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
@@ -124,6 +124,7 @@ class LayerRecordings(Recorder):
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",
+            "steps with adapters": "their products are PyTorch's",
         }
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, *_), why in sorted(self.obstacles.items())}
 
@@ -151,7 +152,8 @@ def not_recordable(kernels: Kernels, *, divided: bool = False) -> str:
     """
     if divided:
         return "layers sum over ranks, and a recording holds kernels alone"
-    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]
+    recorded = (choice for choice in kernels.choices if choice.op != "lora")  # steps with adapters are not recorded
+    strange = [f"{choice.op} is {choice.name}" for choice in recorded if choice.name not in NATIVE]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"
     if "recording" in kernels.features("attention"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quire.args.check_layer import check_layer
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.layers import BesideArgs, DenseArgs, GroupedArgs
 from quire.args.rope import RopeArgs
@@ -36,6 +37,14 @@ def mixers(args: ModelArgs) -> list[GroupedArgs]:
     found = [one.mixer for one in args.layers]
     assert all(isinstance(one, GroupedArgs) for one in found)
     return found  # type: ignore[return-value]
+
+
+def test_the_layer_that_shows_what_texts_before_it_change() -> None:
+    """Behind the first layer with full attention, and one with KV of its own; 1 where no layer is left behind it."""
+    assert check_layer(read()) == 6
+    assert check_layer(read(layer_types=["full_attention"] * 60)) == 1
+    assert check_layer(read(num_hidden_layers=6)) == 1 == check_layer(read(num_hidden_layers=7))
+    assert check_layer(read(num_hidden_layers=8)) == 6
 
 
 def test_heads_by_kind_of_layer() -> None:

@@ -7,6 +7,7 @@ import pytest
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.layers import GroupedArgs
 from quire.plan.as_stored import as_stored, with_prediction
+from quire.plan.drafts import with_draft_layers
 from quire.plan.layout import layout, stored_names
 from quire.weights.match import is_unread
 
@@ -52,6 +53,19 @@ def test_the_layer_attends_and_has_experts() -> None:
     own = set(stored_names(layout(drafting))) - set(stored_names(layout(args)))
     assert not drafting.notes and "mtp.layers.0.mlp.experts.7.up_proj.weight" in own
     assert {one.split(".")[0] for one in own} == {"mtp"}
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "shares"), [(True, None, 1), (True, False, 0), (False, True, 1), (None, None, 0)]
+)
+def test_passes_that_share_a_choice(key: bool | None, asked: bool | None, shares: int) -> None:
+    """The key of GLM-5.2's config.json, or that of `speculative_config` in its place; of method mtp alone."""
+    args = args_of("glm_moe_dsa", num_mtp_layers=1, index_share_for_mtp_iteration=key)
+    given = {"num_speculative_tokens": 2, "index_share_for_mtp_iteration": asked}
+    drafting = with_draft_layers(args, given | {"method": "mtp"})
+    found = drafting.prediction.shared_choice(drafting.layers)
+    assert found == (args.layers[0].mixer.index if shares else None)  # type: ignore[union-attr]
+    assert args.prediction.shared_choice(args.layers) is None, "nothing drafts"
 
 
 def test_tensors_without_a_place() -> None:

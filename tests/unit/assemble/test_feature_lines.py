@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.assemble.engine import _lines
-from quire.assemble.feature_lines import turned_on
+from quire.assemble.feature_lines import feature_lines, turned_on
 from quire.contracts.blocks import KVGeometry, KVGroup
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
@@ -38,9 +37,10 @@ def test_what_is_off_names_the_option_that_turns_it_on() -> None:
         "drafts": "off (--speculative-config)",
         "KV tiers": "off (--kv-offload-gb)",
         "sharing": "",
+        "adapters": "",
     }
     assert tuple(told()) == ("states", *FEATURES)
-    assert _lines(told()) == ()
+    assert feature_lines(told()) == ()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_off_names_the_option_that_turns_it_on() -> None:
 def test_what_is_on_is_told_with_its_sizes(found: int, options: dict[str, Any], title: str, words: str) -> None:
     lines = told(found, **options)
     assert words in lines[title]
-    assert any(words in line for line in _lines(lines))
+    assert any(words in line for line in feature_lines(lines))
 
 
 def test_role_and_peers() -> None:

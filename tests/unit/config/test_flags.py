@@ -25,7 +25,9 @@ from quire.contracts.errors import ConfigError, ModelError
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.
 FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
+--model-impl
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
+--enable-prompt-embeds --no-enable-prompt-embeds
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
@@ -44,6 +46,8 @@ FLAGS = """
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
+--enable-lora --no-enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules
+--fully-sharded-loras --no-fully-sharded-loras
 --nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
 """.split()
 
@@ -107,6 +111,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {
         "--dtype": "half",
+        "--model-impl": "quire",
         "--load-format": "dummy",
         "--load-device": "cpu",
         "--weights-load-device": "cpu",

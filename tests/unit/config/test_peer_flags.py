@@ -19,6 +19,7 @@ from quire.config.flags import (
     server_config,
     settings_of,
 )
+from quire.config.option_parsers import FORMATS_LACK, REFUSED_FORMATS
 from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, has_no_effect
 from quire.config.serve import ServerConfig, server_names
 from quire.config.sources import Settings
@@ -165,7 +166,15 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        ({"decode_context_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+        (
+            {
+                "decode_context_parallel_size": 1,
+                "quantization": None,
+                "enable_prompt_adapter": None,
+                "rope_scaling": {},
+            },
+            {},
+        ),
         ({"async_scheduling": True}, {"async_depth": 2}),
         ({"allow_async_output_proc": True}, {"async_depth": 2}),
         ({"disable_async_output_proc": True}, {"async_depth": 1}),
@@ -191,10 +200,10 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
     [
         ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
         (
-            {"enable_lora": True, "quantization_config": {"a": 1}},
-            "enable_lora: adapters .*; quantization_config .*: the q",
+            {"enable_prompt_adapter": True, "quantization_config": {"a": 1}},
+            "enable_prompt_adapter: adapters .*; quantization_config .*: the q",
         ),
-        ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
+        ({"enable_prompt_adapter": "yes"}, "enable-prompt-adapter: must be true or false"),
         ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
         ({"port": 1}, "Quire has no option 'port' here: it belongs to the server. Use `quire serve`"),
         ({"zzz": 1}, "`quire serve --help` lists what there is"),
@@ -207,10 +216,10 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-dcp", "2", "--enable-lora", "--enforce-eager", "--num-speculative-tokens", "3"])
+        settings(["m", "-dcp", "2", "--enable-prompt-adapter", "--enforce-eager", "--num-speculative-tokens", "3"])
     assert str(caught.value) == (
         "-dcp 2: contexts are not divided among devices: use -tp; "
-        "--enable-lora: adapters (LoRA) are not implemented yet; "
+        "--enable-prompt-adapter: adapters are LoRA alone; "
         "--num-speculative-tokens 3: speculative decoding has one flag, --speculative-config, a JSON object."
     )
 
@@ -241,6 +250,8 @@ WORKING = [
     "--port 9000",
     'serve m --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\' '
     "--no-guided-decoding-disable-any-whitespace",
+    "serve meta-llama/Llama-3.1-8B-Instruct --enable-lora --lora-modules sql=/adapters/sql law=someone/law "
+    "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 16 --fully-sharded-loras --lora-target-modules q_proj v_proj",
 ]
 # Flags that say which part does the work, or how fast: nothing that a user gets depends on them.
 NOTED = [
@@ -275,7 +286,7 @@ REFUSED = [
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
-    ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
+    ("serve m --enable-lora --enable-lora-bias", "--enable-lora-bias: biases of adapters are not implemented"),
     ("serve m --speculative-model x --num-speculative-tokens 4", "speculative decoding has one flag, --spec"),
     ("serve BAAI/bge-reranker-v2-m3 --task classify", "--task classify: one engine generates text and embeds it"),
 ]
@@ -331,7 +342,7 @@ def test_a_keyword_is_given_once() -> None:
 
 @pytest.mark.parametrize("load_format", ["bitsandbytes", "gguf"])
 def test_load_formats_of_other_quantizations_are_refused(load_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    why = f"{load_format!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ"
+    why = f"{load_format!r} is not implemented ({REFUSED_FORMATS[load_format]}): {FORMATS_LACK}"
     with pytest.raises(SystemExit):
         settings(["--load-format", load_format])
     assert why in capsys.readouterr().err

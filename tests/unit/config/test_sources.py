@@ -114,7 +114,7 @@ def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]
         ("zzzzzzzzz: 5", "zzzzzzzzz is not known. `quire serve --help`"),
         ("tensor-paralel-size: 2", "Did you mean tensor-parallel-size?"),
         ("decode-context-parallel-size: 2", "config.yaml: decode-context-parallel-size 2: contexts are not divided"),
-        ("enable-lora: true", "config.yaml: enable-lora: adapters"),
+        ("enable-prompt-adapter: true", "config.yaml: enable-prompt-adapter: adapters"),
         ("enable-expert-parallel: 2", "enable-expert-parallel: 2 is neither true nor false"),
         ("max-num-seqs: lots", "max-num-seqs: 'lots' is not a whole number"),
         ("max-num-seqs: 1.5", "max-num-seqs: '1.5' is not a whole number"),

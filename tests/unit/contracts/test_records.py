@@ -38,13 +38,13 @@ def test_a_new_request_has_every_default_and_cannot_change() -> None:
     request = new()
     assert (
         request.stop_ids,
-        request.min_tokens,
+        request.embeds,
         request.priority,
         request.parent,
         request.deadline,
         request.cache_salt,
         request.read_prefix_cache,
-    ) == ((), 0, 0, None, None, "", True)
+    ) == ((), b"", 0, None, None, "", True)
     with pytest.raises(AttributeError):
         request.max_tokens = 9  # type: ignore[misc]
 
@@ -117,7 +117,7 @@ def test_child_seeds_are_distinct_uint64_and_the_first_is_the_parents() -> None:
 def test_one_error_tree() -> None:
     """Users catch ValueError for what they can fix, RuntimeError for what they cannot, QuireError for all."""
     tree = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-    assert len(tree) == 17 and all(issubclass(kind, errors.QuireError) for kind in tree.values())
+    assert len(tree) == 18 and all(issubclass(kind, errors.QuireError) for kind in tree.values())
     for name, kind in tree.items():
         if name != "QuireError":
             assert issubclass(kind, errors.UserError) != issubclass(kind, errors.EngineError)

@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "kv_transfer_params": None,
     "kv_chunks": None,
     "blend_ratio": None,
+    "logits_processors": None,
 }
 UNBOUNDED = {
     "ignore_eos",
@@ -63,6 +64,7 @@ UNBOUNDED = {
     "output_kind",
     "skip_reading_prefix_cache",
     "kv_transfer_params",
+    "logits_processors",
 }  # no range
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", None, True)
@@ -203,7 +205,6 @@ def test_fields_that_are_not_implemented_say_so() -> None:
     ("name", "value", "other"),
     [
         ("best_of", 1, True),
-        ("logits_processors", [], [len]),
         ("flat_logprobs", False, 0),
         ("skip_clone", False, True),
         ("use_beam_search", False, True),

@@ -144,7 +144,10 @@ SIZES: dict[str, dict[str, Any]] = {
 MORE = [(family, size) for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") for size in SIZES]
 
 
-@pytest.mark.parametrize(("family", "size"), [("deepseek_v3", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"), *full_rows(MORE)])
+FIRST = [("deepseek_v3", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"), ("glm_moe_dsa", "dp2-tp2-ep")]
+
+
+@pytest.mark.parametrize(("family", "size"), [*FIRST, *full_rows(MORE)])
 def test_replicas_make_the_drafts_of_one_rank(family: str, size: str, models: Models) -> None:
     folder = models(family)
     drafted = alone(folder, json.dumps(MTP), SIZES[size].get("tp", 1))

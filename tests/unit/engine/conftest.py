@@ -24,6 +24,7 @@ from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
+from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
@@ -96,6 +97,11 @@ def no_idle_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.grammar.IDLE_SECONDS", 0.0)
 
 
+def least_tokens(new: NewRequest) -> int:
+    """Return the number of outputs before the first that may end the request."""
+    return max(0, new.sampler.min_length - new.sampler.num_prompt)
+
+
 class EngineRig:
     """`add` and `step` as a front end would, keeping per handle what was asked and what came.
 
@@ -108,6 +114,7 @@ class EngineRig:
     states     checkpoints of states; None: no layer keeps states;  places  at which they are taken
     host_states   checkpoints in host memory; 0: as many as blocks
     state_disk, state_peers   tiers of checkpoints
+    adapters   slots of the device and of host memory for adapters;  loads  steps that each load takes
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
@@ -144,6 +151,8 @@ class EngineRig:
         host_states: int = 0,
         state_disk: MockDisk | None = None,
         state_peers: MockPeers | None = None,
+        adapters: tuple[int, int] = (0, 0),
+        loads: Sequence[int] = (1,),
     ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
@@ -179,6 +188,7 @@ class EngineRig:
             windows=windows,
             sizes=geometry.block_sizes,
             blends=blends,
+            loads=loads,
             tiers=tiers if host_blocks else None,
             states=states,
             state_tiers=state_tiers if host_blocks and states else None,
@@ -231,6 +241,8 @@ class EngineRig:
             store=self.store,
             clock=lambda: self.now,
         )
+        if adapters[0]:
+            self.core.scheduler.roster.adapters = AdapterSlots(*adapters)
         self.jobs = self.core._grammars._pool = Jobs()  # type: ignore[assignment]
         self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
         self.asked: dict[int, NewRequest] = {}
@@ -284,12 +296,16 @@ class EngineRig:
         fail_after: int | None = None,
         scored: bool = False,
         places: int = 1,
+        min_tokens: int = 0,
         **fields: Any,
     ) -> int:
         """Add a request; `fail_after` plants a device failure after so many outputs; `scored` asks for prompt rows."""
         handle = len(self.asked) if handle is None else handle
         sampler = SamplerSpec(
-            seed=handle if seed is None else seed, num_prompt=len(prompt), num_prompt_logprobs=0 if scored else None
+            seed=handle if seed is None else seed,
+            num_prompt=len(prompt),
+            min_length=len(prompt) + min_tokens,
+            num_prompt_logprobs=0 if scored else None,
         )
         new = NewRequest(
             handle=handle,
@@ -379,9 +395,10 @@ class EngineRig:
         new = self.asked[handle]
         if new.grammar is not None:
             return self.formed(handle)
-        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab)
+        adapter = new.adapter.digest if new.adapter is not None else ""
+        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab, adapter)
         for i, token in enumerate(tokens):
-            if token in new.stop_ids and i + 1 > new.min_tokens:
+            if token in new.stop_ids and i + 1 > least_tokens(new):
                 return tokens[: i + 1], FinishReason.STOP
         return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
 
@@ -403,7 +420,7 @@ class EngineRig:
         while len(tokens) < new.max_tokens:
             masks, over = compiler.masks(
                 [None if free and not grammar.inside else matcher],
-                [new.stop_ids if len(tokens) >= new.min_tokens else ()],
+                [new.stop_ids if len(tokens) >= least_tokens(new) else ()],
             )
             if over:
                 return tokens, FinishReason.STOP
@@ -413,7 +430,7 @@ class EngineRig:
                 masks[0, 0] = masks[0, 0] & ~stopping if forced is None else 1 << forced
             tokens.append(allowed_token(next_token(digest, new.sampler.seed, self.vocab), masks[0], self.vocab))
             digest = chain(digest, tokens[-1])
-            if tokens[-1] in new.stop_ids and len(tokens) > new.min_tokens:
+            if tokens[-1] in new.stop_ids and len(tokens) > least_tokens(new):
                 return tokens, FinishReason.STOP
             if free:
                 before, budget = before + LETTERS[tokens[-1]].encode(), budget - 1
@@ -457,7 +474,7 @@ class EngineRig:
         else:
             assert (got, finish.reason, finish.error) == (tokens, reason, None)
             new, last = self.asked[handle], tokens[-1] if tokens else None
-            stopped = reason is FinishReason.STOP and last in new.stop_ids and len(tokens) > new.min_tokens
+            stopped = reason is FinishReason.STOP and last in new.stop_ids and len(tokens) > least_tokens(new)
             assert finish.stop_id == (last if stopped else None)
             assert handle in self.cached
             if self.asked[handle].pool:

@@ -1,11 +1,14 @@
 """KV reused at other positions, on the mock, which notices wrong sources and approximate blocks that others find."""
 
+from array import array
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.contracts.request import ReusedParts
 from quire.contracts.step import Tier
+from quire.kv.hashing import KeyChain, group_keys
 
 NOTES = [list(range(at, at + 10)) for at in (100, 200, 300)]  # two blocks of four tokens, and two tokens more
 QUESTION = [7, 8, 9]
@@ -30,7 +33,7 @@ def cached(rig: Any, *notes: int) -> Any:
 
 def ask(rig: Any, *notes: int, before: tuple[int, ...] = (), ratio: float = 0.25, **fields: Any) -> int:
     prompt, chunks = prompt_of(*notes, before=before)
-    return int(rig.add(prompt, 4, chunks=chunks, blend_ratio=ratio, **fields))
+    return int(rig.add(prompt, 4, reused=ReusedParts(chunks, ratio), **fields))
 
 
 def moved(rig: Any) -> list[tuple[int, ...]]:
@@ -93,7 +96,7 @@ def test_preempted_requests_blend_again(Rig: Any, depth: int) -> None:
     handles = []
     for first in (1, 2, 3):
         prompt, chunks = prompt_of(0, 1, before=(first,))
-        handles.append(rig.add(prompt, 20, chunks=chunks, blend_ratio=0.5))
+        handles.append(rig.add(prompt, 20, reused=ReusedParts(chunks, 0.5)))
     rig.drain()
     for handle in handles:
         rig.judge(handle)
@@ -126,7 +129,7 @@ def test_chunks_without_a_full_block_cost_nothing(Rig: Any, depth: int) -> None:
     """A prompt of many separators has as many chunks. None of them can be in the pool, so none has keys."""
     rig = Rig(depth, **SIZES | {"max_len": 512, "blocks": 128})
     prompt = [1, 2, 3, 9] * 100
-    handle = rig.add(prompt, 1, chunks=[(at, at + 3) for at in range(0, 400, 4)], blend_ratio=0.5)
+    handle = rig.add(prompt, 1, reused=ReusedParts(tuple((at, at + 3) for at in range(0, 400, 4)), 0.5))
     assert rig.scheduler.roster.chunks.chains(handle, 0) == []
     rig.drain().judge(handle)
 
@@ -194,3 +197,26 @@ def test_an_admission_that_breaks_off_gives_back_what_it_borrowed(
     handle = ask(rig, 0, 1)
     rig.drain()
     assert rig.finish[handle].error == "internal" and not moved(rig)
+
+
+@pytest.mark.parametrize(("windows", "sizes"), [((None, 8), (1,)), ((None, -8), (1,)), ((None, 8, None), (1, 2, 1))])
+def test_groups_of_layers_are_read_each_in_its_blocks(Rig: Any, depth: int, windows: Any, sizes: Any) -> None:
+    """The blocks that a window has given up are found as long as no other request has taken them."""
+    rig = cached(Rig(depth, **SIZES | {"blocks": 80, "windows": windows, "sizes": sizes}), 0, 1, 2)
+    handle = ask(rig, 2, 1, 0, before=(5, 6))
+    rig.drain().judge(handle)
+    assert sum(count for count, _, _ in moved(rig)) == 3 * 8 == rig.cached[handle]
+
+
+def test_text_whose_blocks_a_window_has_lost_is_computed(Rig: Any, depth: int) -> None:
+    """Tokens 4 to 7 of a text of twelve have no block in the group with a window: they are new, with their own KV."""
+    rig = Rig(depth, **SIZES | {"windows": (None, 4)})
+    rig.add(list(range(100, 112)), 1)
+    rig.drain()
+    allocator = rig.scheduler.roster.allocator
+    chain = KeyChain(bytes(32), 4, array("I", range(100, 112)))
+    allocator.pool.forget([allocator.pool.lookup(group_keys(chain, 1, 4, 2, 1)[0])])
+    handle = rig.add([1, 2, 3, *range(100, 112), 9], 4, reused=ReusedParts(((3, 15),), 0.0))
+    rig.drain().judge(handle)
+    (chunk,) = [one for plan in rig.plans for one in plan.features.blended]
+    assert chunk.tokens.tolist() == [*range(3, 7), *range(11, 15)] and rig.cached[handle] == 8

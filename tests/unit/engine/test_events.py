@@ -9,6 +9,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.events import events_notes, read_events_config
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kv.events import EventBatch, EventLog
@@ -187,3 +188,17 @@ def test_events_that_other_machines_can_read_are_a_note(endpoint: str, replay: s
     notes = events_notes(EngineConfig.from_flat(kv_events_config=given))
     assert bool(notes) == bool(told) and all(f"reach {told} reads the tokens" in note for note in notes)
     assert not events_notes(EngineConfig.from_flat())
+
+
+def test_blocks_of_adapters_have_their_name(Rig: Any) -> None:
+    """So that a subscriber that serves the base model leaves them out."""
+    rig = Rig(adapters=(1, 1))
+    follower = follow(rig)
+    rig.add(PROMPT, 2)
+    rig.add(PROMPT, 2, adapter=Adapter("sql", "/sql", "content"))
+    rig.drain()
+    told = [event for event in follower.said if event["type"] == "BlockStored"]
+    named: dict[str | None, list[int]] = {None: [], "sql": []}
+    for event in told:
+        named[event["lora_name"]] += event["block_hashes"]
+    assert len(named[None]) == len(named["sql"]) == 6 and not {*named[None]} & {*named["sql"]}

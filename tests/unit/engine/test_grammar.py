@@ -410,7 +410,8 @@ def test_a_text_ends_behind_a_draft_only_if_the_draft_came(sampled: str) -> None
     compiler = GrammarCompiler(ByteTokenizer, ByteTokenizer().vocab_size)
     grammars = Grammars(compiler)
     spec = StructuredOutputsParams(choice=[""], after="X").spec()
-    new: Any = SimpleNamespace(grammar=spec, handle=1, min_tokens=0, stop_ids=(257,))
+    sampler = SimpleNamespace(min_length=0)
+    new: Any = SimpleNamespace(grammar=spec, handle=1, sampler=sampler, stop_ids=(257,))
     grammars.start(new, bounded=True)
     while not list(grammars.settled()):
         grammars.wait()

@@ -12,7 +12,7 @@ import pytest
 from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, StepOutputs
-from quire.contracts.request import FinishReason
+from quire.contracts.request import FinishReason, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.entry.completion import Generation
@@ -277,7 +277,7 @@ def test_a_request_that_leaves_a_first_token_is_taken(front: FrontEnd, fields: d
 
 
 def test_numbers_of_requests_begin_again_before_those_of_another_front_end() -> None:
-    place = FrontPlace(number=1, count=2**29)  # four numbers
+    place = FrontPlace(number=1, count=2**28)  # four numbers, and four for the next process of the place
     front = FrontEnd(None, LIMITS, place=place)
     starts = [front.start(Prompt(token_ids=[1]), SamplingParams(n=n, max_tokens=1))[0] for n in (1, 2, 2, 1)]
     handles = [[completion.handle - place.first for completion in generation.completions] for generation in starts]
@@ -300,19 +300,25 @@ BLENDING = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, chunki
 def test_parts_between_separators_are_chunks(text: str, chunks: tuple[tuple[int, int], ...]) -> None:
     front, params = FrontEnd(ByteTokenizer(), BLENDING), SamplingParams(max_tokens=1)
     (request,) = front.start(Prompt(token_ids=list(text.encode())), params)[1]
-    assert request.chunks == chunks and request.blend_ratio == 0.15
+    assert request.reused == ReusedParts(chunks, 0.15)
     scored = front.start(Prompt(token_ids=list(text.encode())), params.clone(prompt_logprobs=0))[1][0]
-    assert scored.chunks == (), "every row of the prompt is needed"
+    assert scored.reused.parts == (), "every row of the prompt is needed"
 
 
-def test_a_prompt_whose_kv_is_of_two_engines_reuses_no_texts() -> None:
-    """Another engine finds blocks by the whole prompt before them; blocks behind moved tokens are never found."""
-    front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
-    asked = SamplingParams(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-    (request,) = front.start(Prompt(token_ids=list(b"ab#$cde")), asked)[1]
-    assert request.transfer is not None and request.chunks == ()
-    with pytest.raises(InvalidParameter, match="kv_chunks excludes kv_transfer_params: another engine"):
-        front.start(Prompt(token_ids=list(b"ab#$cde")), asked.clone(kv_chunks=[[0, 3]]))
+def test_blocks_behind_reused_texts_are_private_to_two_engines() -> None:
+    """A prefill node says from which block on. A decode node reuses no texts, since the whole prompt comes to it."""
+    sharing = SharePlan(sends=True, takes=True, place=("host", 1))
+    front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=sharing, block_size=2))
+    asked = SamplingParams(max_tokens=1, kv_transfer_params={"do_remote_decode": True}, kv_chunks=[[5, 7]])
+    generation, (request,) = front.start(Prompt(token_ids=list(b"ab#$cde")), asked)
+    assert request.transfer is not None and request.reused.parts == ((5, 7),) and request.transfer.private == 2
+    front.take(step({}, cached={0: 0}))
+    front.take(step({0: 65}, Finish(handle=0, reason=FinishReason.LENGTH)))
+    given = generation.output().kv_transfer_params
+    (request,) = front.start(Prompt(token_ids=list(b"ab#$cde")), asked.clone(kv_transfer_params=given))[1]
+    assert request.transfer is not None and request.reused.parts == () and request.transfer.private == 2
+    (request,) = front.start(Prompt(token_ids=list(b"abcde")), asked.clone(kv_chunks=None))[1]
+    assert request.transfer is not None and request.transfer.private == -1
 
 
 @pytest.mark.parametrize(("homes", "port"), [({}, 5700), ({0: 0}, 5700), ({0: 2}, 5702)])
@@ -344,15 +350,11 @@ def test_separators_are_found_from_the_left(separator: tuple[int, ...]) -> None:
         assert Chunking(True, 0.15, separator).between(ids) == expected
 
 
-def test_marked_parts_come_before_separators_and_exclude_what_needs_all_rows() -> None:
+def test_marked_parts_come_before_separators_and_exclude_what_names_no_parts() -> None:
     front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
     prompt, params = Prompt(text="ab#$cde", token_ids=list(b"ab#$cde"), chunks=((0, 5),)), SamplingParams(max_tokens=1)
-    assert front.start(prompt, params)[1][0].chunks == ((0, 5),)
-    for fields, words in (
-        ({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
-        ({"kv_chunks": [[0, 2]]}, "counts tokens"),
-        ({"kv_transfer_params": {"do_remote_decode": True}}, "excludes kv_transfer_params"),
-    ):
+    assert front.start(prompt, params)[1][0].reused.parts == ((0, 5),)
+    for fields, words in (({"kv_chunks": [[0, 2]]}, "counts tokens"),):
         with pytest.raises(InvalidParameter, match=words) as caught:
             front.start(prompt, params.clone(**fields))
         assert caught.value.param == ("kv_chunks" if "kv_chunks" in fields else "messages")
@@ -362,15 +364,16 @@ def test_chunks_of_a_request_come_before_separators() -> None:
     front, prompt = FrontEnd(ByteTokenizer(), BLENDING), Prompt(token_ids=list(b"ab#$cde"))
     params = SamplingParams(max_tokens=1, kv_chunks=[[0, 3], [3, 6]], blend_ratio=0.5)
     (request,) = front.start(prompt, params)[1]
-    assert request.chunks == ((0, 3), (3, 6)) and request.blend_ratio == 0.5
-    assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].chunks
+    assert request.reused == ReusedParts(((0, 3), (3, 6)), 0.5)
+    assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].reused.parts
+    assert not front.start(prompt, params.clone(prompt_logprobs=0))[1][0].reused.parts, "it needs every row"
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
-        ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
+        ({"kv_chunks": [[0, 8]], "prompt_logprobs": 0}, "ends at token 8"),
         (
             {"kv_chunks": [[0, 3], [2, 5]]},
             "kv_chunks at 1 is [2, 5]: kv_chunks must be a list of pairs [first token, end]",

@@ -13,7 +13,7 @@ from quire.entry.unsupported import METHODS, check_arguments
     "given",
     [
         {},
-        {"lora_request": None, "tokenization_kwargs": {}},
+        {"prompt_adapter_request": None, "tokenization_kwargs": {}},
         {"chat_template_content_format": "auto"},
     ],
 )
@@ -24,7 +24,7 @@ def test_what_asks_for_nothing_is_taken(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"lora_request": object()}, "LLM.generate: lora_request is not implemented: adapters"),
+        ({"prompt_adapter_request": object()}, "LLM.generate: prompt_adapter_request is not implemented: adapters"),
         ({"chat_template_content_format": "openai"}, "LLM.generate: chat_template_content_format is not implemented"),
         ({"priorty": [1]}, "LLM.generate has no parameter 'priorty': did you mean 'priority'"),
         ({"zzz": None}, "LLM.generate has no parameter 'zzz': there are use_tqdm, priority"),

@@ -123,7 +123,7 @@ def test_all_numbers_of_one_engine() -> None:
         "35.0%",
         "20 own · 10 shared · 5 moving · 25 cached · 40 free",
         "full: 24 · window 64: 6",
-        "75.0% of prompt tokens reused · misses: tokens 3",  # 30 of the 40 tokens between the frames
+        "75.0% of prompt tokens reused in the last seconds · misses: tokens 3",  # 30 of 40 between the frames
         "10.00 ms · plan 1.00 · launch 1.00 · wait 8.00 · finish 0.00 · device 12.00 at most",
         "first token 50 / 200 / 310 ms of 4 · whole 1.0 / 11.0 / 12.0 s of 3",
         "p50 / p90 / p99 of requests, last 300 s · the oldest waits 12.2 s",
@@ -132,6 +132,7 @@ def test_all_numbers_of_one_engine() -> None:
         "balancedness 0.80 · by rank 67% 33%",
     ):
         assert words in text, words
+    assert "50.0% of prompt tokens reused since the start" in "\n".join(picture(("engine", FACTS), ("frame", FRAME)))
     assert lines[-2].split() == ["mine", "running", "90", "10", "64", "7", "0"]
     assert lines[-1].split() == ["#2", "waiting", "5", "0", "-", "0", "0"]
     (bar,) = [line for line in lines if "35.0%" in line]

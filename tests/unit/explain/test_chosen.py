@@ -49,6 +49,12 @@ def test_break_even_of_decodes() -> None:
     assert decode_break_even(2048, 100, 100) is None
 
 
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+SHARED = (
+    "later passes attend to the 2,048 tokens that the first pass of a step has chosen (IndexShare): they score none"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
@@ -63,6 +69,7 @@ def test_break_even_of_decodes() -> None:
                 "layers 0-2: sparse latent attention with an indexer of its own, feed-forward",
             ],
         ),
+        (["--speculative-config", json.dumps(DRAFTS)], [SHARED]),
         (["--max-model-len", "2048"], ["dense in this engine: no context exceeds 2,048 tokens"]),
     ],
 )
@@ -75,3 +82,4 @@ def test_explain_tells_who_chooses_and_what_it_costs(
     text = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
     for line in lines:
         assert line in text
+    assert (SHARED in text) == (SHARED in lines)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rules import PACKAGE, Source, classes, dotted
 
-MAX_PACKAGE = 110_000
+MAX_PACKAGE = 120_000
 MAX_ROOMS = 34  # sub-rooms of kernels and entry apart
 MAX_ROOM, MAX_SUB_ROOM = 4_500, 3_500  # sub-rooms: kernels/<operation>, entry/cli, entry/http, entry/http/openai, ...
 MAX_FILE, MAX_LONG_FILE = 450, 900  # the second for kernels and wire schemas
@@ -27,7 +27,7 @@ SPLIT_ROOMS = ("kernels", "entry")  # rooms that are counted by their sub-rooms
 OWN_ROOMS = ("plan/kinds",)  # sub-rooms that count by themselves
 KERNEL_MARKS = ("jit", "gluon_jit", "unspecialized")  # decorators of device functions, whose parameters are free
 OVER = Path(__file__).with_name("over.txt")
-MAX_OVER = 27  # lines of over.txt: lower it when a line leaves the list
+MAX_OVER = 26  # lines of over.txt: lower it when a line leaves the list
 RECORD_BASES = frozenset(("Struct", "NamedTuple", "TypedDict"))
 C_FUNCTION = re.compile(r"^(?!typedef|#|/|extern)\w[^;={]*?\b(?!__attribute__)(\w+)\([^;]*\)\s*\{$", re.MULTILINE)
 

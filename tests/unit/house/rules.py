@@ -20,7 +20,19 @@ MAX_METHODS = 15
 MAX_POSITIONAL = 6
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "reports", "quantization", "kv", "text", "answers", "engine")
+TORCH_FREE_ROOMS = (
+    "contracts",
+    "args",
+    "config",
+    "plan",
+    "reports",
+    "quantization",
+    "kv",
+    "text",
+    "answers",
+    "engine",
+    "adapters",
+)
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
@@ -33,13 +45,15 @@ _SPREAD = _KERNELS | {"distributed"}
 _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
 _PLAN = _KERNELS | {"weights", "models", "plan"}
 _SPEC = _LAYERS | {"spec"}
-_WORKER = _SPEC | _PLAN | {"worker"}
+_FOREIGN = _LAYERS | {"foreign"}
+_ADAPTERS = _PLAN | {"adapters"}
+_WORKER = _SPEC | _ADAPTERS | {"worker"}
 _STATE = _GROUND | {"config", "kv", "text", "answers"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _RANKS = _PROCS | {"ranks"}
 _KVNET = _PROCS | {"kvnet"}
-_ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry"}
+_ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry", "foreign"}
 _ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
@@ -49,9 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": _KERNELS,
     "distributed": _SPREAD,
     **dict.fromkeys(("layers", "weights", "kvstore"), _LAYERS),
+    "foreign": _FOREIGN,
     "models": _FLOOR | {"models"},
     "plan": _PLAN,
-    "reports": _PLAN | {"reports"},
+    "adapters": _ADAPTERS,
+    "reports": _ADAPTERS | {"reports"},
     "spec": _SPEC,
     "worker": _WORKER,
     **dict.fromkeys(("kv", "text", "answers"), _STATE),
@@ -59,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "procs": _PROCS,
     "ranks": _RANKS,
     "kvnet": _KVNET,
-    "assemble": _RANKS | _KVNET | {"reports", "assemble"},
+    "assemble": _RANKS | _KVNET | {"reports", "assemble", "foreign"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
     "entry/cli": _ALL,

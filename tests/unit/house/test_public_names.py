@@ -14,6 +14,7 @@ NAMES = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "OutputKind",
     "QuireError",
     "RequestOutput",

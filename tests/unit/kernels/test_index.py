@@ -148,6 +148,9 @@ def test_prepare(codes: torch.dtype | None) -> None:
     assert found is q
     torch.testing.assert_close(found, wanted)
     written = keys.flatten(0, 2)[slots].float()
+    keys.zero_()
+    ref.prepare(q[:, :0], k, norm, 1e-6, cos, sin, cache, slots)
+    assert torch.equal(keys.flatten(0, 2)[slots].float(), written), "without queries the keys are the same"
     if cache.scales is None:
         torch.testing.assert_close(written, turned(key))
         assert not keys.flatten(0, 2)[[0, 9, 10]].any()
@@ -155,6 +158,21 @@ def test_prepare(codes: torch.dtype | None) -> None:
     scales = cache.scales.flatten()[slots]
     assert torch.equal(scales, torch.exp2((turned(key).abs().amax(1) / 448).log2().ceil()))
     assert ((written * scales[:, None] - turned(key)).abs() <= turned(key).abs() / 16 + scales[:, None] / 1024).all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_later_row_attends_to_the_choice_of_the_last_one(op: ModuleType) -> None:
+    """Of sequences that had more tokens than a choice; of others to the first tokens that there are."""
+    q, weights, cache, meta = make(Case((3, 1, 2, 1), (40, 4, 12, 8), heads=(3, 1)), torch.float32)
+    chosen = op.choose(q, weights, cache, meta, 8)
+    kept = op.keep_last(chosen, meta)
+    assert kept.tolist() == [chosen.positions[2].tolist(), [*range(8)], chosen.positions[4].tolist(), [*range(8)]]
+    later = replace(meta, query_start=[0, 1, 2, 2, 3], seq_lens=[41, 5, 12, 9])
+    found = op.reuse(kept, later)
+    assert found.sequences == ((0, 1, 0, 40), (2, 3, 3, 8)) and found.decodes is None
+    assert torch.equal(found.positions, kept[[0, 3]])
+    none = op.reuse(kept[1:2], replace(meta, query_start=[0, 1], seq_lens=[5]))
+    assert none.sequences == () and none.positions.shape == (0, 8)
 
 
 def test_what_c_cannot_take_is_refused() -> None:

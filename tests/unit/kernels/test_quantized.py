@@ -90,6 +90,8 @@ def check_panels(
         gate, up = expected.chunk(2, 1)
         gated = torch.nn.functional.silu(gate) * up
         found = panels.run_gated(x, panels.pack_gated(matrix), bias)
+        ungated = panels.run(x, panels.pack_gated(matrix), bias)
+        assert (ungated - expected).abs().max() <= (2e-5 + 2 * coarse) * expected.abs().max()
         assert (found - gated).abs().max() <= (2e-5 + coarse) * gated.abs().max()
     x[0] = torch.nan
     found = panels.run_float(x, packed, bias)

@@ -81,6 +81,14 @@ def test_rms_norm(impl: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) 
 
 @fast(norm_cpu, norm_native)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_with_a_bias(impl: ModuleType, dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make((7, 100), dtype)
+    bias = norm_inputs.make((1, 100), dtype, 1)[0][0]
+    close(impl.layer_norm(x, weight, 1e-5, bias), norm_ref.layer_norm(x, weight, 1e-5, bias))
+
+
+@fast(norm_cpu, norm_native)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_uses_eps(impl: ModuleType, dtype: torch.dtype) -> None:
     x, weight = torch.full((1, 8), 1e-3, dtype=dtype), torch.ones(8, dtype=dtype)
     close(impl.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
@@ -295,6 +303,7 @@ def test_weights_of_either_type_give_the_accuracy_of_float32(
     assert torch.equal(actual, impl.run_float(x, packed, bias))
     assert torch.equal(actual[-1:], impl.run(x[-1:], packed, bias)), "a row depends on nothing but itself"
     assert torch.equal(packed.to_dense(), weight) and torch.equal(impl.pack_gated(gates).to_dense(), gates)
+    torch.testing.assert_close(impl.run(x, impl.pack_gated(gates), None), impl.run(x, impl.pack(gates), None))
     assert (impl.run_add(x, packed, bias, residual) - expected - residual).abs().max() <= bound
     strided = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, : x.shape[1]]
     assert torch.equal(impl.run(strided, packed, bias), actual)
@@ -356,7 +365,7 @@ def linear_misuses(native: ModuleType) -> dict[str, Any]:
         "residual rows": lambda: native.run_add(x, plain, None, sum_of[:2]),
         "residual width": lambda: native.run_add(x, plain, None, sum_of[:, :8]),
         "not gated": lambda: native.run_gated(x, plain, None),
-        "gated": lambda: native.run(x, gated, None),
+        "gated": lambda: native.run_float(x, gated, None),
         "rows of gated": lambda: native.rows(gated, ids),
         "ids dtype": lambda: native.rows(plain, ids.int()),
         "weight dtype": lambda: native.pack(weight.half()),

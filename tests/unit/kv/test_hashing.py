@@ -112,3 +112,18 @@ def test_an_unfinished_block_has_no_key():
         KeyChain(ROOT, 4, array("I", range(7))).keys(2)
     with pytest.raises(AssertionError, match="not full"):
         KeyChain(ROOT, 4, array("I", range(3))).keys(1)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_private_blocks_have_keys_of_their_own(first: int, at_once: bool) -> None:
+    """From the first private block on no key is that of another name; before it all are the ordinary ones."""
+    tokens = array("I", range(20))
+    open_, *private = (
+        KeyChain(bytes(32), 4, tokens, (), own) for own in (None, (first, "a"), (first, "b"), (first, "a"))
+    )
+    for chain in private if at_once else ():
+        chain.keys(first)
+    one, two, again = (chain.keys(5) for chain in private)
+    assert one == again and one[:first] == open_.keys(first)
+    assert not set(one[first:]) & set(two[first:]) and not set(one[first:]) & set(open_.keys(5))

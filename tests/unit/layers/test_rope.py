@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.args.checkpoint import parse_checkpoint_config, with_length
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.args.keys import Keys
+from quire.args.length import with_length
 from quire.args.rope import RopeArgs, read_rope
 from quire.contracts.errors import ModelError
 from quire.kernels.rope.rotary import Rotary, rope_frequencies

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.contracts.adapters import AdapterStats
 from quire.contracts.output import PrefixStats, StateStats, StepStats, TierStats
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
@@ -76,6 +77,22 @@ def test_with_the_peers_prefix_the_names_are_the_peers() -> None:
     assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.02",model_name="some/model"} 0.0' in body
     assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="0.3",model_name="some/model"} 0.0' in body
     assert 'vllm:inter_token_latency_seconds_bucket{engine="0",le="0.025",model_name="some/model"} 0.0' in body
+
+
+def test_adapters_are_counted() -> None:
+    metrics = ready()
+    assert not [name for name, _ in scrape(metrics) if "adapter_slots" in name]
+    stats = AdapterStats(slots=4, resident={"sql": 2, "idle": 0}, waiting=3, loads=9, reads=5, failed=1)
+    metrics.step(STEP, 4, stats)
+    metrics.step(STEP, 4)
+    assert value(metrics, "adapter_slots", state="all") == 4
+    assert value(metrics, "adapter_slots", state="used") == 2
+    assert value(metrics, "adapter_slots", state="held") == 1
+    assert value(metrics, "adapter_requests", adapter="sql") == 2
+    assert value(metrics, "adapter_requests_waiting") == 3
+    assert value(metrics, "adapter_loads_total", source="files") == 5
+    assert value(metrics, "adapter_loads_total", source="host") == 4
+    assert value(metrics, "adapter_load_failures_total") == 1
 
 
 def test_a_step_is_counted() -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.contracts.adapters import AdapterStats
 from quire.contracts.output import PrefixStats, StepStats
 from quire.contracts.sampling import SamplingParams
 from quire.observe.shared import SharedMetrics
 
+ADAPTERS = AdapterStats(slots=2, resident={"sql": 1}, loads=5, reads=3)
 STATE = {"num_running": 3, "num_blocks": 10, "num_free_blocks": 4, "prefix": PrefixStats(queries=50, hits=20)}
 
 
@@ -29,6 +31,7 @@ def play(every: list[SharedMetrics]) -> None:
         metrics.step(
             StepStats(**STATE, step=-1 if number else 0, num_tokens=18, num_prefill_tokens=15, execute_s=0.1),
             1 if number else len(every),
+            ADAPTERS,
         )
         metrics.tokens(1)
         metrics.http("/v1/completions", 200)
@@ -66,6 +69,8 @@ def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
         ("steps_total", 1),
         ("delivered_tokens_total", 3),
         ("num_requests_running{", 1),
+        ("adapter_requests{", 1),
+        ("adapter_loads_total", 1),
         ("kv_cache_usage_perc", 1),
         ("step_time_seconds_count", 1),
         ("prefix_cache_hits_total", 1),

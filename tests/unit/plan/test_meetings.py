@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meetings_page import DRAFT, EXAMPLES, HEAD, MODEL, NGRAM, arguments, example, together
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.args.rope import UNROTATED
+from quire.args.foreign import ForeignEnds, ForeignNorm
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.entry.cli.main import main
@@ -35,7 +35,7 @@ SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
 RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
 RECURRENT["full_attention_interval"] = 2
-ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "prompt_logprobs": True, "truncated": True}
+ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"tensor_parallel_size": 3}, {}, {("-tp", "uneven heads")}),
@@ -70,6 +70,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("EAGLE-3", "-pp")},
     ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
+    (
+        {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
+        {},
+        {("shared choice", "no indexer")},
+    ),
     (
         {"speculative_config": EAGLE["speculative_config"] | {"draft_tensor_parallel_size": 3}},
         {},
@@ -107,12 +112,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     ({"speculative_config": NGRAM | {"draft_tensor_parallel_size": 2}}, {}, {("drafts of the model", "other ranks")}),
     (
-        MTP | {"enable_cache_blend": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
-        {"windows": (None, 8)},
-        {("CacheBlend", other) for other in ("no prefix cache", "several ranks", "windows", "MTP")},
+        {"enable_cache_blend": True, "enable_prefix_caching": False},
+        {},
+        {("CacheBlend", "no prefix cache")},
     ),
-    ({"enable_cache_blend": True}, {"windows": (None, None)}, {("CacheBlend", "KV groups")}),
-    (EAGLE | {"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers"), ("CacheBlend", "EAGLE")}),
+    ({"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention")}),
     (
@@ -120,12 +124,36 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"latent": True, "device": "cpu"},
         {("CacheBlend", "rows of latents")},
     ),
-    ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
-    ({"enable_cache_blend": True}, {"unrotated": True}, {("CacheBlend", "several rotations")}),
     (
-        {"enable_cache_blend": True, "pipeline_parallel_size": 2},
+        EAGLE | EXAMPLES["KV events"] | {"enable_prompt_embeds": True, "enable_cache_blend": True},
+        {},
+        {("prompt embeddings", other) for other in ("drafts", "CacheBlend", "KV events")},
+    ),
+    (
+        {"enable_prompt_embeds": True},
+        {"gemma4": True, "device": "mock"},
+        {("prompt embeddings", "layer inputs"), ("prompt embeddings", "mock")},
+    ),
+    (
+        SHARED | {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
+        {},
+        {("prompt embeddings", "-pp"), ("prompt embeddings", "lock-step")},
+    ),
+    ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
+    (
+        EAGLE | {"enable_cache_blend": True, "tensor_parallel_size": 2},
+        {"foreign": True},
+        {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
+    ),
+    (
+        SHARED | {"routing": "uniform", "enable_lora": True},
+        {"foreign": True},
+        {(one, "layers of transformers") for one in ("-ep", "routing", "adapters")},
+    ),
+    (
+        {"pipeline_parallel_size": 2},
         {"gemma4": True},
-        {("CacheBlend", "several rotations"), ("-pp", "shared KV"), ("-pp", "layer inputs")},
+        {("-pp", "shared KV"), ("-pp", "layer inputs")},
     ),
     (
         {"kv_share": ":5", "kv_peers": ("a:1",), "kv_offload_dir": "kv", "kv_offload_policy": "write_through"},
@@ -157,6 +185,22 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {"platform": "darwin"},
         {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
     ),
+    (EXAMPLES["adapters"] | EXAMPLES["routing"], {}, {("adapters", "routing")}),
+    (
+        {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4, "lora_target_modules": ("q_proj",)}
+        | {"fully_sharded_loras": True},
+        {},
+        {
+            (f"{one} adapters" if one == "sharded" else one, "no adapters")
+            for one in ("slots of adapters", "rank of adapters", "held adapters", "modules of adapters", "sharded")
+        }
+        | {("sharded adapters", "no slices")},
+    ),
+    (
+        {"enable_lora": True, "fully_sharded_loras": True, "tensor_parallel_size": 2},
+        {},
+        {("sharded adapters", "-tp")},
+    ),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},
         {"device": "cpu"},
@@ -175,8 +219,13 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         {},
         {"request": AskedFields(**ALL, stream=True)},
-        {("chunks", "transfer"), ("chunks", "prompt logprobs"), ("numbered chunks", "truncated prompt")}
-        | {("numbered chunks", "text prompt"), ("transfer", "stream")},
+        {("numbered chunks", "truncated prompt")} | {("numbered chunks", "text prompt"), ("transfer", "stream")},
+    ),
+    (
+        {},
+        {"request": AskedFields(**ALL, embeds=True, repetition=True, prompt_logprobs=True)},
+        {("given embeddings", other) for other in ("chunks", "transfer", "prompt logprobs")}
+        | {("given embeddings", other) for other in ("repetition penalty", "truncated prompt")},
     ),
 ]
 
@@ -193,9 +242,10 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         args = with_mixer(args, num_heads=heads[0], num_kv_heads=heads[1])
     if layers := more.pop("layers", 0):
         args = with_layers(args, layers)
-    if more.pop("unrotated", False):
-        first = structs.replace(args.layers[0], mixer=structs.replace(args.layers[0].mixer, rope=UNROTATED))
-        args = replace(args, layers=(first, *args.layers[1:]))
+    if more.pop("foreign", False):
+        norm = ForeignNorm(name="norm", stored="", width=64, eps=1e-6)
+        ends = ForeignEnds(module="", version="", embed="", head="", norm=norm, divides="its heads are its own")
+        args = replace(args, foreign=ends)
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}
@@ -327,12 +377,15 @@ def test_a_single_conflict_is_its_sentence() -> None:
 
 
 def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
-    options = EXAMPLES["MTP"] | {"enable_cache_blend": True, "tensor_parallel_size": 2}
+    blends = {"enable_cache_blend": True, "enable_prefix_caching": False}
+    options = EXAMPLES["EAGLE"] | blends | {"pipeline_parallel_size": 2}
     plan = resolved(options, "cpu")
     assert [one.status for one in plan.missing] == [MISSING] * 2
     with pytest.raises(UnsupportedModel) as refused:
         check(plan.meetings)
-    assert str(refused.value).startswith("This engine cannot run, for 2 reasons:\n- --enable-cache-blend: CacheBlend")
+    assert str(refused.value).startswith(
+        "This engine cannot run, for 2 reasons:\n- --speculative-config: an EAGLE-3 head"
+    )
     out = io.StringIO()
     described = [one._asdict() for one in plan.missing]
     console = Console(file=out, width=80, highlight=False)
@@ -340,11 +393,11 @@ def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
         console.print(line)
     text = out.getvalue().splitlines()
     assert all(len(line) <= 80 for line in text) and [line[:2] for line in text].count("- ") == 2
-    assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 2
+    assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 1
 
 
 def test_rows_that_need_plans_of_experts_come_with_the_others() -> None:
-    plan = resolved(SHARED | {"enable_cache_blend": True, "nnodes": 2}, "cuda")
+    plan = resolved(SHARED | {"enable_cache_blend": True, "enable_prefix_caching": False, "nnodes": 2}, "cuda")
     found = [one.feature for one in plan.missing]
     assert "a dispatcher for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy
@@ -385,10 +438,10 @@ def test_options_without_effect_are_notes() -> None:
 
 def test_fields_of_a_request_that_exclude_each_other() -> None:
     check_fields(AskedFields(chunks="kv_chunks"))
-    with pytest.raises(InvalidParameter, match='^"kv_chunk": true in messages excludes prompt_logprobs') as caught:
-        check_fields(AskedFields(chunks="messages", prompt_logprobs=True))
-    assert caught.value.param == "messages"
-    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 5 reasons:"):
+    with pytest.raises(InvalidParameter, match="^kv_chunks counts tokens") as caught:
+        check_fields(AskedFields(chunks="kv_chunks", text=True))
+    assert caught.value.param == "kv_chunks"
+    with pytest.raises(InvalidParameter, match="^This request cannot be served, for 3 reasons:"):
         check_fields(AskedFields(**ALL, stream=True))
 
 

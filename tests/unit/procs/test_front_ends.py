@@ -14,8 +14,8 @@ from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
-from quire.procs.front_ends import FrontPlace, owner, parts
-from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
+from quire.procs.front_ends import MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts, owner, parts
+from quire.procs.messages import Add, Back, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
 from quire.procs.wire import FROM_CORE, encode
 
 COUNT = 3
@@ -73,8 +73,10 @@ def test_every_request_is_in_the_part_of_its_front_end() -> None:
 def test_the_numbers_of_front_ends_do_not_meet_and_are_int32() -> None:
     for count in (1, 2, 3, 7, 64):
         every = FrontPlace(count=count).every()
+        every = [half for place in every for half in (place, place.next)]
         assert every[0].first == 0 and every[-1].end <= 2**31
-        assert all(before.end == after.first for before, after in zip(every, every[1:], strict=False))
+        assert all(before.end <= after.first for before, after in zip(every, every[1:], strict=False))
+        assert every[0].next.next.first == 0, "processes of a place use its two halves in turn"
         assert [owner(number, count) for place in every for number in (place.first, place.end - 1)] == (
             [place.number for place in every for _ in range(2)]
         )
@@ -131,6 +133,16 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
         speaker.send(encode(Add((request(places[2].first + 5),))))
         taken = sockets.receive(True)
         assert isinstance(taken, Add) and taken.requests[0].handle == places[2].first + 5
+        back = places[1].next
+        receivers[1].bind(back.from_core)
+        speaker.send(encode(Back(back)))
+        speaker.send(encode(Add((request(places[1].first + 6),))))  # of the process that has ended
+        speaker.send(encode(Add((request(back.first),))))
+        taken = sockets.receive(True)
+        assert isinstance(taken, Add) and taken.requests[0].handle == back.first
+        assert FROM_CORE.decode(receivers[1].recv()) == ready
+        refusal = Rejected((back.first,), "QueueFull", "full")
+        assert told(refusal) == [None, refusal, None]
         speaker.send(encode(Stop()))
         assert isinstance(sockets.receive(True), Stop)
     finally:
@@ -139,3 +151,17 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
             receiver.close(0)
         sockets.close()
         context.term()
+
+
+def test_a_front_end_is_started_again_later_each_time_and_not_for_ever() -> None:
+    restarts, place, now, waits = Restarts(), PLACES[1], 100.0, list[float]()
+    while (wait := restarts.ended(place, now)) is not None:
+        waits.append(wait)
+        assert restarts.due(now + 0.99 * wait) == []
+        now += wait
+        assert restarts.due(now) == [place.next] and restarts.due(now) == []
+        place = place.next
+    assert len(waits) == MOST_RESTARTS and all(2 * a == b for a, b in zip(waits, waits[1:], strict=False))
+    assert restarts.due(now + 100) == []
+    assert restarts.ended(PLACES[2], now) == waits[0], "places are counted together"
+    assert restarts.ended(PLACES[1], now + RESTART_SECONDS) == waits[0], "old ends count"

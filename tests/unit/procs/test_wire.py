@@ -104,7 +104,6 @@ REQUEST = NewRequest(
     max_tokens=4,
     sampler=SPEC,
     stop_ids=(7,),
-    min_tokens=1,
     priority=-3,
     parent=0,
     deadline=1.5,

@@ -107,6 +107,19 @@ def test_passes_that_draft(shared: Path) -> None:
     assert exchanged[1] - exchanged[0] > 3 * 4 * H200.exchange, "three sums and a choice in each pass"
 
 
+def test_passes_that_share_a_choice_score_nothing(shared: Path) -> None:
+    """Later passes read neither keys of the indexer nor the weights of its queries and heads."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 3, "index_share_for_mtp_iteration": False}
+    folder, costs = shared / "hf" / "GLM-5.2-FP8", list[StepPart]()
+    for more in ({}, {"index_share_for_mtp_iteration": True}):
+        made = steps(folder, Parallel(tp=8), speculative_config=drafts | more)
+        costs.append(by_name(made.decode(4, 32_768))["passes that draft"])
+    each, once = costs
+    weights = 32 * 128 * 2048 + 4 * 32 * 6144  # in e4m3, and in float32
+    assert each.num_bytes - once.num_bytes == pytest.approx(2 * (weights + 4 * 32_768 * 256), rel=0.01)
+    assert each.operations - once.operations >= 2 * 4 * 2 * 32 * 128 * 32_768
+
+
 def test_contexts_are_read_as_far_as_layers_see_them(shared: Path) -> None:
     """Chosen tokens, windows, and states, which are read and written."""
     glm = steps(shared / "hf" / "GLM-5", Parallel(tp=8))

@@ -271,6 +271,33 @@ def test_health_checks_take_a_backend_out_and_back() -> None:
     run(work())
 
 
+def test_a_backend_that_drains_itself_gets_no_new_requests() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:
+
+            async def drain(number: int, told: bytes) -> None:
+                backends[number].told = told
+                while router.backends[number].usable == (b"draining" in told):
+                    await asyncio.sleep(0.01)
+
+            await drain(0, b'{"status":"draining","reason":"the server is shutting down."}')
+            for _ in range(3):
+                assert is_whole((await stream(session, url, body_of()))[1])
+            assert not backends[0].bodies and router.backends[0].up
+            await drain(1, b'{"status":"draining"}')
+            status, (error,) = await stream(session, url, body_of())
+            assert status == 503 and "all are being drained" in error["error"]["message"]
+            async with session.get(f"{url}/ready") as ready, session.get(f"{url}/metrics") as metrics:
+                lines = [line for line in (await metrics.text()).split("\n") if "backend_draining{" in line]
+                assert ready.status == 503 and [line.rpartition(" ")[2] for line in lines] == ["1.0", "1.0"]
+            for told in (b'{"status":"ready"}', b"", b"[]"):  # other servers may answer anything
+                await drain(0, b'{"status":"draining"}')
+                await drain(0, told)
+                assert is_whole((await stream(session, url, body_of()))[1])
+
+    run(work())
+
+
 def test_a_router_that_ends_finishes_what_runs() -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:

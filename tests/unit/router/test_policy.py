@@ -8,9 +8,9 @@ import pytest
 import zmq
 
 from quire.router.affinity import PrefixTable
-from quire.router.backends import Backend, Load
+from quire.router.backends import Backend, Load, residents
 from quire.router.events import KVIndex, block_chain, follow
-from quire.router.policy import Chooser, Sight
+from quire.router.policy import LOAD, Chooser, Sight
 from quire.router.prompts import CHUNK, RoutedBody
 from quire.router.settings import RouterConfig, router_config
 
@@ -248,3 +248,36 @@ def test_events_over_zmq_with_a_batch_that_was_lost(with_replay: bool) -> None:
             replayer.close(0)
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def asks(model: str, tokens: int) -> RoutedBody:
+    return RoutedBody(json.dumps({"model": model, "prompt": list(range(tokens))}).encode())
+
+
+@pytest.mark.parametrize("policy", ["prefix-affinity", "exact"])
+def test_a_request_goes_where_its_adapter_is(policy: str) -> None:
+    """Unless the backend has much to do: then another one brings the adapter to its device, and has it from then on."""
+    chosen, backends = chooser(policy, {0: KVIndex()} if policy == "exact" else None)
+    backends[2].resident = frozenset({"sql"})
+    sight = look(chosen, asks("sql", 40))
+    assert sight.resident == {2} and chosen.pick(sight, backends) is backends[2]
+    assert look(chosen, asks("base", 40)).resident == set() == look(chosen, RoutedBody(b'{"model": 3}')).resident
+    with Load(backends[2], LOAD + 1, 0):
+        other = chosen.pick(sight, backends)
+    assert other is not backends[2]
+    chosen.sent(asks("sql", 40), other)
+    assert look(chosen, asks("sql", 40)).resident == {2, other.number}
+
+
+def test_backends_tell_of_their_adapters_in_their_metrics() -> None:
+    backend = Backend(0, config("exact").backend[0], config("exact"))
+    text = (
+        '# HELP quire:adapter_requests Live requests.\nquire:adapter_requests{adapter="sql",engine="0"} 2.0\n'
+        'quire:adapter_requests{adapter="a \\"b\\" \\\\c",engine="0"} 0.0\nquire:other{adapter="no"} 1\n'
+    )
+
+    async def fetch(*words: Any) -> tuple[int, bytes]:
+        return 200, text.encode()
+
+    backend.pool.fetch = fetch  # type: ignore[method-assign]
+    assert asyncio.run(residents(backend, config("exact"))) == {"sql", 'a "b" \\c'}

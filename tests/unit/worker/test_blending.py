@@ -5,27 +5,31 @@ check layer, from their text alone, computed at the positions that the text has 
 """
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from quire.args.check_layer import check_layer
 from quire.assemble.kv_views import kv_views
 from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, ReusedParts
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, StepPlan
+from quire.contracts.step import FIRST_TOKENS, StepPlan
 from quire.engine.core import EngineCore
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.layers.context import StepContext
+from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, run_layers
 from quire.plan.kv_geometry import kv_components
+from quire.worker.blending import _context
 from quire.worker.runner import StepRunner
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
@@ -33,6 +37,7 @@ from ...support.logits_tap import LogitsTap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMITS = Limits(num_slots=4, max_tokens=256, max_model_len=256, block_sizes=(BLOCK,), depth=2)
+WINDOW = 24  # of every other layer of a model of kind "windows", which rotates heads otherwise, too
 RANDOM = np.random.default_rng(5)
 NOTES = [RANDOM.integers(0, VOCAB, count, dtype=np.uint32).tolist() for count in (40, 33, 64)]
 SIZES = {"num_hidden_layers": 6, "max_position_embeddings": 512}
@@ -43,7 +48,9 @@ class Engine:
     """A core over a runner. `logits`: of the first token of each request, by slot and position."""
 
     def __init__(self, model: Model, *, budget: int = 256, depth: int = 1, num_blocks: int = 60) -> None:
-        self.runner = runner_of(model, LIMITS, num_blocks=num_blocks + 1)
+        windows, sizes = ((None, WINDOW), (BLOCK, BLOCK)) if len(model.args.rotations) > 1 else ((None,), (BLOCK,))
+        limits = replace(LIMITS, block_sizes=sizes, windows=windows)
+        self.runner = runner_of(model, limits, num_blocks=num_blocks + 1)
         self.plans: list[StepPlan] = []
         self.logits: dict[int, Tensor] = {}  # position of the new token -> [V]
         self.runner.features.attach(LogitsTap(self._note))
@@ -57,7 +64,7 @@ class Engine:
             vocab_size=VOCAB,
             blends=True,
         )
-        geometry = kv_geometry(model.args, "float32", (BLOCK,))
+        geometry = kv_geometry(model.args, "float32", sizes, windows)
         self.core = EngineCore(
             _Executor(self.runner, facts, self.plans),
             SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, watermark=0.0),
@@ -115,9 +122,17 @@ class _Executor:
         return self._facts
 
 
-def model_of(kind: str) -> Model:
+def model_of(kind: str, *, reference: bool = False) -> Model:
     """A model of six layers with kernels for moved tokens."""
-    return make_model(model_args(kind, **SIZES), more=("blend",))
+    args = model_args("dense" if kind == "windows" else kind, **SIZES)
+    if kind == "windows":
+        layers = [
+            structs.replace(one, mixer=structs.replace(one.mixer, rope=replace(one.mixer.rope, theta=100.0)))
+            for one in args.layers[1::2]
+        ]
+        args = replace(args, layers=tuple(one for pair in zip(args.layers[::2], layers, strict=True) for one in pair))
+    more = () if reference else ("blend",)
+    return make_model(args, reference=reference, window=WINDOW if kind == "windows" else None, more=more)
 
 
 def prompt_of(*order: int, before: tuple[int, ...] = ()) -> tuple[list[int], tuple[tuple[int, int], ...]]:
@@ -134,7 +149,8 @@ def computed(model: Model, hidden: Tensor, first: int, caches: list[Any], layers
     meta = AttentionMeta(
         [0, len(rows)], [length], torch.zeros(1, 1, dtype=torch.int32), rows, row_positions=rows, decode_len=0
     )
-    ctx = StepContext(rows + first, (meta,), kv_views([one.mixer for one in model.held], caches))
+    groups = meta, replace(meta, kv_group=1)
+    ctx = StepContext(rows + first, groups, kv_views([one.mixer for one in model.held], caches))
     return run_layers(model, hidden, ctx, layers)
 
 
@@ -160,17 +176,17 @@ def blended(model: Model, prompt: list[int], chunks: tuple[tuple[int, int], ...]
         for layer in everything:
             for to, side in zip(old[layer], own[layer], strict=True):
                 to[:, :, first : first + whole] = side[:, :, :whole]
-    early = range(CHECK_LAYER + 1)
+    early = range(check_layer(model.args) + 1)
     hidden = computed(model, model.embed(torch.tensor(prompt)), 0, caches, early, torch.arange(length))
-    sides = zip(caches[CHECK_LAYER], old[CHECK_LAYER], strict=True)
+    sides = zip(caches[check_layer(model.args)], old[check_layer(model.args)], strict=True)
     far = sum((new - was).square().sum((0, 1, 3)) for new, was in sides)
     ranked = sorted(zip(moved, places, strict=True), key=lambda one: (one[1] >= FIRST_TOKENS, -float(far[one[0]])))
     kept = {row for row, _ in ranked[: int(np.ceil(ratio * len(moved) - 1e-6))]}
     rows = torch.tensor([row for row in range(length) if row in kept or row not in moved])
-    for layer in everything[CHECK_LAYER + 1 :]:
+    for layer in everything[check_layer(model.args) + 1 :]:
         for to, side in zip(caches[layer], old[layer], strict=True):
             to[:, :, moved] = side[:, :, moved]
-    hidden = computed(model, hidden[rows], 0, caches, everything[CHECK_LAYER + 1 :], rows)
+    hidden = computed(model, hidden[rows], 0, caches, everything[check_layer(model.args) + 1 :], rows)
     return model.head(model.norm(hidden[-1:]))[0]
 
 
@@ -182,28 +198,37 @@ def warmed(model: Model, **more: Any) -> Engine:
 
 
 @pytest.mark.parametrize("budget", [256, 48])
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "windows"])
 def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
     model = model_of(kind)
     prompt, chunks = prompt_of(2, 0, 1, before=(9, 8, 7))
     expected = Engine(model, budget=budget).ask(prompt)
     engine = warmed(model, budget=budget)
-    actual = engine.ask(prompt, chunks=chunks, blend_ratio=1.0)
+    actual = engine.ask(prompt, reused=ReusedParts(tuple(chunks), 1.0))
     moved = sum(len(one.tokens) for plan in engine.plans for one in plan.features.blended)
     assert moved == 32 + 32 + 64 and torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "windows"])
 def test_what_is_kept_and_what_is_reused(kind: str, ratio: float) -> None:
     """0 is full reuse behind the check layer. The reference's keys are rotated to their new positions at once."""
     prompt, chunks = prompt_of(1, 2, 0, before=(9, 8, 7))
-    reference = make_model(model_args(kind, **SIZES), reference=True)
+    reference = model_of(kind, reference=True)
     expected = blended(reference, prompt, chunks, ratio)
-    actual = warmed(model_of(kind)).ask(prompt, chunks=chunks, blend_ratio=ratio)
+    actual = warmed(model_of(kind)).ask(prompt, reused=ReusedParts(tuple(chunks), ratio))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
     exact = Engine(model_of(kind)).ask(prompt)
     assert (exact - expected).abs().max() > 0.05, "the case tells nothing"
+
+
+def test_later_layers_tell_an_exchange_of_experts_how_many_rows_they_have() -> None:
+    """`rows` stay what all replicas know: upper bounds."""
+    meta = AttentionMeta([0, 5], [5], torch.ones(1, 1, dtype=torch.int32), torch.arange(5))
+    replicas = ReplicaTokens((5, 7), torch.tensor([5], dtype=torch.int32), 8)
+    found = _context(StepContext(torch.arange(5), (meta,), [], replicas), torch.tensor([1, 4]), np.array([2], np.int32))
+    assert found.replicas is not None and found.replicas.count.tolist() == [2]
+    assert (found.replicas.rows, found.replicas.bound) == ((5, 7), 8)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -218,7 +243,7 @@ def test_other_requests_of_the_step_are_as_ever(depth: int) -> None:
         for _ in range(4):
             engine.core.step()
         tokens = dict[int, list[int]]()
-        engine.add(prompt, 2, **({} if ratio is None else {"chunks": chunks, "blend_ratio": ratio}))
+        engine.add(prompt, 2, **({} if ratio is None else {"reused": ReusedParts(tuple(chunks), ratio)}))
         engine.add([6] * 45, max_tokens=3)
         while engine.core.has_work:
             out = engine.core.step()

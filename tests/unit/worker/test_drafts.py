@@ -1,29 +1,35 @@
 """Steps with drafts: whatever a drafter guesses, every token is the one that plain decoding draws."""
 
 import functools
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, StepPlan
+from quire.kernels.index import Chosen
 from quire.kernels.ngram import ref
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling import ref as sampling
 from quire.kernels.sampling.rows import Mode, encode_row
-from quire.kernels.step import StepBuffers, Tables
+from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.kernels.step import ref as step_operations
 from quire.kernels.step.upload import InPlaceUpload
 from quire.plan.as_stored import with_prediction
+from quire.spec.layers import LayerDrafter
 from quire.spec.ngram import NgramDrafter
+from quire.worker.runner import StepRunner
 from quire.worker.synthetic import SyntheticAcceptance
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.drafters import KnownAnswers, draft_with_layers
-from ...support.features import set_drafter
+from ...support.features import drafter_of, set_drafter
 from ...support.full import full_rows
 from ...support.naive_runner import NaiveRunner
 
@@ -253,3 +259,61 @@ def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> N
     drafted = [0, 1, 2, 5, 6]
     assert (buffers.drafts != -1).nonzero().flatten().tolist() == drafted
     assert right[drafted].tolist() == pytest.approx([200, 100, 0, 200, 100], abs=2)
+
+
+class Watched:
+    """The draft layer of a runner: how often its indexer writes keys and scores them, and to which tokens each pass of
+    a step attends: a sequence's length and last row by slot, where the sequence has more tokens than a choice."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        drafter, indexer = drafter_of(runner), runner.model.drafts[0].block.attention.indexer
+        assert isinstance(drafter, LayerDrafter)
+        self.calls, self.steps = Counter[str](), list[list[dict[int, tuple[int, list[int]]]]]()
+        names = ("prepare", "choose")
+        indexer.kernel = SimpleNamespace(**{name: self._counted(getattr(indexer.kernel, name), name) for name in names})
+        draft, run, layer, step = drafter.draft, drafter._run, drafter._pass, drafter._step
+
+        def drafted(*given: Any) -> None:
+            self.steps.append([])
+            draft(*given)
+
+        def passed(*given: Any, **named: Any) -> Tensor:
+            plain = layer.run
+            layer.run = lambda *of_pass: self._noted(plain(*of_pass), of_pass[-1].chosen, step)  # type: ignore
+            out = run(*given, **named)
+            layer.run = plain  # type: ignore[method-assign]
+            return out
+
+        drafter.draft, drafter._run = drafted, passed  # type: ignore[method-assign]
+
+    def _counted(self, work: Any, name: str) -> Any:
+        return lambda *given: (self.calls.update((name,)), work(*given))[1]
+
+    def _noted(self, out: Tensor, chosen: Chosen, step: StepWords) -> Tensor:
+        found, end = dict[int, tuple[int, list[int]]](), 0
+        for first, last, s, past in chosen.sequences:
+            end += last - first
+            found[int(step.slots[s])] = past + last - first, chosen.positions[end - 1].tolist()
+        self.steps[-1].append(found)
+        return out
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_later_passes_attend_to_the_choice_of_the_first(shares: bool) -> None:
+    """With `index_share_for_mtp_iteration`: all write keys, the first alone scores them. A sequence that becomes longer
+    than a choice attends to its first tokens. Answers are those of plain decoding."""
+    given = model_args("sparse latent", index_share_for_mtp_iteration=shares, index_topk=24)
+    args = with_prediction(given, drafting=1)
+    runner = runner_of(make_model(args), replace(LIMITS, num_drafts=3))
+    seen, watched = draft_with_layers(runner, 3, late=False), Watched(runner)
+    compare_requests(ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))), 6, budget=24, kinds=SOME)
+    assert len(seen) > 40 and all(logits.isfinite().all() for _, logits in seen)
+    steps = [found for found in watched.steps if len(found) > 1]
+    later = [(first, slot, one) for first, *others in steps for each in others for slot, one in each.items()]
+    chosen = [(first[slot], one) for first, slot, one in later if slot in first]
+    crossing = [positions for first, slot, (_, positions) in later if slot not in first]
+    assert len(chosen) > 20 and len(crossing) > 1 and any(length > before for (before, _), (length, _) in chosen)
+    same = [positions == kept for (_, kept), (_, positions) in chosen] + [one == [*range(24)] for one in crossing]
+    assert all(same) == shares
+    unscored = watched.calls["prepare"] - watched.calls["choose"]
+    assert unscored == (sum(len(found) - 1 for found in steps) if shares else 0)

@@ -15,6 +15,7 @@ WINDOW = 2.0  # seconds over which rates are means
 LABEL = 9  # columns of the names of rows
 LEAST_BAR, MOST_BAR = 10, 60
 MOST_REQUESTS = 200  # rows of requests that can be asked for
+MOST_ADAPTERS = 8  # names of a row
 BAR = (
     ("own", "█", "#", "cyan"),
     ("shared", "▓", "%", "blue"),
@@ -67,10 +68,14 @@ class EngineView:
     def hit_rate(self) -> float | None:
         """Share of prompt tokens that were reused: of the last seconds, else since the start; None: no prompt yet."""
         first, last = self._recent[0][2]["prefix"], self.now["prefix"]
-        queries, hits = last["queries"] - first["queries"], last["hits"] - first["hits"]
-        if not queries:
-            queries, hits = last["queries"], last["hits"]
+        since = first if self.prompts_came else {"queries": 0, "hits": 0}
+        queries, hits = last["queries"] - since["queries"], last["hits"] - since["hits"]
         return hits / queries if queries else None
+
+    @property
+    def prompts_came(self) -> bool:
+        """True if prompts came in the last seconds."""
+        return bool(self.now["prefix"]["queries"] != self._recent[0][2]["prefix"]["queries"])
 
     @property
     def step_s(self) -> float | None:
@@ -202,6 +207,8 @@ class TopView:
         ]
         states += [f"{queue['preempted']} of them preempted"] * bool(queue["preempted"]) + [blocked] * bool(blocked)
         yield self._row("requests", *states, f"{queue['num_preemptions']} preemptions")
+        if named := queue.get("adapters"):
+            yield self._row("adapters", *(f"{count} for {name}" for name, count in [*named.items()][:MOST_ADAPTERS]))
         yield self._row("batch", *_batch(engine.step))
         speed = [f"{engine.rate('prompt_tokens'):,.0f} tokens/s in", f"{engine.rate('sampled'):,.0f} out"]
         if drafts := engine.total("drafts"):
@@ -314,7 +321,8 @@ def _batch(step: Mapping[str, Any] | None) -> Iterator[str]:
 
 def _prefix(engine: EngineView) -> Iterator[str]:
     rate, prefix = engine.hit_rate, engine.now["prefix"]
-    yield "no prompt yet" if rate is None else f"{rate:.1%} of prompt tokens reused"
+    when = "in the last seconds" if engine.prompts_came else "since the start"
+    yield "no prompt yet" if rate is None else f"{rate:.1%} of prompt tokens reused {when}"
     if prefix["misses"]:
         yield "misses: " + ", ".join(f"{why} {one['requests']}" for why, one in prefix["misses"].items())
 

@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineStarting, QueueTimeout, shown
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
 from quire.entry.http.freed_memory import FreedMemory
-from quire.entry.http.openai.responses_store import ResponseStore
+from quire.entry.http.kept.store import ResponseStore
 from quire.entry.http.text_work import TextWork
+from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
@@ -55,7 +58,6 @@ class ServerContext:
     unknown_fields   unknown request fields that were logged already
     text_work        threads for the texts of long requests
     memory           counter of long texts, which returns their memory to the operating system
-    responses        stored responses of /v1/responses
     sandboxes        semaphore of chat templates rendered in child processes
     """
 
@@ -68,8 +70,13 @@ class ServerContext:
     unknown_fields: set[str] = field(default_factory=set)
     text_work: TextWork = field(default_factory=TextWork)
     memory: FreedMemory = field(default_factory=FreedMemory)
-    responses: ResponseStore = field(default_factory=ResponseStore)
     sandboxes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SANDBOXES))
+
+    @cached_property
+    def responses(self) -> ResponseStore:
+        """Stored responses of /v1/responses. The first request opens the store, when the sockets' folder exists."""
+        several = self.config.serve.api_server_count > 1
+        return ResponseStore(Path(self.engine.place.folder) if several else None)
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
@@ -101,13 +108,23 @@ class ServerContext:
             raise EngineStarting(LOADING)
         return ready
 
+    async def find(self, name: str | None) -> str:
+        """Return the model name for the answer, as `model`, after a look for an adapter of this name in its folder."""
+        await self.engine.adapters.find(name)
+        return self.model(name)
+
+    def adapted(self, prompts: list[Prompt], name: str | None) -> list[Prompt]:
+        """Return the prompts with the adapter of a model name, if it is an adapter's."""
+        adapter = self.engine.adapters.get(name)
+        return prompts if adapter is None else [replace(prompt, adapter=adapter) for prompt in prompts]
+
     def model(self, name: str | None) -> str:
         """Return the model name for the answer. None and "" mean the main name. Raises 404 for an unknown name."""
         if not name:
             return self.model_names[0]
-        if name in self.model_names:
+        if name in self.model_names or self.engine.adapters.get(name) is not None:
             return name
-        served = ", ".join(self.model_names)
+        served = ", ".join((*self.model_names, *self.engine.adapters.names))
         raise HttpError(
             404, f"the model {shown(name)} is not served here: use {served}.", code="model_not_found", param="model"
         )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.engine.queue import check_fits
 from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
+from quire.entry.http.lora.served import ServedAdapters, checked
 from quire.entry.http.request_metrics import count_finished, count_refusal, count_step, request_record
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.web.live_hub import LiveHub
@@ -61,7 +63,7 @@ class ServedEngine:
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
-    live                 the watchers of the live view
+    live, adapters       the watchers of the live view; the adapters by name
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
@@ -82,6 +84,7 @@ class ServedEngine:
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
+        self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
         self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
         self.loading = messages.Loading("starting")
@@ -135,15 +138,16 @@ class ServedEngine:
             serve = self._serve
             text = text.with_parsers(serve.tool_call_parser, serve.reasoning_parser, serve.default_chat_template_kwargs)
             note = text.styles.why if text.chat_template is not None else NO_CHAT
-            ready = msgspec.structs.replace(ready, notes=(*ready.notes, note))
+            self.text, self.ready = text, (ready := msgspec.structs.replace(ready, notes=(*ready.notes, note)))
+            width = text.pooling.width
+            self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=width)
+            await self.adapters.start()
         except BaseException as error:
             starting.cancel()
             words = f"the engine was not started ({type(error).__name__})."
             self._die(error if isinstance(error, errors.QuireError) else errors.EngineClosed(words))
             await self._client.close()
             raise
-        self.text, self.ready = text, ready
-        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
         self._metrics.engine_ready(
             num_blocks=ready.num_blocks,
             block_size=ready.block_size,
@@ -207,7 +211,7 @@ class ServedEngine:
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
-    async def control(self, name: str, **args: Any) -> bool | int | str | None:
+    async def control(self, name: str, /, **args: Any) -> bool | int | str | None:
         """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1

@@ -9,7 +9,7 @@ from starlette.types import Scope
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
 
-KEPT = "/v1/responses/"
+KEPT = ("/v1/responses/", "/debug/live", "/debug/blocks", "/debug/requests/")  # paths, and paths below those with a /
 RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, drains or is dead
 
 
@@ -52,7 +52,8 @@ def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
 
 class Gate:
     """Function for `auth.Guard`: refuses paths not in `always` with 503 while the engine starts, drains or is dead.
-    While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled."""
+    While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled, and the live
+    view shows the requests that are left."""
 
     def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
         self._engine, self._always = engine, always

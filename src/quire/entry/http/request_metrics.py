@@ -25,7 +25,7 @@ REFUSALS: tuple[tuple[type[Exception], str], ...] = (
 
 def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
     """Count one step, its tokens and their latencies. `taken`: changes of the step to the live requests."""
-    metrics.step(step.stats, len(step.handles) + step.stats.num_elsewhere)
+    metrics.step(step.stats, len(step.handles) + step.stats.num_elsewhere, step.adapters)
     if taken.num_tokens:
         metrics.tokens(taken.num_tokens)
     for before, count in taken.gaps.items():

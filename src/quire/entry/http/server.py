@@ -79,7 +79,8 @@ def run(config: ServerConfig, console: Console) -> int:
 async def serve(config: ServerConfig, listener: socket.socket, console: Console, place: FrontPlace) -> int:
     """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start.
     `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
-    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], number=place.number, count=place.count)
+    shared = {"number": place.number, "count": place.count, "again": place.again}
+    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], **shared)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
     http = HttpListener(

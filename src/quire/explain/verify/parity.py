@@ -71,6 +71,11 @@ def verify(
     )
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
+        if engine.args.foreign is not None:
+            raise ConfigError(
+                f"verify compares layers of Quire with those of transformers, and the layers of "
+                f"{engine.args.architecture} are transformers' own: there is nothing to compare."
+            )
         check_layers(engine.worker.model)
         if engine.config.scheduler.speculative_config is not None:  # of a repository that names its model
             raise ConfigError(f"verify compares a model without drafts: give {engine.folder}.")

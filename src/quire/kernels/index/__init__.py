@@ -5,7 +5,7 @@ Widths: Hi heads of D dimensions, the first R of which are rotated; keys have on
 prepare(q [T, Hi, D], k [T, D], norm [2, D], eps, cos [T, R], sin [T, R], cache, kv_slots [T] int64) -> q
     Normalizes k (layer normalization with the weight norm[0] and the bias norm[1]), rotates the first R elements of q,
     in its memory, and of k (`quire.kernels.rope`: sin is signed), and writes k to the cache at slot = block *
-    block_size + offset.
+    block_size + offset. With Hi = 0 it writes the keys alone.
 choose(q [T, Hi, D], weights [T, Hi] float32, cache, meta, top_k) -> Chosen
     score(t, s) = sum over h of weights[t, h] * max(q[t, h] . key[s], 0), in float32, for s up to the row's position.
     The row attends to the `top_k` tokens with the largest scores; of equal scores to the token that comes first. A
@@ -14,6 +14,12 @@ choose(q [T, Hi, D], weights [T, Hi] float32, cache, meta, top_k) -> Chosen
     rows * context.
 room(rows, meta, top_k, device) -> Chosen
     What `choose` returns for a step of so many rows, with positions that nothing has been written to.
+keep_last(chosen, meta) -> [S, top_k] int32
+    The tokens that the last row of each sequence of a step attends to, by `choose`: for a sequence with at most `top_k`
+    tokens the positions 0 to top_k - 1.
+reuse(kept, meta) -> Chosen
+    The same tokens for later rows of these sequences, of which each has one row at most: what `choose` returns for
+    them, but nothing is scored. A sequence that had at most `top_k` tokens attends to its first `top_k` tokens.
 
 A cache of 8-bit codes has a scale for each key: the smallest power of two with which no code exceeds the largest
 number.

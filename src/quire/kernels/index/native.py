@@ -6,10 +6,10 @@ from torch import Tensor
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.eight_bits import MOST, is_coded
 from quire.kernels.index import Chosen, IndexView
-from quire.kernels.index.ref import prepare, room
+from quire.kernels.index.ref import keep_last, prepare, reuse, room
 from quire.kernels.native.library import loaded
 
-__all__ = ["choose", "prepare", "room"]
+__all__ = ["choose", "keep_last", "prepare", "reuse", "room"]
 
 ROWS, KEYS = 4, 32  # INDEX_ROWS and INDEX_KEYS of native.c
 LEAST_PART = 1024  # keys of a part of a context: fewer cost less than joining parts

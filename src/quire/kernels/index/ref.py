@@ -46,6 +46,22 @@ def room(rows: int, meta: AttentionMeta, top_k: int, device: torch.device) -> Ch
     return Chosen(found, torch.empty(count, top_k, dtype=torch.int32, device=device))
 
 
+def keep_last(chosen: Chosen, meta: AttentionMeta) -> Tensor:
+    """Return the tokens of each sequence's last row. See `quire.kernels.index`."""
+    top_k, end = chosen.positions.shape[1], 0
+    kept = torch.arange(top_k, dtype=torch.int32, device=chosen.positions.device).repeat(len(meta.seq_lens), 1)
+    for first, last, s, _ in chosen.sequences:
+        end += last - first
+        kept[s] = chosen.positions[end - 1]
+    return kept
+
+
+def reuse(kept: Tensor, meta: AttentionMeta) -> Chosen:
+    """Return the tokens of one row of each sequence. See `quire.kernels.index`."""
+    found = longer(meta, kept.shape[1])
+    return Chosen(found, kept[[s for _, _, s, _ in found]])
+
+
 def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, top_k: int) -> Chosen:
     """Return the best tokens of each row. See `quire.kernels.index`."""
     found, some = longer(meta, top_k), list[Tensor]()

@@ -26,7 +26,7 @@ from quire.kernels.index.triton_scores import score_kernel
 from quire.kernels.index.triton_select import BINS, LEVELS, WHOLE, level_kernel, whole_kernel, write_kernel
 from quire.kernels.triton_runtime import jit, tl
 
-__all__ = ["choose", "prepare", "room"]
+__all__ = ["choose", "keep_last", "prepare", "reuse", "room"]
 
 SCORES = 128 << 20  # bytes of scores at a time
 ALIGNED = 1024  # a row of scores has a multiple of so many: kernels are compiled for that
@@ -187,6 +187,24 @@ def choose(q: Tensor, weights: Tensor, cache: IndexView, meta: AttentionMeta, to
             _choose_piece(q, weights, cache, table, piece, places, chosen.positions[at : at + count])
             at += count
     return chosen
+
+
+def keep_last(chosen: Chosen, meta: AttentionMeta) -> Tensor:
+    """Return the tokens of each sequence's last row. See `quire.kernels.index`.
+
+    `choose` writes fewer than `top_k` tokens for a row with fewer before it, and later rows of it have more.
+    """
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor) and not chosen.sequences
+    top_k, device = chosen.positions.shape[1], chosen.positions.device
+    rows = (meta.query_start[1:].long() - 1).clamp_(min=0)
+    first = torch.arange(top_k, dtype=torch.int32, device=device)
+    return torch.where(meta.seq_lens[:, None] > top_k, chosen.positions[rows], first)
+
+
+def reuse(kept: Tensor, meta: AttentionMeta) -> Chosen:
+    """Return the tokens of one row of each sequence, which are a step's decodes. See `quire.kernels.index`."""
+    assert isinstance(meta.seq_lens, Tensor)
+    return Chosen((), kept.masked_fill(kept >= meta.seq_lens[:, None], -1), len(kept))
 
 
 def _plain(

@@ -22,5 +22,6 @@ norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of the
 out      run_float(x, packed, bias, out [T, N] float32) -> out
 plain    the packed weight is the weight itself, [N, K]
 stored   takes weights of another type than x's, bfloat16 or float32, and keeps them in it; the arithmetic is float32
+ungated  `run` takes a weight packed by `pack_gated`, too
 rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight, perhaps in float32; NaN for ids outside [0, N)
 """

@@ -21,6 +21,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.activation import number_of
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
+from quire.kernels.pack.halves import gated_outputs, ungated
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.kernels.pack.panel_sizes import SCALE_IN, STEP, panels_of
 from quire.kernels.quantize.rows import QuantizedRows
@@ -133,7 +134,11 @@ def pack_gated(weight: Weight) -> Packed:
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias. See `quire.kernels.linear`."""
-    return _run(x, packed, bias, PLAIN)
+    if not packed.gated:
+        return _run(x, packed, bias, PLAIN)
+    wide = replace(packed, cols=gated_outputs(packed.cols, loaded().quire_lanes()), gated=False)
+    y = ungated(_run(x, wide, None, PLAIN), packed.cols, loaded().quire_lanes())
+    return y if bias is None else y + bias
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -305,14 +310,8 @@ def _run(
             f"{x.dtype} {tuple(x.shape)} on {x.device}"
         )
     if packed.gated != (out == GATED):
-        raise ValueError(
-            "panels linear: the weight was packed by "
-            + (
-                "`pack_gated`: call run_gated, or pack it with `pack`"
-                if packed.gated
-                else "`pack`: call run, or pack it with `pack_gated`"
-            )
-        )
+        ways = "`pack_gated`: call run_gated" if packed.gated else "`pack`: call run"
+        raise ValueError(f"panels linear: the weight was packed by {ways}, or pack it with the other one")
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
         raise ValueError(
             f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "

@@ -23,7 +23,7 @@ FUNCTIONS = {
     "quire_record": "p",
     "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fiiii",
-    "quire_norm": "ppppp" + "llll" + "fiiii",
+    "quire_norm": "pppppp" + "llll" + "fiiii",
     "quire_gated": "ppp" + "llll" + "iii",
     "quire_opened": "ppp" + "llll" + "ii",
     "quire_delta": "ppppp" + "pppp" + "ppppp" + "lllll" + "llllll" + "ff" + "iiiiii",

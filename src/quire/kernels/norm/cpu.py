@@ -21,6 +21,7 @@ def rms_norm(
     return F.rms_norm(x, width, None, eps).mul_(weight)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), None, eps).to(x.dtype)
+    added = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), added, eps).to(x.dtype)

@@ -2,10 +2,10 @@
 
 typedef struct NormJob {
     Tasks tasks;
-    const void *x, *weight, *residual;
+    const void *x, *weight, *bias, *residual;
     const float *factor;
     void *y;
-    long rows, dim, x_stride, weight_rows; /* weight row of row r: r % weight_rows */
+    long rows, dim, x_stride, weight_rows; /* weight row of row r: r % weight_rows; a bias has one row */
     float eps;
     int half, half_weight, centered;
 } NormJob;
@@ -33,6 +33,7 @@ INLINE void norm_row(const NormJob *job, long row, int half, int half_weight) {
     for (long i = 0; i < dim; i += W) {
         const Lanes lanes = lanes_of(dim - i);
         Vec value = (load(x, i, lanes, half) - mean) * scale * load(weight, i, lanes, half_weight);
+        if (job->bias) value = value + load(job->bias, i, lanes, half_weight);
         if (residual) value = value + load(residual, i, lanes, half);
         if (job->factor) value = value * fill(*job->factor);
         store(y, i, lanes, value, half);
@@ -53,13 +54,15 @@ static void norm_tasks(void *argument) {
 }
 
 /* y [rows, dim] = residual + norm of x [rows, dim], which has a stride between rows. weight [weight_rows, dim], by row
-   modulo weight_rows. residual [rows, dim], may be y, or NULL. factor of the result, or NULL. half: bfloat16, else
-   float32; half_weight: likewise, of the weight. centered: layer normalization. */
-void quire_norm(const void *x, const void *weight, const void *residual, const float *factor, void *y, long rows,
-                long dim, long x_stride, long weight_rows, float eps, int half, int half_weight, int centered,
-                int threads) {
+   modulo weight_rows. residual [rows, dim], may be y, or NULL. factor of the result, or NULL. bias [dim] of the
+   weight's type, or NULL. half: bfloat16, else float32; half_weight: likewise, of the weight. centered: layer
+   normalization. */
+void quire_norm(const void *x, const void *weight, const void *residual, const float *factor, const void *bias, void *y,
+                long rows, long dim, long x_stride, long weight_rows, float eps, int half, int half_weight,
+                int centered, int threads) {
     NormJob job = {.tasks.count = (rows + NORM_ROWS - 1) / NORM_ROWS, .x = x, .weight = weight, .residual = residual,
                    .y = y, .rows = rows, .dim = dim, .x_stride = x_stride, .weight_rows = weight_rows, .eps = eps,
-                   .half = half, .half_weight = half_weight, .centered = centered, .factor = factor};
+                   .half = half, .half_weight = half_weight, .centered = centered, .factor = factor,
+                   .bias = bias};
     RUN(norm_tasks, &job, rows * dim < SMALL ? 1 : threads);
 }

@@ -18,13 +18,20 @@ def rms_norm(
     return _norm(x, weight, eps, residual, factor, centered=False)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, None, None, centered=True)
+    return _norm(x, weight, eps, None, None, bias, centered=True)
 
 
 def _norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: Tensor | None, *, centered: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    factor: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    centered: bool,
 ) -> Tensor:
     rows = x.flatten(0, -2)
     if rows.stride(1) != 1:
@@ -48,6 +55,11 @@ def _norm(
                 f"{tuple(residual.shape)} on {residual.device}"
             )
         residual = residual.contiguous()
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape or not bias.is_contiguous()):
+        raise ValueError(
+            f"native norm: the bias must be like the weight, {weight.dtype} {tuple(weight.shape)}, and contiguous; it "
+            f"is {bias.dtype} {tuple(bias.shape)}"
+        )
     if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1 or not factor.is_cpu):
         raise ValueError(
             f"native norm: the factor must be a float32 on the CPU; it is {factor.dtype} {tuple(factor.shape)} on "
@@ -58,6 +70,7 @@ def _norm(
         weight.data_ptr(),
         None if residual is None else residual.data_ptr(),
         None if factor is None else factor.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         rows.shape[0],
         rows.shape[1],

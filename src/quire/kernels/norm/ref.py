@@ -17,7 +17,8 @@ def rms_norm(
     return (summed if factor is None else summed * factor).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
     wide = x.float()
-    return rms_norm(wide - wide.mean(-1, keepdim=True), weight, eps).to(x.dtype)
+    normed = rms_norm(wide - wide.mean(-1, keepdim=True), weight, eps)
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)

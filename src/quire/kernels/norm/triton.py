@@ -23,13 +23,20 @@ def rms_norm(
     return _norm(x, weight, eps, residual, factor, centered=False)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """Return the layer normalization of x over the last dimension, times weight. See `quire.kernels.norm`."""
-    return _norm(x, weight, eps, None, None, centered=True)
+    return _norm(x, weight, eps, None, None, bias, centered=True)
 
 
 def _norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: Tensor | None, *, centered: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    factor: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    centered: bool,
 ) -> Tensor:
     width = x.shape[-1]
     if x.dim() != 2 and x.dim() != 3 or x.stride(-1) != 1:
@@ -50,6 +57,7 @@ def _norm(
         weight,
         residual,
         factor,
+        bias,
         y,
         rows,
         x.stride(0),
@@ -74,6 +82,7 @@ def _norm_kernel(
     weight,
     residual,
     factor,
+    bias,
     y,
     rows,
     stride_t,
@@ -93,6 +102,7 @@ def _norm_kernel(
     weight               [WEIGHTS, WIDTH]: row r uses weight r % WEIGHTS
     residual, y          [rows, WIDTH] contiguous; the residual is added, None: nothing;  rows  T * HEADS
     factor               [1] float32, of the results; None: 1
+    bias                 [WIDTH], added to the norm; None: nothing
     WIDTH, BLOCK         elements of a row; padded to a power of two
     CENTERED             layer normalization: the mean is subtracted
     """
@@ -110,6 +120,8 @@ def _norm_kernel(
         given = tl.where(col < WIDTH, given - tl.sum(given, 1, keep_dims=True) / WIDTH, 0.0)
     inverse = tl.rsqrt(tl.sum(given * given, 1, keep_dims=True) / WIDTH + eps)
     normed = given * inverse * scale.to(tl.float32)
+    if bias is not None:
+        normed += tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         normed += tl.load(residual + row.to(tl.int64) * WIDTH + col, mask=inside, other=0.0).to(tl.float32)
     if factor is not None:

@@ -50,10 +50,9 @@ class Rotaries:
         """Return cos and sin of positions [T], of each rotation. See `Rotary`."""
         return tuple(one.rows(positions, dtype) for one in self._each)
 
-    def differences(self, shifts: Tensor) -> Turn:
-        """Return cos and sin that move cached keys by `shifts` [T] positions; all layers have the same rotation."""
-        (only,) = self._each
-        return only.differences(shifts)
+    def differences(self, shifts: Tensor) -> Turns:
+        """Return cos and sin that move cached keys by `shifts` [T] positions, of each rotation. See `Rotary`."""
+        return tuple(one.differences(shifts) for one in self._each)
 
 
 def _kernel(device: torch.device) -> Rows | None:

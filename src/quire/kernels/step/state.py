@@ -32,6 +32,7 @@ class Limits:
                     is made for the exact numbers
     tiers           blocks of the KV cache are copied beside the steps
     joint           replicas in lock-step share experts of the drafter's layers
+    adapters        steps with adapters are captured, too
     """
 
     num_slots: int
@@ -48,6 +49,7 @@ class Limits:
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False
     joint: bool = False
+    adapters: bool = False
 
     @property
     def queries(self) -> tuple[int, ...]:

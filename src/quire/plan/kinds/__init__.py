@@ -2,7 +2,7 @@
 
     mixers          grouped.py (grouped-query attention) latent.py (multi-head latent attention) delta.py (recurrent
                     layers with the gated delta rule) shortconv.py (with a short convolution)
-                    mamba.py (with Mamba 2)
+                    mamba.py (with Mamba 2) foreign.py (a whole layer of transformers)
     feed-forward    dense.py (gated MLP) experts.py (mixture of experts) beside.py (both beside each other)
     neither         nothing.py (the half that a layer does not have)
     layers          blocks.py (of a decoder, MTP layers, EAGLE heads)
@@ -17,13 +17,23 @@ from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.experts import MoEArgs
 from quire.args.latent import LatentArgs
-from quire.args.layers import BesideArgs, DenseArgs, FeedForwardArgs, GroupedArgs, MixerArgs, NoneArgs
+from quire.args.layers import (
+    BesideArgs,
+    DenseArgs,
+    FeedForwardArgs,
+    ForeignArgs,
+    ForeignExpertsArgs,
+    GroupedArgs,
+    MixerArgs,
+    NoneArgs,
+)
 from quire.args.mamba import MambaArgs
 from quire.args.shortconv import ShortConvArgs
 from quire.plan.kinds.beside import BesideKind
 from quire.plan.kinds.delta import DeltaKind
 from quire.plan.kinds.dense import DenseKind
 from quire.plan.kinds.experts import ExpertsKind
+from quire.plan.kinds.foreign import ForeignExpertsKind, ForeignKind
 from quire.plan.kinds.grouped import GroupedKind
 from quire.plan.kinds.interfaces import FeedForward, Mixer
 from quire.plan.kinds.latent import LatentKind
@@ -37,11 +47,13 @@ MIXERS: Mapping[type[MixerArgs], Callable[[Any], Mixer]] = {
     DeltaArgs: DeltaKind,
     ShortConvArgs: ShortConvKind,
     MambaArgs: MambaKind,
+    ForeignArgs: ForeignKind,
     NoneArgs: NoneKind,
 }
 FEED_FORWARDS: Mapping[type[FeedForwardArgs], Callable[[Any], FeedForward]] = {
     DenseArgs: DenseKind,
     MoEArgs: ExpertsKind,
+    ForeignExpertsArgs: ForeignExpertsKind,
     BesideArgs: BesideKind,
     NoneArgs: NoneKind,
 }

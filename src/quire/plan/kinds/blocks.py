@@ -135,12 +135,13 @@ def score_features(args: ModelArgs) -> frozenset[str]:
     return frozenset().union(*(kind.scores for kind in mixers(args)))
 
 
-def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
+def operations(args: ModelArgs, blends: bool = False, adapters: bool = False) -> tuple[str, ...]:
     """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
 
-    blends   True: its KV is reused at other positions, too
+    blends     True: its KV is reused at other positions, too
+    adapters   True: requests may name adapters
     """
-    more = ("routing",) * (args.moe is not None) + ("blend",) * blends
+    more = ("routing",) * (args.moe is not None) + ("blend",) * blends + ("lora",) * adapters
     return (
         "norm",
         *dict.fromkeys(name for kind in mixers(args) for name in kind.operations),

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from string import Formatter
 
+from quire.args.check_layer import check_layer
 from quire.contracts.parallel import MOST_RANKS
-from quire.contracts.step import CHECK_LAYER
 from quire.kernels.experts_plan import DISPATCHERS
 from quire.plan.kinds import mixers
 from quire.plan.meeting_rows import features
@@ -65,6 +65,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "partition": lambda i: ",".join(map(str, i.parallel.layers)),
     "partition_stages": lambda i: len(i.parallel.layers),
     "partition_layers": lambda i: sum(i.parallel.layers),
+    "in_one_piece": lambda i: i.model.foreign and i.model.foreign.divides,
     "experts": lambda i: i.num_experts,
     "expert_ranks": lambda i: i.parallel.expert_ranks,
     "redundant": lambda i: i.parallel.redundant,
@@ -96,6 +97,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "folder_size": lambda i: f"{i.tiers.kv_offload_dir_gb:g}",
     "policy": lambda i: i.tiers.kv_offload_policy,
     "role": lambda i: i.role,
-    "check_layers": lambda i: CHECK_LAYER + 1,
+    "check_layers": lambda i: check_layer(i.model) + 1,
     "chunks": lambda i: '"kv_chunk": true in messages' if i.request.chunks == "messages" else i.request.chunks,
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import get_args
 
+from quire.args.check_layer import check_layer
 from quire.args.checkpoint import ModelArgs
 from quire.args.delta import DeltaArgs
 from quire.args.latent import LatentArgs
@@ -13,7 +14,6 @@ from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
-from quire.contracts.step import CHECK_LAYER
 from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
@@ -58,6 +58,12 @@ def idle_placement(i: Inputs) -> str:
 def mtp_layers(i: Inputs) -> str:
     """Return the reason why the prediction layers of the model cannot draft; "": they can."""
     return "" if i.args is None else i.args.prediction.lack
+
+
+def _drafts_unchosen(i: Inputs, model: ModelArgs) -> bool:
+    """Return True if a layer drafts that has no indexer."""
+    own = [one.mixer for one in model.layers[model.num_layers :][: model.draft_layers]]
+    return any(not isinstance(one, LatentArgs) or one.index is None for one in own)
 
 
 def wrong_local(i: Inputs) -> bool:
@@ -189,6 +195,13 @@ RANKS: Mapping[str, Feature] = {
         "layers that read the KV of other layers",
     ),
     "layer inputs": Feature(of_model(lambda i, m: m.inputs > 0), "embeddings for each layer"),
+    "layers of transformers": Feature(
+        of_model(lambda i, m: m.foreign is not None), "layers of transformers' code", "--model-impl"
+    ),
+    "layers in one piece": Feature(
+        of_model(lambda i, m: m.foreign is not None and bool(m.foreign.divides)),
+        "layers of transformers' code whose heads ranks cannot share",
+    ),
     "collective checks": Feature(given("check_collectives"), "exchanges that are compared", "--check-collectives"),
     "captured exchanges": Feature(
         lambda i: i.device == "cuda" and i.parallel.size > 1 and not i.config.device.enforce_eager,
@@ -225,6 +238,12 @@ DRAFTS: Mapping[str, Feature] = {
     "made-up acceptance": Feature(of_drafts(lambda i, s: bool(s.synthetic)), "synthetic acceptance", SPEC),
     "drafts of the model": Feature(lambda i: i.method in ("ngram", "mtp"), "method {method}", SPEC),
     "other ranks": Feature(of_drafts(_other_ranks), "another number of ranks for drafts"),
+    "shared choice": Feature(
+        of_drafts(lambda i, s: s.index_share_for_mtp_iteration is not None),
+        "passes that share a choice of tokens",
+        SPEC,
+    ),
+    "no indexer": Feature(of_model(_drafts_unchosen), "a prediction layer without an indexer"),
     "uneven drafter": Feature(lambda i: bool(uneven_drafter(i)), "heads that ranks cannot share equally"),
     "not one MTP layer": Feature(lambda i: bool(mtp_layers(i)), "a model without a prediction layer that can draft"),
     "dynamic rope": Feature(
@@ -245,12 +264,8 @@ DRAFTS: Mapping[str, Feature] = {
 }
 CACHE: Mapping[str, Feature] = {
     "CacheBlend": Feature(given("enable_cache_blend"), "CacheBlend", "--enable-cache-blend"),
-    "few layers": Feature(of_model(lambda i, m: m.num_layers <= CHECK_LAYER + 1), "{layers} layers"),
-    "several rotations": Feature(of_model(lambda i, m: len(m.rotations) > 1), "layers that rotate heads otherwise"),
-    "windows": Feature(lambda i: any(one is not None for one in i.windows), "layers that have a window or chunks"),
-    "KV groups": Feature(
-        lambda i: len(i.windows) > 1 and all(one is None for one in i.windows), "layers of several KV groups"
-    ),
+    "prompt embeddings": Feature(given("enable_prompt_embeds"), "prompts as embeddings", "--enable-prompt-embeds"),
+    "few layers": Feature(of_model(lambda i, m: m.num_layers <= check_layer(m) + 1), "{layers} layers"),
     "states": Feature(_keeping(*RECURRENT), "recurrent layers"),
     "no states": Feature(of_model(lambda i, m: not _keeping(*RECURRENT)(i)), "a model without recurrent layers"),
     "places of checkpoints": Feature(given("state_checkpoint"), "places of states", "--state-checkpoint"),
@@ -297,6 +312,20 @@ CACHE: Mapping[str, Feature] = {
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
     "no peers": Feature(lambda i: not i.config.share.kv_peers, "no --kv-peers"),
 }
+ADAPTERS: Mapping[str, Feature] = {
+    "adapters": Feature(given("enable_lora"), "adapters", "--enable-lora"),
+    "no adapters": Feature(lambda i: not i.config.adapters.enable_lora, "no adapters"),
+    "slots of adapters": Feature(given("max_loras"), "a number of adapters on the device", "--max-loras"),
+    "rank of adapters": Feature(given("max_lora_rank"), "a largest rank of adapters", "--max-lora-rank"),
+    "held adapters": Feature(given("max_cpu_loras"), "a number of adapters in host memory", "--max-cpu-loras"),
+    "modules of adapters": Feature(
+        given("lora_target_modules"), "modules that adapters may change", "--lora-target-modules"
+    ),
+    "sharded adapters": Feature(
+        given("fully_sharded_loras"), "adapters both of whose matrices are cut", "--fully-sharded-loras"
+    ),
+    "no slices": Feature(lambda i: i.parallel.tp == 1, "-tp 1"),
+}
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
@@ -313,5 +342,7 @@ OTHERS: Mapping[str, Feature] = {
     "truncated prompt": Feature(lambda i: i.request.truncated, "a prompt that is cut", "truncate_prompt_tokens"),
     "text prompt": Feature(lambda i: i.request.text, "a prompt that is a text"),
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
+    "given embeddings": Feature(lambda i: i.request.embeds, "a prompt of embeddings", "prompt_embeds"),
+    "repetition penalty": Feature(lambda i: i.request.repetition, "a repetition penalty", "repetition_penalty"),
 }
-FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **OTHERS}
+FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}

@@ -24,6 +24,8 @@ class AskedFields(NamedTuple):
     chunks   name of the field that names chunks, such as kv_chunks; "": none does
     text     the prompt is a text
     stream   the answer is streamed
+    embeds   the prompt is given as embeddings
+    repetition   the request has a repetition penalty
     """
 
     chunks: str = ""
@@ -32,6 +34,8 @@ class AskedFields(NamedTuple):
     prompt_logprobs: bool = False
     truncated: bool = False
     stream: bool = False
+    embeds: bool = False
+    repetition: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,6 @@ class Inputs:
     args      arguments of the model; None: not known yet
     parallel  sizes of parallelism
     device    "cpu", "cuda" or "mock"
-    windows   window of each KV group, as of `KVGroup`; (): not known yet
     moe       phase -> plan of the experts, or the reason why there is none; {}: not known yet
     draft     arguments of the draft model or EAGLE head; None: there is none, or not known yet
     request   fields of a request, for rows of scope "request"
@@ -53,7 +56,6 @@ class Inputs:
     parallel: Parallel = ALONE
     device: str = "cpu"
     speculation: Speculation | None = None
-    windows: tuple[int | None, ...] = ()
     moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
     draft: ModelArgs | None = None
     request: AskedFields = AskedFields()

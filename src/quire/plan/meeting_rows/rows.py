@@ -16,6 +16,7 @@ RANKS: tuple[Row, ...] = (
         "use -pp {layers} at most"),
     Row("-pp", "shared KV", MISSING, "they may be on another stage than the layers with their KV",
         "leave out -pp, or use -tp"),
+    Row("-tp", "layers in one piece", MISSING, "{in_one_piece}", "leave out -tp, or use -pp"),
     Row("-pp", "layer inputs", MISSING, "the first stage alone has embeddings", "leave out -pp, or use -tp"),
     Row("layer partition", "other layers", REFUSED, "pipeline_layer_partition={partition}: {partition_stages} stages "
         "with {partition_layers} layers do not fit -pp {pp} and the model's {layers} layers",
@@ -40,6 +41,9 @@ EXPERTS: tuple[Row, ...] = (
     Row("-ep", "fewer experts", REFUSED,
         "{parallel}: {experts} experts are fewer than the {expert_ranks} ranks (tp x dp) that share them",
         "lower -tp or -dp"),
+    Row("-ep", "layers of transformers", MISSING, "the module chooses experts, and rows do not travel from there",
+        "leave out --enable-expert-parallel, or use -tp"),
+    Row("routing", "layers of transformers", MISSING, "the module chooses experts", "leave it out"),
     Row("EPLB", "no experts", REFUSED, "--enable-eplb: this model has no experts", "leave it out"),
     Row("EPLB", "one expert rank", REFUSED,
         "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
@@ -75,6 +79,7 @@ DRAFTS: tuple[Row, ...] = (
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
         "use another head"),
+    Row("EAGLE", "layers of transformers", MISSING, "no head for such a model was tried", NGRAM),
     Row("EAGLE", "other width", REFUSED,
         "speculative_config: the EAGLE head {draft} reads states of {draft_width} numbers and the model's have {width}",
         "use the head that was made for this model"),
@@ -97,6 +102,8 @@ DRAFTS: tuple[Row, ...] = (
         "{draft} can be neither divided nor copied evenly among {tp} ranks", 'give "draft_tensor_parallel_size": 1'),
     Row("drafts of the model", "other ranks", IDLE, "speculative_config: draft_tensor_parallel_size={draft_ranks} "
         "changes nothing: method {method} drafts on all ranks of the model (tensor_parallel_size={tp})"),
+    Row("shared choice", "no indexer", IDLE, "speculative_config: index_share_for_mtp_iteration changes nothing: the "
+        "layer that drafts attends to all tokens"),
 )  # fmt: skip
 STATES: tuple[Row, ...] = (
     Row("CacheBlend", "states", MISSING, "a state stands for all tokens before it", OFF),
@@ -111,17 +118,24 @@ LATENTS: tuple[Row, ...] = (
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
-    Row("CacheBlend", "several ranks", MISSING, "ranks do not tell each other which rows they keep", OFF),
-    Row("CacheBlend", "windows", MISSING, "they have given up the KV of most tokens of a text", OFF),
-    Row("CacheBlend", "KV groups", MISSING, "it moves the KV of one group alone", OFF),
-    Row("CacheBlend", "several rotations", MISSING, "moved keys are rotated alike in all layers", OFF),
+    Row("CacheBlend", "layers of transformers", MISSING, "the module rotates heads, and moved keys are rotated by ours",
+        OFF),
     Row("CacheBlend", "few layers", MISSING, "the first {check_layers} compute all tokens", OFF),
-    Row("CacheBlend", "MTP", MISSING, "a layer that drafts needs the states of all tokens", OFF),
-    Row("CacheBlend", "EAGLE", MISSING, "the head needs the states of all tokens", OFF),
     Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
         "use --kv-cache-dtype fp8 or auto"),
-    Row("CacheBlend", "chosen tokens", MISSING, "the keys of its indexer are not moved", OFF),
+    Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens, which is made for all rows", OFF),
     Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
+)  # fmt: skip
+NO_EMBEDS = "leave out --enable-prompt-embeds"
+EMBEDS: tuple[Row, ...] = (
+    Row("prompt embeddings", "drafts", MISSING, "drafts are made of tokens, and such a prompt has none", NO_EMBEDS),
+    Row("prompt embeddings", "CacheBlend", MISSING, "texts are found again by their tokens", NO_EMBEDS),
+    Row("prompt embeddings", "-pp", MISSING, "the first stage alone reads them", "leave out -pp, or use -tp"),
+    Row("prompt embeddings", "lock-step", MISSING,
+        "their steps run outside of the CUDA graphs that replicas replay together", NO_EMBEDS),
+    Row("prompt embeddings", "layer inputs", MISSING, "each layer reads an embedding of the token, too", NO_EMBEDS),
+    Row("prompt embeddings", "KV events", MISSING, "events name a block by its tokens", NO_EMBEDS),
+    Row("prompt embeddings", "mock", REFUSED, "enable_prompt_embeds: device=mock has no layers", "leave it out"),
 )  # fmt: skip
 TIERS: tuple[Row, ...] = (
     Row("sharing", "no host memory", REFUSED,
@@ -158,6 +172,20 @@ TIERS: tuple[Row, ...] = (
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
+ADAPTERS: tuple[Row, ...] = (
+    Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
+        "leave out --enable-lora"),
+    Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
+    Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
+    Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
+    Row("held adapters", "no adapters", IDLE, "max_cpu_loras changes nothing without enable_lora"),
+    Row("modules of adapters", "no adapters", IDLE, "lora_target_modules changes nothing without enable_lora"),
+    Row("sharded adapters", "no adapters", IDLE, "fully_sharded_loras changes nothing without enable_lora"),
+    Row("sharded adapters", "no slices", IDLE, "fully_sharded_loras changes nothing with tensor_parallel_size=1"),
+    Row("sharded adapters", "-tp", MISSING,
+        "the ranks cut one matrix of an adapter, as they cut the layer, and each has the other one whole",
+        "leave it out"),
+)  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
     Row("graph sizes", "a CPU", IDLE, "cudagraph_capture_sizes changes nothing on a CPU"),
@@ -171,18 +199,34 @@ DEVICES: tuple[Row, ...] = (
         "leave out rejection_sample_method=synthetic"),
 )  # fmt: skip
 REQUESTS: tuple[Row, ...] = (
-    Row("chunks", "transfer", REFUSED,
-        "{chunks} excludes kv_transfer_params: another engine finds KV by the whole prompt before it", ONE,
-        scope=REQUEST),
-    Row("chunks", "prompt logprobs", REFUSED,
-        "{chunks} excludes prompt_logprobs and echo with logprobs, which need every row of the prompt", ONE,
-        scope=REQUEST),
     Row("numbered chunks", "truncated prompt", REFUSED,
         "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt", ONE, scope=REQUEST),
     Row("numbered chunks", "text prompt", REFUSED, "kv_chunks counts tokens, and the prompt is a text",
         "send token ids, put the engine's --blend-separator between the parts of the text, or mark content parts of "
         'messages with "kv_chunk": true', scope=REQUEST),
+    Row("given embeddings", "chunks", REFUSED, "prompt_embeds excludes {chunks}, which counts tokens", ONE,
+        scope=REQUEST),
+    Row("given embeddings", "transfer", REFUSED, "prompt_embeds excludes kv_transfer_params, which finds KV by tokens",
+        ONE, scope=REQUEST),
+    Row("given embeddings", "prompt logprobs", REFUSED,
+        "prompt_embeds excludes prompt_logprobs and echo, because the prompt has no tokens", ONE, scope=REQUEST),
+    Row("given embeddings", "repetition penalty", REFUSED,
+        "prompt_embeds excludes repetition_penalty, which reads the tokens of the prompt", ONE, scope=REQUEST),
+    Row("given embeddings", "truncated prompt", REFUSED, "prompt_embeds excludes truncate_prompt_tokens",
+        "cut the tensor before sending it", scope=REQUEST),
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*RANKS, *EXPERTS, *DRAFTS, *STATES, *LATENTS, *BLEND, *TIERS, *DEVICES, *REQUESTS)
+ROWS: tuple[Row, ...] = (
+    *RANKS,
+    *EXPERTS,
+    *DRAFTS,
+    *STATES,
+    *LATENTS,
+    *BLEND,
+    *EMBEDS,
+    *TIERS,
+    *ADAPTERS,
+    *DEVICES,
+    *REQUESTS,
+)

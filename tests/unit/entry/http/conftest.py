@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from quire.config.serve import HttpConfig
+from quire.config.serve import HttpConfig, ServerConfig
+from quire.contracts.adapters import Adapter
 from quire.entry.http.engine import EngineState
+from quire.entry.http.lora.served import ServedAdapters
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
 from quire.procs.messages import Loading, Ready
 
@@ -132,6 +134,11 @@ def serve_echo() -> Iterator[Callable[..., Live]]:
         yield start
 
 
+async def unchecked(adapter: Adapter) -> str:
+    """Take any adapter."""
+    return ""
+
+
 @dataclass
 class FakeEngine:
     """An engine for routes and the gate, each value as a test sets it."""
@@ -143,6 +150,7 @@ class FakeEngine:
     loading: Loading = Loading("starting")
     num_live: int = 0
     last_step_age: float | None = None
+    adapters: ServedAdapters = field(default_factory=lambda: ServedAdapters(ServerConfig(), unchecked))
 
     def requests(self, tenant: str = "") -> list[dict[str, object]]:
         return [{"request_id": "r", "prefix": None}]

@@ -399,7 +399,6 @@ def test_metrics_are_served(engine: FakeEngine) -> None:
     [
         "/embeddings",
         "/v1/messages/batches",
-        "/pooling",
         "/classify",
         "/v1/moderations",
         "/v1/files",

@@ -400,6 +400,20 @@ def test_a_server_that_ends_ends_its_streams() -> None:
     run(work())
 
 
+def test_a_watcher_may_come_while_the_server_drains() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=5) as (engine, _):
+            app = build_app(engine, ServerConfig.from_flat(device="mock"), Metrics())
+            running = open_one(engine, tokens=50)
+            engine.drain()
+            told = events_of(await stream(app, lambda sent: False))
+            left = [data["draining"]["requests"] for name, data in told if name == "frame"]
+            assert left[0] == 1 and told[-1][0] == "end"
+            await read(running)
+
+    run(work())
+
+
 def test_a_timeline_and_the_map_of_a_server() -> None:
     async def work() -> None:
         async with serving(mock_step_ms=5) as (engine, _):

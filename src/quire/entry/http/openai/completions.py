@@ -12,6 +12,7 @@ from quire.entry.http.openai.logprobs import LegacyColumns, joined, prompt_colum
 from quire.entry.http.openai.prompts import IDS, completion_prompts
 from quire.entry.http.openai.sampling import sampling_params
 from quire.entry.http.request_response import Exchange
+from quire.entry.http.vectors.prompt_embeds import embedded_prompts
 from quire.text.tokenizer import Tokenizer
 
 DECODER = RequestDecoder(schema.CompletionRequest)
@@ -24,7 +25,8 @@ async def complete(context: ServerContext, exchange: Exchange) -> None:
     """Answer a request of /v1/completions."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
-    await answer(context, exchange, request, _params, completion_prompts, CompletionWriter)
+    prompts = embedded_prompts if request.prompt_embeds else completion_prompts
+    await answer(context, exchange, request, _params, prompts, CompletionWriter)
 
 
 def _params(request: schema.CompletionRequest, defaults: SamplingParams, stream_interval: int) -> SamplingParams:

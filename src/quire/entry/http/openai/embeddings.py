@@ -5,7 +5,7 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
 import msgspec
@@ -31,9 +31,30 @@ ENCODE = msgspec.json.Encoder().encode
 
 async def embed(context: ServerContext, exchange: Exchange) -> None:
     """Answer a request of /v1/embeddings."""
-    request = await DECODER.read(context, exchange)
+    await answer_vectors(
+        context, exchange, await DECODER.read(context, exchange), "embd", _embedding, schema.EmbeddingResponse
+    )
+
+
+def _embedding(index: int, vector: list[float] | str) -> schema.Embedding:
+    return schema.Embedding(index=index, embedding=vector)
+
+
+async def answer_vectors(
+    context: ServerContext,
+    exchange: Exchange,
+    request: schema.EmbeddingRequest,
+    prefix: str,
+    item: Callable[[int, list[float] | str], msgspec.Struct],
+    whole: Callable[..., msgspec.Struct],
+) -> None:
+    """Answer a request for vectors of texts.
+
+    prefix        beginning of the answer's id
+    item, whole   make the answer's part of a vector, and the answer
+    """
     exchange.words = ((IDS, "input"),)
-    request_id, model = exchange.name(request.request_id), context.model(request.model)
+    request_id, model = exchange.name(request.request_id), await context.find(request.model)
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
@@ -47,14 +68,10 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
     def write() -> bytes:
         # Encoded one by one, since the encoder holds the interpreter's lock during each call.
         data = [
-            msgspec.Raw(ENCODE(schema.Embedding(index=i, embedding=_written(vector, request.encoding_format))))
-            for i, vector in enumerate(vectors)
+            msgspec.Raw(ENCODE(item(i, _written(vector, request.encoding_format)))) for i, vector in enumerate(vectors)
         ]
-        return ENCODE(
-            schema.EmbeddingResponse(
-                id=f"embd-{request_id}", created=int(time.time()), model=model, data=data, usage=usage
-            )
-        )  # type: ignore
+        named = f"{prefix}-{request_id}"
+        return ENCODE(whole(id=named, created=int(time.time()), model=model, data=data, usage=usage))
 
     await exchange.reply(await context.text_work.write(client_of(exchange.scope, context.config.http), vectors, write))
 
@@ -71,7 +88,7 @@ async def vectors_of(
     `params`: names of the request fields of the texts, for errors. The last name stands for all further texts. When the
     engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
     plan, began = context.text().pooling, time.monotonic()
-    prompts = await _prompts(context, exchange, request, texts, params)
+    prompts = context.adapted(await _prompts(context, exchange, request, texts, params), request.model)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
     limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.serve.request_timeout)
     deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)

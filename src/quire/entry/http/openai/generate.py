@@ -157,13 +157,13 @@ async def answer(
     writer       makes the `Writer` that formats the answer
     """
     request_id = exchange.name(request.request_id)
-    model, text, serve = context.model(request.model), context.text(), context.config.serve
+    model, text, serve = await context.find(request.model), context.text(), context.config.serve
     params = params_of(request, text.default_params, serve.stream_interval)
     prompts, plan = await prompts_of(context, exchange, request, params)
     await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
     job = Job(
-        prompts=prompts,
+        prompts=context.adapted(prompts, model),
         params=params,
         request_id=request_id,
         model=model,

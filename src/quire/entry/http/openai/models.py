@@ -23,7 +23,7 @@ DETOKENIZE = RequestDecoder(schema.DetokenizeRequest)
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the token ids of a text, or of a conversation rendered by the chat template."""
     request = await TOKENIZE.read(context, exchange)
-    context.model(request.model)
+    await context.find(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("the request has both prompt and messages or neither: send one of them.", param="prompt")
     tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
@@ -50,10 +50,9 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the text of token ids."""
     request = await DETOKENIZE.read(context, exchange)
-    context.model(request.model)
+    await context.find(request.model)
     tokenizer, ids = tokenizer_of(context.text(), "tokens"), request.tokens
-    size = max(tokenizer.vocab_size, context.ready().vocab_size)
-    check_ids("tokens", ids, size)
+    check_ids("tokens", ids, max(tokenizer.vocab_size, context.ready().vocab_size))
     skip = bool(request.skip_special_tokens)
     text = await away(context, exchange, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
     await exchange.reply(msgspec.json.encode(schema.DetokenizeResponse(prompt=text)))
@@ -79,26 +78,25 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
-    """Answer GET /v1/models: one entry per name of the served model."""
-    cards = [_card(context, name) for name in context.model_names]
+    """Answer GET /v1/models: one entry per name of the served model, and one per adapter."""
+    cards = [_card(context, name) for name in (*context.model_names, *context.engine.adapters.names)]
     await exchange.reply(msgspec.json.encode(schema.ModelList(data=cards)))
 
 
 async def show_model(context: ServerContext, exchange: Exchange) -> None:
     """Answer GET /v1/models/NAME: the entry of this name; 404 if the model is not served under this name."""
-    asked = exchange.scope["path_params"]["model"]
-    if not asked:
+    if not (asked := exchange.scope["path_params"]["model"]):
         raise HttpError(404, "the path names no model: see /v1/models.", code="model_not_found", param="model")
-    name = context.model(asked)
-    await exchange.reply(msgspec.json.encode(_card(context, name)))
+    await exchange.reply(msgspec.json.encode(_card(context, await context.find(asked))))
 
 
 def _card(context: ServerContext, name: str) -> schema.ModelCard:
-    ready, model = context.engine.ready, context.config.engine.model.model
+    ready, model, adapter = context.engine.ready, context.config.engine.model.model, context.engine.adapters.get(name)
     return schema.ModelCard(
         id=name,
         created=context.created,
-        root=model or "quire-tiny",
+        root=model or "quire-tiny" if adapter is None else adapter.folder,
+        parent=None if adapter is None else context.model_names[0],
         max_model_len=None if ready is None else ready.max_model_len,
     )
 

@@ -74,6 +74,8 @@ async def completion_prompts(
     context: ServerContext, exchange: Exchange, request: CompletionRequest, params: SamplingParams
 ) -> tuple[list[Prompt], ParserPlan]:
     """Make the tokenized prompts of /v1/completions, truncated as asked. The plan parses the answer as plain text."""
+    if request.prompt is None:
+        raise InvalidParameter("prompt is null: send a text or token ids.", param="prompt")
     given = several(request.prompt)
     check_choices(len(given), request)
     longest = longest_prompt(context, request)

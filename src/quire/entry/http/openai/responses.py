@@ -1,26 +1,26 @@
-"""/v1/responses: create a response, also in the background; retrieve, cancel and delete it."""
+"""/v1/responses: create a response, also in the background."""
 
 import asyncio
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
 from quire.contracts.errors import shown
 from quire.entry.http.auth import owner_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, http_error, not_implemented
+from quire.entry.http.errors import HttpError, http_error
+from quire.entry.http.kept.store import Kept, ResponseStore, Running
 from quire.entry.http.openai.chat import WORDS as CHAT_WORDS
 from quire.entry.http.openai.chat import answer_chat
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import away
 from quire.entry.http.openai.responses_input import chat_request, check_fields, fitting
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
-from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 from quire.entry.http.request_response import ClientGone, Exchange
 
@@ -36,10 +36,6 @@ WORDS = (
     *CHAT_WORDS,
 )
 REFERENCE = "item_reference"
-SEVERAL = "with several HTTP processes (--api-server-count) no responses are stored; send the conversation in input."
-ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
-    ("include", "include[]"), "a response has the data that its request included; set include there."
-)
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -48,8 +44,6 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
-    if context.config.serve.api_server_count > 1 and (request.background or request.previous_response_id):
-        raise not_implemented("background" if request.background else "previous_response_id", SEVERAL)
     owner, name = owner_of(exchange.scope, context.config.http), f"resp_{secrets.token_hex(16)}"
     store = context.responses
     given = request.input or []
@@ -60,18 +54,12 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     if request.truncation == "auto":
         chat = await fitting(context, exchange, chat)
 
+    background, previous = bool(request.background), request.previous_response_id
+    unmade = Kept(owner=owner, body=b"", items=ENCODE(items), previous=previous, background=background)
+
     def keep(body: bytes) -> None:
-        if request.store is not False and context.config.serve.api_server_count == 1:
-            store.keep(
-                name,
-                Kept(
-                    owner=owner,
-                    body=body,
-                    items=ENCODE(items),
-                    previous=request.previous_response_id,
-                    background=bool(request.background),
-                ),
-            )
+        if request.store is not False:
+            store.keep(name, replace(unmade, body=body))
 
     made = list[ResponseWriter]()
 
@@ -102,7 +90,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     if task.done():
         task.result()  # raises at once if the request is invalid or the engine's queue is full
     else:
-        store.running[name] = Kept(owner=owner, body=made[0].body, task=task, gone=gone, background=True)
+        store.begin(name, replace(unmade, body=made[0].body, runner=store.runner), Running(task, gone))
         task.add_done_callback(partial(_settle, context, name, made[0]))
     await exchange.reply(made[0].body)
 
@@ -116,39 +104,6 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
     elif error is not None:
         answer = http_error(error)
         writer.fail(answer.status, answer.body())
-
-
-async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """Answer GET /v1/responses/ID with the response in its current state. DELETE ends and removes the response."""
-    asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-    for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
-        raise not_implemented(name, ASKED[name])
-    name, found = _find(context, exchange)
-    if exchange.scope["method"] != "DELETE":
-        return await exchange.reply(found.body)
-    await _end(found)
-    context.responses.drop(name)
-    await exchange.reply(ENCODE({"id": name, "object": "response", "deleted": True}))
-
-
-async def cancel(context: ServerContext, exchange: Exchange) -> None:
-    """Cancel a background response. A finished one stays as it is."""
-    name, found = _find(context, exchange)
-    if not found.background:
-        raise HttpError(400, f"{name} does not run in the background: to cancel it, close its connection.")
-    await _end(found)
-    await retrieve(context, exchange)
-
-
-async def _end(found: Kept) -> None:
-    if found.task is not None and found.gone is not None:
-        found.gone.set()
-        await asyncio.wait({found.task})
-
-
-def _find(context: ServerContext, exchange: Exchange) -> tuple[str, Kept]:
-    name: str = exchange.scope["path_params"]["response_id"]
-    return name, context.responses.find(name, owner_of(exchange.scope, context.config.http))
 
 
 def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:

@@ -7,17 +7,20 @@ from starlette.routing import Route
 from quire.entry.http.anthropic.messages import count_tokens, messages
 from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.context import ServerContext
+from quire.entry.http.kept.routes import cancel, retrieve
+from quire.entry.http.lora.routes import ROUTES as ADAPTERS
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
 from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
 from quire.entry.http.openai.rerank import rerank, score
-from quire.entry.http.openai.responses import cancel, respond, retrieve
+from quire.entry.http.openai.responses import respond
 from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.text_work import LONG
+from quire.entry.http.vectors.pooling import PoolingRequest, PoolingResponse, pool
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
 
@@ -31,6 +34,7 @@ HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
     ("POST", "/v1/messages", messages, MessagesRequest, MessageAnswer),
     ("POST", "/v1/messages/count_tokens", count_tokens, MessagesRequest, CountAnswer),
     ("POST", "/v1/embeddings", embed, schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
+    ("POST", "/pooling", pool, PoolingRequest, PoolingResponse),
     (
         "POST",
         "/v1/rerank /rerank /v2/rerank",
@@ -44,6 +48,7 @@ HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
     ("POST", "/tokenize", tokenize, schema.TokenizeRequest, schema.TokenizeResponse),
     ("POST", "/detokenize", detokenize, schema.DetokenizeRequest, schema.DetokenizeResponse),
     ("GET", "/tokenizer_info", tokenizer_info, None, schema.TokenizerInfo),
+    *ADAPTERS,
 )
 
 

@@ -147,10 +147,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions.
 
     prompt   a text, several texts, token ids, or several lists of token ids
+    prompt_embeds   base64 of a file of torch.save, or several: tensors [tokens, hidden], with a prompt "" or null
     suffix   text after the answer (fill in the middle)
     """
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None
+    prompt_embeds: str | Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.config.serve import ServerConfig
+from quire.contracts.adapters import Adapter
 from quire.contracts.errors import QuireError
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
@@ -22,6 +23,7 @@ from quire.entry.completion import Generation
 from quire.entry.core_request import FrontLimits
 from quire.entry.front_end import FrontEnd
 from quire.entry.http.context import ServerContext
+from quire.entry.http.lora.served import ServedAdapters
 from quire.entry.http.openai.routes import routes
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
@@ -80,6 +82,7 @@ class LocalEngine:
     def __init__(self, core: EngineCore, text: TextSide, *, max_logprobs: int = 20) -> None:
         facts = core.facts
         self.core, self.text = core, text
+        self.adapters = ServedAdapters(ServerConfig(), check_adapter)
         self.ready: Ready | None = Ready(
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
@@ -155,6 +158,7 @@ class ScriptedEngine:
             weight_bytes=0,
             kv_bytes=0,
         )
+        self.adapters = ServedAdapters(ServerConfig(), check_adapter)
         self.refusal: Exception | None = None
         self.streams: list[Pipe] = []
         self.params: list[SamplingParams] = []
@@ -297,9 +301,16 @@ class Client:
         return reply
 
 
+async def check_adapter(adapter: Adapter) -> str:
+    """Tell whether an adapter fits the model, as a core does."""
+    return "it does not fit" if "odd" in adapter.folder else ""
+
+
 def make_client(engine: Any, **serve: Any) -> Client:
     """A client of the routes over an engine."""
     config = ServerConfig.from_flat(**serve)
+    if config.engine.adapters.enable_lora:
+        engine.adapters = ServedAdapters(config, check_adapter)
     context = ServerContext(
         engine=engine, config=config, metrics=Metrics(), model_names=("tiny", "alias"), created=1_700_000_000
     )

@@ -49,6 +49,18 @@ def vectors(reply: Any) -> np.ndarray:
     return np.array([np.frombuffer(base64.b64decode(row), "<f4") if isinstance(row, str) else row for row in rows])
 
 
+def test_pooling_has_the_vectors_of_embeddings_and_refuses_other_tasks(client: Any) -> None:
+    for fields in ({}, {"dimensions": 4}, {"encoding_format": "base64"}):
+        right = post(client, "/v1/embeddings", input=TEXTS, **fields).json
+        reply = post(client, "/pooling", input=TEXTS, task="embed", **fields)
+        assert [one["data"] for one in reply.json["data"]] == [one["embedding"] for one in right["data"]]
+        assert {one["object"] for one in reply.json["data"]} == {"pooling"} and reply.json["usage"] == right["usage"]
+        assert reply.json["id"].startswith("pool-")
+    for task in ({"task": "classify"}, {"task": "token_embed"}, {}):
+        reply = post(client, "/pooling", input=TEXTS, **task)
+        assert reply.status == 400 and "head that classifies" in reply.error["message"]
+
+
 @pytest.mark.parametrize("spelling", ["text", "texts", "ids", "lists"])
 def test_every_spelling_of_an_input(client: Any, mock_engine: Any, spelling: str) -> None:
     ids = [mock_engine.text.tokenizer.encode(text) for text in TEXTS]

@@ -15,7 +15,6 @@ from quire.config.serve import HttpConfig, ServerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, QueueFull
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.responses_schema import ResponseAnswer
-from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.routes import routes
 from quire.observe.metrics import Metrics
 from quire.text.chat import ChatTemplate
@@ -240,34 +239,6 @@ def test_a_response_is_of_the_key_that_made_it(mock_engine: Any) -> None:
         )
         assert call(key, "DELETE", name).status == right
     assert call("one", "GET", name).error["message"] == call("two", "GET", name).error["message"]
-
-
-def kept(size: int, **fields: Any) -> Kept:
-    return Kept(**{"owner": b"", "body": b"x" * size, "items": b""} | fields)
-
-
-def test_the_store_is_bounded_and_drops_what_was_not_used_for_longest() -> None:
-    store = ResponseStore(max_kept=3, max_bytes=100)
-
-    def left() -> list[str]:
-        found = []
-        for name in "abcdef":
-            if (store.running.get(name) or store._kept.get(name)) is not None:
-                found.append(name)
-        return found
-
-    store.keep("a", kept(10))
-    store.keep("b", kept(10, previous="a"))
-    store.keep("c", kept(10))
-    assert [len(k.body) for k in store.chain("b", b"")] == [10, 10]  # a use of both
-    store.keep("d", kept(10))
-    assert left() == ["a", "b", "d"]
-    store.keep("e", kept(75))  # b goes before a, which it continues
-    assert left() == ["a", "d", "e"]
-    store.keep("f", kept(101))
-    assert left() == []
-    store.keep("a", kept(100))
-    assert left() == ["a"]
 
 
 def wait(client: Client, name: str, status: str) -> Any:

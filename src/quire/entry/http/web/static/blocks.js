@@ -118,13 +118,16 @@ export class BlockMap {
     this.device.more = (block, each) => this.ownersWords(block, each);
     this.group = h("select", { "aria-label": "Group of layers", onchange: () => this.draw() });
     this.groupField = h("label", { class: "inline" }, "Blocks of ", this.group);
+    this.size = h("p", { class: "hint" });
     this.clear = h("button", { type: "button", class: "quiet small", hidden: true, onclick: () => this.select(null) }, "Show all requests");
-    this.element = h("div", {}, h("div", { class: "row" }, this.groupField, this.clear), this.device.element, this.host.element, this.states.element,
+    this.element = h("div", {}, this.size, h("div", { class: "row" }, this.groupField, this.clear), this.device.element, this.host.element, this.states.element,
       keyOf([["--c-own", "of one request"], ["--c-shared", "shared"], ["--c-moving", "moving"], ["--c-cached", "cached"], ["--c-free", "free"]]));
   }
 
+  /** found: the answer of /debug/blocks for an engine. */
   set(found) {
     this.found = found;
+    say(this.size, `A block holds the keys and values of ${[...new Set(found.groups.map((group) => group.block_size))].join(" or ")} tokens.`);
     const names = ["all groups", ...found.groups.map((group, at) => (group.window ? `group ${at + 1}: window of ${group.window}` : `group ${at + 1}: all tokens`))];
     if (this.group.length !== names.length) put(this.group, names.map((words, at) => h("option", { value: at - 1 }, words)));
     this.groupField.hidden = found.groups.length < 2;

@@ -15,7 +15,19 @@ const MEANINGS = [
   ["{name}", "stands for a value of a launch, for example {tp} for the number behind -tp"],
 ];
 const MOST_LISTED = 300;
+const ORDERS = [
+  // words, head of the last column, time in it, value that is largest in the first row
+  ["newest first", "time", (one) => one.e2e_s, (one) => one.arrived],
+  ["longest life first", "time", (one) => one.e2e_s, (one) => one.e2e_s],
+  ["longest wait first", "queue", (one) => one.queue_s ?? one.e2e_s, (one) => one.queue_s ?? one.e2e_s],
+  ["slowest tokens first", "each token", eachToken, (one) => eachToken(one) ?? -1],
+];
 const QUIETLY = { preventScroll: true }; // the focus comes back to a row that was made anew
+
+/** Return the mean seconds between two tokens of a request; null before the second one. */
+function eachToken(one) {
+  return one.decode_s !== null && one.num_output > 1 ? one.decode_s / (one.num_output - 1) : null;
+}
 
 /** Return the table of meetings. Each cell has the name of its column: a narrow window stacks the cells of a row. */
 function meetingsTable(columns, rows) {
@@ -54,12 +66,13 @@ export class Inside {
     for (const one of [this.filter, this.status]) one.addEventListener("input", () => this.drawMeetings());
     this.requestFilter = h("input", { type: "search", placeholder: "Search ids and states", "aria-label": "Search requests" });
     this.requestFilter.addEventListener("input", () => this.drawRequests());
+    this.order = h("select", { "aria-label": "Order of requests", onchange: () => this.drawRequests() }, ORDERS.map(([words], at) => h("option", { value: at }, words)));
     this.requestsBox = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table: requests" });
     this.timelineBox = h("div", { class: "timeline-box" }, h("p", { class: "hint" }, "Choose a request to see its life."));
     put(this.root, h("h2", { class: "sr" }, "Inside"), h("div", { class: "row inside-head" }, this.list, this.backendField), this.error,
       part("plan", this.plan.element),
       part("timeline", h("div", { class: "two-columns" },
-        h("div", {}, h("div", { class: "row search" }, this.requestFilter, h("button", { type: "button", class: "small", onclick: () => this.loadRequests() }, "Load again")), this.requestsBox), this.timelineBox)),
+        h("div", {}, h("div", { class: "row search" }, this.requestFilter, this.order, h("button", { type: "button", class: "small", onclick: () => this.loadRequests() }, "Load again")), this.requestsBox), this.timelineBox)),
       part("trace", this.trace.element),
       part("meetings", h("div", { class: "row search" }, this.filter, this.status, this.meetingsNumber), this.meetingsBox));
     this.choose = tabs(this.list, (chosen) => {
@@ -160,10 +173,11 @@ export class Inside {
     const wanted = this.requestFilter.value.trim().toLowerCase();
     const all = (this.requests ?? []).filter((one) => `${one.request_id} ${one.state}`.toLowerCase().includes(wanted));
     const focused = document.activeElement?.dataset?.id;
-    const found = [...all].sort((one, other) => other.arrived - one.arrived).slice(0, MOST_LISTED);
-    put(this.requestsBox, found.length ? table("Requests, newest first", ["request", "state", { name: "prompt", end: true }, { name: "output", end: true }, { name: "time", end: true }],
+    const [words, head, time, value] = ORDERS[this.order.value];
+    const found = [...all].sort((one, other) => value(other) - value(one)).slice(0, MOST_LISTED);
+    put(this.requestsBox, found.length ? table(`Requests, ${words}`, ["request", "state", { name: "prompt", end: true }, { name: "output", end: true }, { name: head, end: true }],
       found.map((one) => [h("button", { type: "button", class: "link", data: { id: one.request_id }, "aria-pressed": String(one.request_id === this.shown), onclick: () => this.pick(one.request_id) }, h("bdi", {}, one.request_id)),
-        one.state, one.num_prompt, one.num_output, seconds(one.e2e_s)])) : h("p", { class: "hint" }, this.requests?.length ? "No request has these letters." : "No request has come yet."));
+        one.state, one.num_prompt, one.num_output, seconds(time(one))])) : h("p", { class: "hint" }, this.requests?.length ? "No request has these letters." : "No request has come yet."));
     if (focused) this.requestsBox.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus(QUIETLY);
   }
 

@@ -6,6 +6,8 @@ import { asked, bodyBehind, bodyOf, detokenize } from "./request.js";
 import { TokenPanel, TokenText, chatTokens, completionTokens, textOf } from "./tokens.js";
 
 const THOUGHT = "</think>"; // the end of reasoning, as most models write it
+const RATE_S = 0.05; // tokens that came within a shorter time came in one piece: their rate says nothing
+const REASONS = { stop: "complete", length: "cut at the limit of tokens", tool_calls: "calls tools" };
 const LABELS = { user: "You", assistant: "Answer", completion: "Completion", tool: "Result of a tool", prompt: "Prompt" };
 
 /** Return the id under which the server's records have a request. */
@@ -197,9 +199,9 @@ class Item {
 
 export class Lane {
   /** read: returns {settings, shared}. openTimeline: shows a request. busy: called when a stream begins or ends.
-   * watched: returns when the server records steps. sent: keeps a request by its id. */
-  constructor(name, { read, openTimeline, busy, announce, watched, sent }) {
-    Object.assign(this, { name, read, openTimeline, busy, announce, watched, sent });
+   * watched: returns when the server records steps. sent: keeps a request by its id. edit: takes back a message. */
+  constructor(name, { read, openTimeline, busy, announce, watched, sent, edit }) {
+    Object.assign(this, { name, read, openTimeline, busy, announce, watched, sent, edit });
     this.items = [];
     this.stopper = null;
     this.list = h("div", { class: "turns" });
@@ -235,6 +237,10 @@ export class Lane {
 
   push(item) {
     this.items.push(item);
+    if (item.role === "user") {
+      const title = "Take this message and what follows out of the conversation, and change it";
+      item.element.querySelector("header").append(h("button", { type: "button", class: "link", title, onclick: () => this.edit(item) }, "Edit"));
+    }
     this.list.append(item.element);
     return item;
   }
@@ -243,8 +249,7 @@ export class Lane {
   copy(other) {
     this.clear();
     for (const one of other.items.filter((item) => !item.failed)) {
-      const item = this.push(new Item(one.role, one.content));
-      item.callId = one.callId;
+      const item = this.push(Object.assign(new Item(one.role, one.content), { round: one.round, callId: one.callId }));
       item.variants = one.variants.map((variant) => variant.copy(`copied from ${other.name}`));
       if (item.variants.length) item.show(one.at);
     }
@@ -257,21 +262,28 @@ export class Lane {
     for (const one of items) one.element.remove();
   }
 
-  /** Ask for an answer to a text. Return false if nothing of an answer came. */
-  async send(text) {
+  /** Take the message of a round, and all behind it, out of the conversation. */
+  cut(round) {
+    const at = this.items.findIndex((one) => one.round === round);
+    if (at >= 0) this.drop(this.items.slice(at));
+  }
+
+  /** Ask for an answer to a text. round: of all columns. Return false if nothing of an answer came. */
+  async send(text, round) {
     this.drop(this.items.filter((one) => one.failed));
     const { settings, shared } = this.read();
-    const item = this.push(new Item(shared.mode === "chat" ? "user" : "prompt", text));
+    const item = this.push(Object.assign(new Item(shared.mode === "chat" ? "user" : "prompt", text), { round }));
     const turns = shared.mode === "chat" ? this.turns() : [{ content: text }];
     const came = await this.answer(() => bodyOf(settings, shared, turns), settings, shared.mode === "chat" ? "assistant" : "completion");
     if (!came) item.fail();
     return came || !this.items.includes(item); // a new conversation may have begun
   }
 
-  /** Return the request that a text would make, for the export. */
+  /** Return the request that a text would make, for the export. Without a text: the one of the last answer. */
   preview(text) {
     const { settings, shared } = this.read();
     const turns = shared.mode === "chat" ? this.turns() : [];
+    if (!text && turns.at(-1)?.role === "assistant") turns.pop();
     if (text || !turns.length) turns.push({ role: "user", content: text });
     return bodyOf(settings, shared, turns);
   }
@@ -296,11 +308,15 @@ export class Lane {
     for (const old of item.element.querySelectorAll(".error")) old.remove();
     const variant = new Variant();
     item.variants.push(variant);
+    const focused = item.element.contains(document.activeElement); // on the button, which goes
     item.show(item.variants.length - 1);
-    if (await this.stream(item, () => bodyOf(settings, { ...shared, mode: chat ? "chat" : "completion" }, turns), settings)) return;
-    item.variants.pop();
-    item.show(item.variants.length - 1);
-    item.variant.body.append(...variant.body.querySelectorAll(".error"));
+    const came = await this.stream(item, () => bodyOf(settings, { ...shared, mode: chat ? "chat" : "completion" }, turns), settings);
+    if (!came) {
+      item.variants.pop();
+      item.show(item.variants.length - 1);
+      item.variant.body.append(...variant.body.querySelectorAll(".error"));
+    }
+    if (focused && document.activeElement === document.body) item.variant.foot.querySelector(".again")?.focus({ preventScroll: true });
   }
 
   /** Let an answer go on from another token. Turns behind the answer are dropped: they belong to the other text. */
@@ -315,6 +331,7 @@ export class Lane {
     this.drop(behind);
     item.variants.push(next);
     item.show(item.variants.length - 1);
+    next.parts.at(-1).view.element.focus({ preventScroll: true }); // the alternative that had the focus is gone
     const ids = [...variant.promptIds, ...next.tokens.map((one) => one.id)];
     await this.stream(item, () => bodyBehind(settings, ids), settings, true);
     if (behind.length) next.foot.prepend(`${behind.length} later turn${behind.length === 1 ? "" : "s"} dropped · `);
@@ -402,11 +419,11 @@ export class Lane {
 
   foot(item, variant, told, begun) {
     const all = (performance.now() - begun) / 1000;
-    const words = [told.reason || "no end was told"];
+    const words = [REASONS[told.reason] ?? (told.reason || "no end was told")];
     if (told.usage) {
       words.push(`${count(told.usage.completion_tokens)} tokens`);
       const rest = all - told.first / 1000;
-      if (told.usage.completion_tokens > 1 && rest > 0) words.push(`${count((told.usage.completion_tokens - 1) / rest)} tokens/s`);
+      if (told.usage.completion_tokens > 1 && rest > RATE_S) words.push(`${count((told.usage.completion_tokens - 1) / rest)} tokens/s`);
       words.push(`${told.usage.prompt_tokens_details?.cached_tokens ?? 0} of ${told.usage.prompt_tokens} prompt tokens cached`);
     }
     if (told.first) words.push(`first token after ${seconds(told.first / 1000)}`);

@@ -19,6 +19,15 @@ const requestsLeft = (number) => (number === 1 ? "1 request is left" : `${number
 const end = (name) => ({ name, end: true });
 
 const panel = (title, className, ...children) => h("section", { class: `panel ${className}`, "aria-label": title }, h("h2", {}, title), children);
+const MEANINGS = [
+  ["KV block", "memory for the keys and values of some tokens; a request holds as many as its tokens need, and gives them back at its end"],
+  ["step", "one run of the model: chunks of prompts, and one token more (or a few with drafts) for each request that decodes"],
+  ["running", "requests that take part in steps, of those that can at once"], ["waiting", "requests without a place, and why the first one has none"],
+  ["blocked", "requests that cannot start yet: a grammar is compiled, or blocks are on their way"],
+  ["preemptions", "times that a running request lost its blocks to others; it computes them again"],
+  ["hit rate", "share of all prompt tokens whose KV was reused from an earlier request"],
+  ["blocks held", "share of the KV blocks that requests hold; cached ones are kept for reuse, and count as free"],
+];
 const behind = (words, ...children) => h("details", {}, h("summary", {}, words), children);
 
 export class Live {
@@ -52,6 +61,7 @@ export class Live {
     this.tileBox = h("ul", { class: "tiles" },
       tile("running", "running"), tile("waiting", "waiting"), tile("blocked", "blocked"), tile("preempted", "preemptions"),
       tile("prompt", "prompt tokens/s"), tile("output", "output tokens/s"), tile("steps", "steps/s"), tile("hit", "hit rate"), tile("drafts", "drafts right"), tile("blocks", "blocks held"));
+    this.meanings = behind("What the numbers mean", h("dl", { class: "meanings hint" }, MEANINGS.map(([term, meaning]) => h("div", {}, h("dt", {}, term), h("dd", {}, meaning)))));
     this.strip = new Strip();
     this.map = new BlockMap((handle) => this.select(handle), (handle) => this.engine?.nameOf(handle) ?? `request ${handle}`);
     this.rate = new Lines("Tokens each second", [
@@ -85,7 +95,7 @@ export class Live {
     this.grid = h("div", { class: "panels", hidden: true },
       panel("Steps", "wide", this.strip.element, behind("Table of the last steps", this.boxes.steps)),
       panel("KV blocks", "wide", this.map.element, this.chosenWords, behind("Table of blocks", this.boxes.blocks)),
-      panel("Requests", "wide", this.requests.words, this.requests.element, behind("What the columns mean", this.requests.meanings)),
+      panel("Requests", "wide", this.requests.words, this.requests.adapters, this.requests.element, behind("What the columns mean", this.requests.meanings)),
       panel("Throughput", "", this.rate.element, this.boxes.rates),
       panel("Queue", "", this.queue.element),
       panel("Time of a step", "", this.boxes.split),
@@ -95,7 +105,7 @@ export class Live {
       panel("Experts", "", this.heatWords, this.heat.element, this.heatTable),
       panel("Events", "half", this.boxes.events));
     this.tilesOf = h("p", { class: "hint tiles-of" });
-    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.drains, this.engines, this.tilesOf, this.tileBox, this.grid, this.spoken);
+    put(this.root, h("div", { class: "row live-head" }, h("h2", {}, "Live"), this.status, this.pause), this.drains, this.engines, this.tilesOf, this.tileBox, this.meanings, this.grid, this.spoken);
     addEventListener("quire-theme", () => this.seen && this.later());
     addEventListener("resize", () => this.seen && this.later(true));
   }
@@ -195,7 +205,7 @@ export class Live {
     say(this.drains, this.drainWords());
     this.engineTable();
     const reason = this.feed.down.get(engine?.backend);
-    this.grid.hidden = this.tileBox.hidden = this.tilesOf.hidden = !engine?.last;
+    this.grid.hidden = this.tileBox.hidden = this.meanings.hidden = this.tilesOf.hidden = !engine?.last;
     if (!engine?.last) return;
     say(this.tilesOf, this.engines.hidden ? "" : `${engine.name}${reason === undefined ? "" : `: down, these are its last numbers (${reason})`}`);
     this.tileBox.classList.toggle("stale", reason !== undefined);
@@ -210,7 +220,7 @@ export class Live {
       this.tablesAt = now;
       this.tables(engine);
     }
-    if (now - this.spokenAt > 15_000) {
+    if (now - this.spokenAt > 15_000 && engine.samples.length > 10) { // rates of the first frames say nothing
       this.spokenAt = now;
       const { queue } = engine.last;
       say(this.spoken, `${queue.running} requests run, ${queue.waiting} wait, ${count(engine.rate("sampled"))} tokens each second.`);
@@ -332,9 +342,9 @@ export class Live {
       const { queue, blocks } = one.last;
       const held = (blocks.own + blocks.shared + blocks.moving) / Math.max(1, blocks.total);
       const words = [String(queue.running), String(queue.waiting), count(Math.round(one.rate("sampled"))), percent(held)];
-      words.forEach((text, column) => say(rows[at].cells[column + 1], text));
-      rows[at].querySelector("input").checked = one === this.engine;
       const reason = this.feed.down.get(one.backend);
+      words.forEach((text, column) => say(rows[at].cells[column + 1], reason === undefined ? text : "–"));
+      rows[at].querySelector("input").checked = one === this.engine;
       const { draining } = one.frame;
       const drains = draining ? `drains: ${requestsLeft(draining.requests)}, ${seconds(draining.seconds)} to end` : this.feed.leaving.has(one.backend) ? "gets no new requests" : "";
       rows[at].classList.toggle("down", reason !== undefined);

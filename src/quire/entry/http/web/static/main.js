@@ -52,8 +52,8 @@ async function watchState() {
   let state = "";
   try {
     const found = await ask("ready");
-    const some = found.usable < found.backends; // of a router
-    [state, words] = [some ? "partly" : "ready", some ? `${found.usable} of ${found.backends} backends` : found.status];
+    const router = found.backends !== undefined;
+    [state, words] = [found.usable < found.backends ? "partly" : "ready", router ? `${found.usable} of ${found.backends} backends` : found.status];
   } catch (error) {
     [state, words] = error.status ? ["busy", error.message] : ["gone", "no connection to the server"];
   }

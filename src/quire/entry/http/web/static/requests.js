@@ -24,6 +24,7 @@ export class RequestTable {
     this.order = null; // {column, down}; null: the order of service
     this.selected = null;
     this.words = h("p", { class: "hint" });
+    this.adapters = h("p", { class: "hint", hidden: true });
     this.table = table("Live requests", COLUMNS.map(([name, flush]) => (flush ? { name, end: true } : name)), []);
     this.heads = [...this.table.tHead.rows[0].cells];
     this.heads.forEach((head, column) => COLUMNS[column][2] && put(head, h("button", { type: "button", class: "link sort", onclick: () => this.sort(column) }, COLUMNS[column][0])));
@@ -43,7 +44,10 @@ export class RequestTable {
 
   /** Update the rows in place: a row that is being clicked or has the focus stays. */
   draw(engine, selected) {
-    const { requests } = engine.last;
+    const { requests, queue } = engine.last;
+    const adapters = Object.entries(queue.adapters ?? {});
+    put(this.adapters, "Adapters: ", adapters.map(([name, number], at) => [at ? " · " : "", `${number} for `, h("bdi", {}, name)]));
+    this.adapters.hidden = !adapters.length;
     this.selected = selected;
     const states = new Map();
     for (const state of requests.state) states.set(state, (states.get(state) ?? 0) + 1);

@@ -78,6 +78,7 @@ export class Talk {
     this.loaded = false;
     this.sent = new Map(); // id of a request of this page -> {path, body}
     this.watching = 0;
+    this.round = 0; // messages that were sent
     this.live = h("p", { class: "sr", role: "status" });
     this.settings = { A: new Settings("A"), B: new Settings("B") };
     this.settings.B.inputs.get("temperature").value = "0"; // so that the two differ from the start
@@ -87,6 +88,7 @@ export class Talk {
       busy: () => this.busy(),
       watched: () => this.watched(),
       sent: (id, request) => this.keep(id, request),
+      edit: (item) => this.edit(item),
       announce: (words) => say(this.live, words),
     });
     this.lanes = { A: lane("A"), B: lane("B") };
@@ -244,6 +246,18 @@ export class Talk {
     this.prompt.focus();
   }
 
+  /** Put a message back into the field. It leaves the conversation, with all that follows. */
+  edit({ round, content }) {
+    if (this.active.some((lane) => lane.running)) return;
+    const words = this.prompt.value.trim() && this.prompt.value !== content ? "Send or delete the text in the field first." : "";
+    say(this.error, words);
+    if (words) return;
+    for (const lane of this.active) lane.cut(round);
+    this.empty.hidden = this.active.some((lane) => lane.items.length);
+    this.prompt.value = content;
+    this.prompt.focus();
+  }
+
   async send() {
     const text = this.prompt.value;
     if (!text.trim() || this.active.some((lane) => lane.running)) return;
@@ -255,23 +269,28 @@ export class Talk {
       return;
     }
     this.empty.hidden = true;
+    this.round += 1;
     if (this.shared().mode === "chat") this.prompt.value = "";
-    const sent = Promise.all(this.active.map((lane) => lane.send(text)));
+    const sent = Promise.all(this.active.map((lane) => lane.send(text, this.round)));
     this.following = true;
     this.follow();
     if (!(await sent).some(Boolean) && !this.prompt.value) this.prompt.value = text; // nothing came: the text is there to be changed
   }
 
   openExport() {
-    let texts;
+    const texts = [];
+    const text = this.prompt.value;
     try {
-      const request = this.lanes.A.preview(this.prompt.value);
-      texts = [["curl", asCurl(request)], ["Python", asPython(request)]];
+      for (const lane of this.active) {
+        const request = lane.preview(text);
+        const of = this.active.length > 1 ? `, settings ${lane.name}` : "";
+        texts.push([`curl${of}`, asCurl(request)], [`Python${of}`, asPython(request)]);
+      }
     } catch (error) {
       say(this.error, error.message);
       return;
     }
-    put(this.export, h("h2", {}, "The next request, with the settings of A"),
+    put(this.export, h("h2", {}, text || this.shared().mode !== "chat" || !this.lanes.A.turns().length ? "The next request" : "The request of the last answer"),
       texts.map(([name, text]) => {
         const button = h("button", { type: "button", class: "quiet small" }, "Copy");
         button.addEventListener("click", () => copy(button, text));

@@ -102,7 +102,9 @@ export function timelineOf(found, room) {
   const facts = [
     ["State", request.state], ["Prompt", `${request.num_prompt} tokens, ${request.num_cached ?? 0} reused${request.num_cached > 0 ? ` (${percent(request.num_cached / request.num_prompt)})` : ""}`],
     ["Output", `${request.num_output} tokens`], ["Queue", seconds(request.queue_s)], ["Prompt computed in", seconds(request.prefill_s)], ["Decoding", seconds(request.decode_s)],
+    ...(request.decode_s && request.num_output > 1 ? [["Each token", seconds(request.decode_s / (request.num_output - 1))]] : []),
     ["Whole life", seconds(request.e2e_s)], ["Preemptions", request.num_preemptions],
+    ...(!prefix && request.queue_s !== null && request.num_cached < request.num_prompt ? [["Not more reused because", "only whole blocks are reused, and the rest fills none"]] : []),
     ...(prefix && prefix.why ? [["Not more reused because", `${WHY[prefix.why] ?? prefix.why}${prefix.detail ? `: ${prefix.detail}` : ""}${prefix.differs_at !== null ? `, token ${prefix.differs_at} differs` : ""}${prefix.nearest ? ` from request ${prefix.nearest}` : ""}`]] : []),
   ];
   const kinds = [...new Set(rows.flatMap((row) => row.parts.map((part) => part.kind)))];

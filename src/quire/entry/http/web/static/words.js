@@ -1,7 +1,7 @@
 // Words for states, reasons and events of requests.
 
 /** What a request waits for, by its state. */
-export const STATES = { running: "running", waiting: "waiting", preempted: "preempted", grammar: "grammar is compiled", parent: "waits for its first completion", remote_kv: "blocks are on their way" };
+export const STATES = { running: "running", waiting: "waiting", preempted: "preempted", grammar: "grammar is compiled", parent: "waits for its first completion", remote_kv: "blocks are on their way", adapter: "its adapter is on its way" };
 
 /** Why no more of a prompt was reused (docs/server.md, "Why a prompt was not reused"). */
 export const WHY = {

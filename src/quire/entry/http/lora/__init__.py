@@ -1,0 +1,1 @@
+"""Adapters (LoRA) of a server: their names, and the routes that change these."""

@@ -1,0 +1,1 @@
+"""Requests whose prompts or answers are vectors."""

@@ -1,0 +1,116 @@
+"""Adapters (LoRA) of a model on a device: the memory of their slots, and the products of each linear layer.
+
+Knows slots and matrices. Knows no files, no requests, and not which adapter is in a slot.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.contracts.adapters import Adapter
+from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
+from quire.kernels.streams import Fork, side_stream
+
+
+class AdaptedProduct:
+    """The products of adapters with the inputs of a linear layer.
+
+    weights   matrices of all slots
+    """
+
+    def __init__(self, kernel: Any, weights: AdapterWeights) -> None:
+        self.weights, self._kernel = weights, kernel
+
+    def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
+        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter.
+
+        In a captured step A x runs beside the product.
+        """
+        with Fork(side_stream(x.device) if _captured(x) else None) as fork:
+            with fork.beside:
+                inner = self._kernel.shrink(x, self.weights, rows)
+            y = product()
+        self._kernel.expand(y, inner, self.weights, rows)
+        return y
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows, first: int = 0) -> None:
+        """Add B (A x) to y [T, N] in place. x: [T, K], or [T, modules, K], of the step's rows from `first` on"""
+        self._kernel.expand(y, self._kernel.shrink(x, self.weights, rows, first), self.weights, rows, first)
+
+
+def _captured(x: Tensor) -> bool:
+    """Return True while a CUDA graph is captured. In an eager step a fork would cost more than it hides."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class AdaptedExpansion:
+    """The products of adapters with the up-projection of latent attention, which is applied to queries and to sums.
+
+    A key of head h is W_k c + B_k A c of a latent c, and a value W_v c + B_v A c. So a query's product with a latent
+    gets q B_k A more, and a sum of values B_v A times the sum of latents. All tokens of a sequence have one adapter.
+
+    weights   matrices of all slots: A [slots, 1, R, L], B [slots, H * (P + V), R]
+    heads, nope_dim   H and P
+    """
+
+    def __init__(self, kernel: Any, weights: AdapterWeights, heads: int, nope_dim: int) -> None:
+        a, b, width = weights.a[:, 0], weights.b, weights.b.shape[1] // heads
+        values, latents = width - nope_dim, a.shape[2]
+        keys = b.unflatten(1, (heads, width))[:, :, :nope_dim].transpose(2, 3)  # [slots, H, R, P]
+        queries = tuple(OutputRun(head, head * latents, latents, 0) for head in range(heads))
+        sums = tuple(OutputRun(head, head * values, values, head * width + nope_dim) for head in range(heads))
+        self._queries = AdaptedProduct(kernel, AdapterWeights(keys, a.transpose(1, 2), weights.ranks, queries))
+        every = weights.a.expand(-1, heads, -1, -1)
+        self._sums = AdaptedProduct(kernel, AdapterWeights(every, b, weights.ranks, sums))
+
+    def add_queries(self, latents: Tensor, plain: Tensor, rows: AdapterRows, first: int) -> None:
+        """Add q B_k A to latents [n, H, L] in place. plain: q [n, H, P] of the step's rows from `first` on"""
+        self._queries.add(latents.flatten(1), plain, rows, first)
+
+    def add_values(self, out: Tensor, sums: Tensor, rows: AdapterRows, first: int) -> None:
+        """Add B_v A sums to out [n, H, V] in place. sums: [n, H, L] of the step's rows from `first` on"""
+        self._sums.add(out.flatten(1), sums, rows, first)
+
+
+class HeldAdapter(NamedTuple):
+    """An adapter in host memory: the numbers of a slot, and the ranks of each linear layer [layers] int32."""
+
+    numbers: Tensor
+    ranks: Tensor
+
+
+class AdapterBank:
+    """The slots of a rank.
+
+    read     reads an adapter from its files
+    memory   [slots, numbers of a slot], in the dtype of the computation
+    ranks    [linear layers, slots] int32, ranks of each slot's adapter in each layer
+    """
+
+    def __init__(self, read: Callable[[Adapter], HeldAdapter], memory: Tensor, num_linears: int) -> None:
+        self.read, self.memory = read, memory
+        self.ranks = torch.zeros(num_linears, len(memory), dtype=torch.int32, device=memory.device)
+
+    def view(self, at: int, *shape: int) -> Tensor:
+        """Return the matrix [slots, *shape] of all slots, whose numbers begin at `at`."""
+        count = 1
+        for size in shape:
+            count *= size
+        return self.memory[:, at : at + count].unflatten(1, shape)
+
+    def put(self, slot: int, held: HeldAdapter) -> None:
+        """Copy an adapter to a slot, without waiting for a device."""
+        self.memory[slot].copy_(held.numbers, non_blocking=True)
+        self.ranks[:, slot].copy_(held.ranks, non_blocking=True)
+
+
+def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpansion]) -> None:
+    """Give the linear layers of a model their products of adapters, by the layers' names."""
+    left = dict(products)
+    for module in model.modules():
+        at = getattr(module, "at", None) if hasattr(type(module), "adapted") else None
+        if at is not None and (product := left.pop(at or "head", None)) is not None:
+            setattr(module, "adapted", product)  # noqa: B010 - of several classes
+    assert not left, f"no layer has the adapters of {sorted(left)}"

@@ -1,0 +1,186 @@
+"""Adapters (LoRA) as a step feature: which rows of a step have which adapter, and the loads of adapters into slots.
+
+A load reads files, or finds the adapter in host memory, in a thread of its own, then copies it to its slot. Plans name
+no adapter before the load is reported, and no load begins into a slot that an earlier step still reads.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.contracts.adapters import AdapterLoad, AdapterLoaded
+from quire.contracts.errors import UserError
+from quire.contracts.step import I32, SAMPLE, StepPlan
+from quire.kernels.lora import TILE, AdapterRows, Groups, group_rows, grouped, tiles_of
+from quire.kernels.step.state import zeros
+from quire.kernels.step.upload import Change
+from quire.layers.adapters import AdapterBank, HeldAdapter
+from quire.layers.context import StepContext
+from quire.worker.features import StepFeature
+from quire.worker.recorder import StepShape
+
+LOG = logging.getLogger("quire")
+IDLE_SECONDS = 0.005  # for a load, when a step has no tokens
+NONE = np.empty(0, np.int32)
+
+
+class AdapterLoader:
+    """Loads adapters into slots, one after the other, in a thread that begins with the first load."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+        self._held: dict[str, HeldAdapter] = {}  # by digest
+        self._jobs = queue.SimpleQueue[tuple[AdapterLoad, Any, float]]()
+        self._done = queue.SimpleQueue[AdapterLoaded]()
+        self._num_open = 0
+        self._thread: threading.Thread | None = None
+        on_gpu = bank.memory.is_cuda
+        self._stream = torch.cuda.Stream(bank.memory.device) if on_gpu else None
+
+    @property
+    def num_open(self) -> int:
+        """Loads that were begun and are not reported."""
+        return self._num_open
+
+    def begin(self, job: AdapterLoad) -> None:
+        """Begin a load, behind all work that is launched. The slot may be read by that work, and by none after it."""
+        behind = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._num_open += 1
+        self._jobs.put((job, behind, time.perf_counter()))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="quire-adapters", daemon=True)
+            self._thread.start()
+
+    def reports(self, seconds: float) -> tuple[AdapterLoaded, ...]:
+        """Return the reports of loads that have ended. If none has, wait so long for one."""
+        found = list[AdapterLoaded]()
+        while self._num_open:
+            try:
+                found.append(self._done.get(block=not found and seconds > 0, timeout=seconds or None))
+            except queue.Empty:
+                break
+            self._num_open -= 1
+        return tuple(found)
+
+    def _work(self) -> None:
+        while True:
+            job, behind, began = self._jobs.get()
+            read, error = False, ""
+            try:
+                read = self._load(job, behind)
+            except UserError as refusal:
+                error = str(refusal)
+            except Exception as fault:  # of one adapter: its requests fail, the engine goes on
+                LOG.exception("adapter %s could not be loaded", job.adapter.name)
+                error = f"{type(fault).__name__}: {fault}"
+            self._done.put(AdapterLoaded(id=job.id, error=error, seconds=time.perf_counter() - began, read=read))
+
+    @torch.inference_mode()
+    def _load(self, job: AdapterLoad, behind: Any) -> bool:
+        """Bring an adapter into its slot. Return True if its files were read."""
+        for digest in job.forget:
+            self._held.pop(digest, None)
+        held = self._held.get(job.adapter.digest)
+        if read := held is None:
+            held = self._bank.read(job.adapter)
+        assert held is not None
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(behind)
+            self._bank.put(job.slot, held)
+            if self._stream is not None:
+                self._stream.synchronize()
+        self._held[job.adapter.digest] = held
+        return read
+
+
+class StepAdapters(StepFeature):
+    """Tells layers the adapter of each row, and begins the loads of plans.
+
+    captured    True: steps are captured, so they read the rows' adapters at fixed addresses
+    """
+
+    def __init__(
+        self, loader: AdapterLoader, num_slots: int, tokens: int, device: torch.device, *, captured: bool
+    ) -> None:
+        self._loader, self._device, self._captured = loader, device, captured
+        self.parts, self.head = (loader,), self._head
+        self._of_slot = np.full(num_slots + 1, -1, np.int32)  # adapter of each request's slot
+        self._rows, self._heads = NONE, NONE  # adapters of the rows of the step, and of its sampled rows
+        self._groups: Groups = ()
+        most = -(-tokens // TILE) + num_slots
+        kinds = {"dtype": torch.int32, "device": device}
+        self._slots, self._order = (zeros(tokens, **kinds) for _ in range(2))
+        self._tiles, self._sent = zeros(most, 3, **kinds), (NONE, NONE)
+
+    def apply(self, plan: StepPlan) -> list[Change]:
+        """Note the adapters of the step's rows, and return the changes of the tables that captured steps read."""
+        self._of_slot[plan.released] = -1
+        for one in plan.admitted:
+            self._of_slot[one.slot] = one.adapter
+        own = self._of_slot[plan.slots]
+        if not (own >= 0).any():
+            self._rows = self._heads = NONE
+            return []
+        decodes = plan.num_decodes
+        counts = np.where(np.arange(len(own)) < decodes, plan.num_tokens, (plan.outputs & SAMPLE) != 0)
+        self._rows, self._heads = np.repeat(own, plan.num_tokens), np.repeat(own, counts)
+        return self._changes() if self._captured else []
+
+    def _changes(self) -> list[Change]:
+        order, self._groups = group_rows(self._rows)
+        tiles = np.zeros((len(self._tiles), 3), np.int32)
+        made = tiles_of(self._groups)
+        tiles[: len(made)] = made
+        if np.array_equal(self._sent[0], self._rows):
+            return []
+        self._sent = self._rows, order
+        return [
+            Change(self._slots, 0, self._rows),
+            Change(self._order, 0, order),
+            Change(self._tiles, 0, tiles.ravel()),
+        ]
+
+    def before(self, plan: StepPlan) -> None:
+        """Begin the loads of the plan: all earlier steps are launched."""
+        for job in plan.features.adapters:
+            self._loader.begin(job)
+
+    def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
+        """Return the shape; a step with an adapter has recordings of its own."""
+        return replace(shape, adapted=True) if len(self._rows) else shape
+
+    def context(self, ctx: StepContext, shape: StepShape) -> StepContext:
+        """Return the context with the adapters of the rows, in a step with an adapter."""
+        return replace(ctx, adapters=self._of_rows(self._rows, shape)) if shape.adapted else ctx
+
+    def _head(self, shape: StepShape) -> AdapterRows | None:
+        """Return the adapters of the sampled rows, in a step with an adapter."""
+        if not shape.adapted:
+            return None
+        return self._of_rows(self._rows if shape.decode else self._heads, shape if shape.decode else None)
+
+    def _of_rows(self, rows: I32, shape: StepShape | None) -> AdapterRows:
+        """Return the adapters of rows: in the tables, for those of a captured step. shape: of a step; None: its head"""
+        if not self._captured or shape is None:
+            return grouped(rows, self._device)
+        tiles = -(-shape.tokens // TILE) + min(shape.seqs, len(self._of_slot) - 1)
+        return AdapterRows(self._slots[: shape.tokens], self._order[: shape.tokens], self._tiles[:tiles])
+
+    def of_prompt(self, slot: int, count: int) -> AdapterRows | None:
+        """Return the adapters of `count` rows of the prompt in a slot; None: it has none."""
+        adapter = int(self._of_slot[slot])
+        return None if adapter < 0 else grouped(np.full(count, adapter, np.int32), self._device)
+
+    def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
+        """Return the reports of the loads that have ended. A step without tokens may wait a moment for one."""
+        idle = not len(plan.slots) and not plan.joins
+        return {"loaded": self._loader.reports(IDLE_SECONDS * idle)} if self._loader.num_open else {}

@@ -1,0 +1,104 @@
+"""Adapters on a GPU: the kernels beside their reference, and engines, captured and eager, beside merged weights."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.kernels.lora import ref
+from quire.kernels.lora import triton as lora
+from quire.kernels.lora.inputs import make_inputs
+
+from ..support.adapters import merge, named, write_adapter
+from ..support.tiny_models import Tiny, random_model, write_model
+
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=-1)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+PROMPTS = [[(7 * n + at) % 90 + 1 for at in range(length)] for n, length in enumerate((1, 7, 16, 40, 61, 130))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("sizes", "width"), [((4096, 1024, 1024), 4096), ((300,), 1000), ((14336, 14336), 4096)])
+@pytest.mark.parametrize(("rank", "tokens"), [(16, 1), (16, 64), (64, 200), (256, 33)])
+def test_any_mixture(dtype: torch.dtype, sizes: tuple[int, ...], width: int, rank: int, tokens: int) -> None:
+    random = np.random.default_rng(tokens)
+    slots = random.integers(-1, 5, tokens).tolist()
+    ranks = [rank, 1, rank // 2 + 1, 0, rank]
+    given = make_inputs(slots, sizes, width, rank, ranks=ranks, dtype=dtype, device="cuda")
+    found, wide = given.y.clone(), given.y.double()
+    lora.expand(found, lora.shrink(given.x, given.weights, given.rows), given.weights, given.rows)
+    zeroed = replace(given.weights, a=given.weights.a.nan_to_num(), b=given.weights.b.nan_to_num())
+    ref.expand(wide, ref.shrink(given.x, zeroed, given.rows), zeroed, given.rows)
+    bound = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found.double(), wide, rtol=bound, atol=bound * 4)
+    assert torch.equal(found[given.rows.slots < 0], given.y[given.rows.slots < 0])
+    again = given.y.clone()
+    lora.expand(again, lora.shrink(given.x, given.weights, given.rows), given.weights, given.rows)
+    assert torch.equal(found, again), "sums are always added in the same order"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a random checkpoint of a family."""
+
+    def written(family: str) -> Path:
+        target = tmp_path_factory.mktemp(family)
+        write_model(random_model(Tiny(family=family), 3), target, family)
+        return target
+
+    return written
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_logprobs": -1,
+        "use_tqdm_on_load": False,
+        "gpu_memory_utilization": 0.3,
+    }
+    return LLM(str(folder), **defaults | options)
+
+
+def scores(output: Any) -> np.ndarray:
+    return np.array([[row[i].logprob for i in range(len(row))] for row in output.prompt_logprobs[1:] if row])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next", "mixtral", "phi3", "gemma3_text"])
+def test_engines_answer_as_merged_weights(family: str, eager: bool, checkpoint: Any, tmp_path: Path) -> None:
+    folder = checkpoint(family)
+    adapters = [
+        write_adapter(folder, tmp_path / f"a{n}", rank=rank, seed=n, size=0.06, head=True)
+        for n, rank in enumerate((3, 16, 1))
+    ]
+    pairs = [(prompt, (prompt + turn) % 4) for turn in range(4) for prompt in range(len(PROMPTS))]
+    truth = []
+    for part in (folder, *(merge(folder, one, tmp_path / f"merged-{one.name}") for one in adapters)):
+        with engine(part) as llm:
+            tokens = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+            truth.append((tokens, [scores(one) for one in llm.generate(PROMPTS[1:], SCORED, use_tqdm=False)]))
+    more = {"enforce_eager": True} if eager else {}
+    with engine(folder, enable_lora=True, max_loras=2, max_cpu_loras=3, max_lora_rank=16, **more) as llm:
+        asked = [None, *map(named, adapters)]
+        given: dict[str, Any] = {"use_tqdm": False, "lora_request": [asked[number] for _, number in pairs]}
+        found = llm.generate([PROMPTS[prompt] for prompt, _ in pairs], GREEDY, **given)
+        wrong = [
+            (prompt, number)
+            for (prompt, number), one in zip(pairs, found, strict=True)
+            if one.outputs[0].token_ids != truth[number][0][prompt]
+        ]
+        scored = llm.generate([PROMPTS[prompt] for prompt, _ in pairs], SCORED, **given)
+        for (prompt, number), one in zip(pairs, scored, strict=True):
+            if prompt:
+                np.testing.assert_allclose(scores(one), truth[number][1][prompt - 1], atol=2e-4, rtol=0)
+        counts: Any = llm.engine.worker.describe()["steps"]
+    assert not wrong, wrong
+    assert eager or counts["replayed"], "captured steps ran"

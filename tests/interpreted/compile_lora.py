@@ -1,0 +1,52 @@
+"""Compiles the products of adapters for sm_90 at the sizes of an 8B model; prints each kernel."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.lora import TILE, AdapterRows, AdapterWeights, OutputRun
+from quire.kernels.lora import triton as lora
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu, Made
+
+LAYERS = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "output": (4096, (4096,)),
+    "gate_up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+
+
+def launch(tokens: int, rank: int, width: int, sizes: tuple[int, ...], out: torch.dtype = torch.bfloat16) -> None:
+    """The two products of a linear layer, on tensors without storage."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    slots, firsts = 16, [sum(sizes[:number]) for number in range(len(sizes))]
+    runs = tuple(OutputRun(number, firsts[number], size, firsts[number]) for number, size in enumerate(sizes))
+    weights = AdapterWeights(
+        empty(slots, len(sizes), rank, width), empty(slots, sum(sizes), rank), empty(slots, dtype=torch.int32), runs
+    )
+    tiles = -(-tokens // TILE) + min(tokens, 1024)
+    rows = AdapterRows(*(empty(tokens, dtype=torch.int32) for _ in range(2)), empty(tiles, 3, dtype=torch.int32))
+    inner = lora.shrink(empty(tokens, width), weights, rows)
+    lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
+
+
+def fits(made: Made) -> None:
+    """No number of a program is spilled."""
+    assert made.stack == 0, made
+
+
+def main() -> None:
+    """Ranks 16 and 64, decodes and prompts, with and without dependent launches."""
+    AbsentGpu(fits)
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for rank in (16, 64, *full_rows((128, 256))):
+            for tokens in (64, *full_rows((1, 256, 2048))):
+                for name in ("qkv", "down", *full_rows(("output", "gate_up"))):
+                    launch(tokens, rank, *LAYERS[name])
+    launch(64, 16, 4096, (128256,), torch.float32)

@@ -1,0 +1,139 @@
+"""The inspection of transformers' modules: equal operations are found, and others are not taken for equal."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quire.args.foreign import ForeignLinear
+from quire.args.layers import ForeignArgs
+from quire.contracts.errors import UnsupportedModel
+from quire.foreign.arguments import model_args
+from quire.foreign.capture import OWN_MASK, mask_window
+from quire.foreign.heads import ProvenHeads
+from quire.foreign.inspect import Inspected, inspect
+from quire.foreign.leaves import NormForm, is_linear, norm_form
+from quire.foreign.skeleton import Skeleton, read_skeleton
+
+from ...support.foreign_models import foreign_config
+
+Inspect = Callable[..., Inspected]
+
+
+@pytest.fixture
+def inspected(tmp_path: Path) -> Inspect:
+    """Inspects a tiny model; `change` is called with its modules before."""
+
+    def run(model_type: str, change: Callable[[Skeleton], None] | None = None, **keys: Any) -> Inspected:
+        foreign_config(model_type, **keys).save_pretrained(tmp_path)
+        raw = json.loads((tmp_path / "config.json").read_text())
+        skeleton = read_skeleton(tmp_path, raw, "float32")
+        if change is not None:
+            change(skeleton)
+        return inspect(raw, skeleton)
+
+    return run
+
+
+def own_layers(found: Inspected) -> list[ForeignArgs]:
+    args = model_args({"model_type": "x"}, found, lambda name: name, "float32")
+    return [one.mixer for one in args.layers if isinstance(one.mixer, ForeignArgs)]
+
+
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replaces a function of transformers' file of StableLM."""
+    from transformers.models.stablelm import modeling_stablelm
+
+    yield lambda name, new: monkeypatch.setattr(modeling_stablelm, name, new(getattr(modeling_stablelm, name)))
+
+
+def test_a_layer_of_the_usual_kind_keeps_no_operation(inspected: Inspect) -> None:
+    (first, *others) = own_layers(inspected("stablelm"))
+    assert first.prepared and not first.operations and set(others) == {first}
+    assert [gate.act for gate in first.gates] == ["silu"]
+    names = [leaf.name for leaf in first.leaves if isinstance(leaf, ForeignLinear)]
+    assert names[:2] == ["attention.qkv", "mlp.gate_up"]
+
+
+def test_fused_and_repeated_heads_are_rows_of_one_matrix(inspected: Inspect) -> None:
+    """GPT-NeoX stores q, k and v of each head together; Falcon repeats its only KV head for all query heads."""
+    neox = inspected("gpt_neox").kinds[0].heads
+    assert isinstance(neox, ProvenHeads)
+    assert neox.q.starts == (0, 48, 96, 144) and neox.k.starts == (16, 64, 112, 160) and neox.v.starts[0] == 32
+    assert neox.order == (0, 1, 4, 5, 6, 7, 8, 9, 2, 3, 10, 11, 12, 13, 14, 15)  # pairs (0, 2) and (1, 3) are rotated
+    falcon = inspected("falcon").kinds[0].heads
+    assert isinstance(falcon, ProvenHeads) and len(falcon.q.starts) == 4 and falcon.k.starts == (64,)
+
+
+def test_heads_that_are_changed_after_the_rotation_stay_the_modules(inspected: Inspect, changed: Any) -> None:
+    def bent(own: Any) -> Any:
+        def rotate(q: torch.Tensor, k: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k = own(q, k, *more)
+            return torch.where(q > 1.5, 1.5, q), k
+
+        return rotate
+
+    changed("apply_rotary_pos_emb", bent)
+    kind = inspected("stablelm").kinds[0]
+    assert isinstance(kind.heads, str), "the reason"
+
+
+def test_rotation_by_the_length_of_a_step_is_no_rotation_of_ours(inspected: Inspect, changed: Any) -> None:
+    """Positions that the module counts by itself are those of a row of several texts."""
+
+    def counting(own: Any) -> Any:
+        def rotate(q: torch.Tensor, k: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k = own(q, k, *more)
+            return q * (1 + torch.arange(q.shape[2])[None, None, :, None]), k
+
+        return rotate
+
+    changed("apply_rotary_pos_emb", counting)
+    with pytest.raises(UnsupportedModel, match="positions from the length of a cache"):
+        inspected("stablelm")
+
+
+def test_a_layer_that_reads_its_neighbours_is_refused(inspected: Inspect) -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def change(skeleton: Skeleton) -> None:
+        for layer in skeleton.layers:
+            layer.mlp = nn.Sequential(Shifted(), layer.mlp)
+
+    with pytest.raises(UnsupportedModel, match="reads other tokens outside of attention"):
+        inspected("stablelm", change)
+
+
+def test_masks_are_told_by_their_function() -> None:
+    causal = lambda b, h, q, k: k <= q  # noqa: E731
+    assert mask_window(causal, None) is None
+    assert mask_window(lambda b, h, q, k: (k <= q) & (k > q - 9), 9) == 9
+    assert mask_window(lambda b, h, q, k: (k <= q) & (k > q - 10), 9) == OWN_MASK
+    assert mask_window(lambda b, h, q, k: (k <= q) & (q // 8 == k // 8), 8) == -8
+    assert mask_window(lambda b, h, q, k: k <= q + 1, None) == OWN_MASK
+
+
+def test_norms_and_linear_layers_are_told_by_numbers() -> None:
+    class OddNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(12)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+    class OddLinear(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 0.01
+
+    assert norm_form(nn.LayerNorm(12, eps=1e-3)) == NormForm(1e-3, plus_one=False, centered=True)
+    assert norm_form(nn.RMSNorm(12, eps=1e-4)) == NormForm(1e-4, plus_one=False, centered=False)
+    assert norm_form(OddNorm()) is None
+    assert is_linear(nn.Linear(3, 4)) and not is_linear(OddLinear(3, 4))
