@@ -1,13 +1,14 @@
-"""Decode steps of few rows with norm, router and choice of experts in one kernel, beside those with three.
+"""Decode steps of few rows with fewer launches, beside the chains of kernels that they replace.
 
-    python tools/measure_launches.py [--models qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite] [--requests 1,4,8,16]
-                                     [--runs 5] [--prompt 128] [--tokens 576] [--device cuda] [--changes JSON]
+    python tools/measure_launches.py [--models qwen3-0.6b,qwen3-8b,...] [--requests 1,4,16] [--runs 3] [--prompt 512]
+                                     [--tokens 320] [--device cuda] [--changes JSON] [--json FILE] [--without-traces]
 
-Dummy weights. One engine per model: its CUDA graphs are captured once with each chain, and the two take turns. The time
-of a step is the difference of requests of --tokens and of 64 tokens: prompts and starts are not counted. The median of
-the runs counts, and the extremes are printed. Then the launches of a step and the time in its kernels are traced.
+Dummy weights. One engine per model: its CUDA graphs are captured once for each variant of VARIANTS that the model has,
+and the variants take turns. The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and
+starts are not counted. The median of the runs counts, and the extremes are printed. Then the launches of a step and the
+time in its kernels are traced.
 
-Checks: both runs of a chain give the same tokens. Tokens of the two chains are compared; sums have other orders, so a
+Checks: all runs of a variant give the same tokens. Tokens of the variants are compared; sums have other orders, so a
 near tie may turn a token, after which a request's tokens differ. --changes: keys of config.json to replace.
 """
 
@@ -28,90 +29,134 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
+from quire.kernels.attention import triton_headed
 from quire.kernels.routing import triton_normed
 
 FEW = 64  # tokens of the shorter requests
-CHAINS = ("three kernels", "one kernel")
+SWITCHES = {"attention": triton_headed, "experts": triton_normed}  # modules with ENABLED
+CHAIN = "chain"
 Tokens = list[list[int]]
 
 
 def main() -> int:
-    """Print the measurements of each model. Return 1 if a chain gave other tokens the second time."""
+    """Print the measurements of each model. Return 1 if a variant gave other tokens the second time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite")
-    parser.add_argument("--requests", default="1,4,8,16")
+    parser.add_argument("--models", default="qwen3-0.6b,qwen3-8b,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite")
+    parser.add_argument("--requests", default="1,4,16")
     parser.add_argument("--device", default="cuda")
-    for name, number in (("--prompt", 128), ("--tokens", 576), ("--runs", 5)):
+    for name, number in (("--prompt", 512), ("--tokens", 320), ("--runs", 3)):
         parser.add_argument(name, type=int, default=number)
     parser.add_argument("--changes", default={}, type=json.loads)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--without-traces", action="store_true")
     asked = parser.parse_args()
-    steady = True
+    rows: list[dict[str, Any]] = []
     for model in asked.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             raw = json.loads((model_folder(model) / "config.json").read_text()) | asked.changes
             Path(folder, "config.json").write_text(json.dumps(raw))
-            steady = measure(asked, model, folder) and steady
+            rows += measure(asked, model, folder)
         gc.collect()
-    return 0 if steady else 1
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(rows, indent=1))
+    print(json.dumps(rows), flush=True)
+    return 0 if all(row["steady"] for row in rows) else 1
 
 
-def measure(asked: argparse.Namespace, name: str, folder: str) -> bool:
-    """Measure a model. Return True if every chain gave the same tokens each time."""
-    counts, steady = [int(count) for count in asked.requests.split(",")], True
+def measure(asked: argparse.Namespace, name: str, folder: str) -> list[dict[str, Any]]:
+    """Measure a model. Return a row of numbers for each number of requests and variant."""
+    counts, rows = [int(count) for count in asked.requests.split(",")], []
+    start = time.perf_counter()
     with LLM(
         folder,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         seed=0,
-        max_num_seqs=max(16, *counts),
+        max_num_seqs=max(counts),
         max_model_len=asked.prompt + asked.tokens + 16,
         device=asked.device,
         use_tqdm_on_load=False,
     ) as llm:
-        choose = captured(llm)
+        choose, variants = captured(llm)
+        print(f"{name}: {', '.join(variants)}; made in {time.perf_counter() - start:.1f} s", flush=True)
         for count in counts:
-            times: dict[str, list[float]] = {chain: [] for chain in CHAINS}
-            texts: dict[str, list[Tokens]] = {chain: [] for chain in CHAINS}
+            times: dict[str, list[float]] = {variant: [] for variant in variants}
+            texts: dict[str, list[Tokens]] = {variant: [] for variant in variants}
             for turn in range(1 + asked.runs):
-                for chain in CHAINS if turn % 2 else reversed(CHAINS):
-                    choose(chain)
+                for variant in variants if turn % 2 else reversed(variants):
+                    choose(variant)
                     (_, short), (tokens, long) = (run(llm, count, asked.prompt, own) for own in (FEW, asked.tokens))
-                    times[chain].append((long - short) / (asked.tokens - FEW))
-                    texts[chain].append(tokens)
-            before, after = (statistics.median(times[chain][1:]) for chain in CHAINS)
-            for chain in CHAINS:
-                own = times[chain][1:]
-                words = ", ".join(f"{1000 * one:.4f}" for one in (min(own), statistics.median(own), max(own)))
-                same = all(text == texts[chain][0] for text in texts[chain])
-                steady = steady and same
-                again = "the same tokens each time" if same else "OTHER TOKENS WHEN RUN AGAIN"
-                rate = count / statistics.median(own)
-                print(f"{name}, {count} requests, {chain}: {words} ms a step, {rate:.1f} tokens/s, {again}", flush=True)
-            print(f"{name}, {count} requests: {before / after:.4f} times as fast; {alike(texts)}", flush=True)
-            for chain in CHAINS:
-                choose(chain)
-                trace(llm, f"{name}, {count} requests, {chain}", count, asked.prompt)
-    return steady
+                    times[variant].append((long - short) / (asked.tokens - FEW))
+                    texts[variant].append(tokens)
+            chain = statistics.median(times[CHAIN][1:])
+            for variant in variants:
+                rows.append(row_of(llm, name, count, variant, times[variant][1:], texts[variant]))
+                rows[-1] |= {"times": chain * 1e3 / rows[-1]["ms"], "equal": equal(texts[CHAIN][0], texts[variant][0])}
+                print("  ".join(f"{key} {value}" for key, value in rounded(rows[-1]).items()), flush=True)
+            for variant in () if asked.without_traces else variants:
+                choose(variant)
+                trace(llm, f"{name}, {count} requests, {variant}", count, asked.prompt)
+    return rows
 
 
-def captured(llm: LLM) -> Callable[[str], None]:
-    """Capture the CUDA graphs with each chain. Return a function that makes an idle engine run the named chain."""
+def row_of(llm: LLM, name: str, count: int, variant: str, times: list[float], texts: list[Tokens]) -> dict[str, Any]:
+    """Return the numbers of a variant."""
+    middle, layers = statistics.median(times), len(llm.engine.worker.model.layers)
+    return {
+        "model": name,
+        "requests": count,
+        "variant": variant,
+        "ms": middle * 1e3,
+        "least": min(times) * 1e3,
+        "most": max(times) * 1e3,
+        "us_a_layer": middle * 1e6 / layers,
+        "tokens_per_s": count / middle,
+        "steady": all(text == texts[0] for text in texts),
+    }
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers as they are printed."""
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def captured(llm: LLM) -> tuple[Callable[[str], None], list[str]]:
+    """Capture the CUDA graphs with each variant. Return a function that chooses a variant, and the variants' names.
+
+    An engine that captures nothing, as on a CPU, runs each variant as it is chosen.
+    """
     runner = llm.engine.worker
-    graphs, hidden = runner.recorder._graphs, runner.programs._hidden
+    model = runner.model
+    own = {
+        "attention": any(getattr(getattr(layer, "attention", None), "joined", None) for layer in model.layers),
+        "experts": any(layer.experts is not None and layer.experts.router.joined for layer in model.layers),
+    }
+    names = [name for name in SWITCHES if own[name]]
+    variants = {CHAIN: (), **{name: (name,) for name in names}} | ({"all": tuple(names)} if len(names) > 1 else {})
+    graphs, hidden = getattr(runner.recorder, "_graphs", {}), runner.programs._hidden
     made = {}
-    for chain in CHAINS:
-        triton_normed.ENABLED = chain == CHAINS[1]
-        runner.warm_up()
-        made[chain] = dict(graphs), dict(hidden)
 
-    def choose(chain: str) -> None:
-        triton_normed.ENABLED = chain == CHAINS[1]
-        for kept, own in zip((graphs, hidden), made[chain], strict=True):
+    def switch(variant: str) -> None:
+        for name, module in SWITCHES.items():
+            module.ENABLED = name in variants[variant]
+
+    for variant in variants:
+        switch(variant)
+        if graphs:
+            with torch.inference_mode():
+                for _, work in runner.programs.recordings(runner.recorder.shapes()):
+                    work()  # compiles what is captured
+            runner.warm_up()
+        made[variant] = dict(graphs), dict(hidden)
+
+    def choose(variant: str) -> None:
+        switch(variant)
+        for kept, mine in zip((graphs, hidden), made[variant], strict=True):
             kept.clear()
-            kept.update(own)
+            kept.update(mine)
 
-    return choose
+    return choose, list(variants)
 
 
 def run(llm: LLM, count: int, prompt: int, tokens: int) -> tuple[Tokens, float]:
@@ -126,11 +171,10 @@ def run(llm: LLM, count: int, prompt: int, tokens: int) -> tuple[Tokens, float]:
     return [list(one.outputs[0].token_ids) for one in outputs], seconds
 
 
-def alike(texts: dict[str, list[Tokens]]) -> str:
-    """Say how many tokens of the two chains are equal before the first that differs."""
-    pairs = list(zip(*(texts[chain][0] for chain in CHAINS), strict=True))
-    firsts = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]
-    return f"tokens of the two chains are equal up to {firsts} of {len(pairs[0][0])}"
+def equal(ours: Tokens, theirs: Tokens) -> int:
+    """Return the number of tokens of all requests that are equal before the first that differs."""
+    pairs = [list(zip(*pair, strict=True)) for pair in zip(ours, theirs, strict=True)]
+    return min(next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)
 
 
 def trace(llm: LLM, words: str, count: int, prompt: int) -> None:

@@ -3,7 +3,7 @@
     QUIRE_<OPTION>    any option, written as in its flag: QUIRE_MAX_MODEL_LEN=32k; commas separate the items of a list
     QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
     QUIRE_CPU_WITHOUT instruction sets that count as absent, by their names in /proc/cpuinfo: avx512f,amx_tile
-    QUIRE_FEWER_LAUNCHES  1: steps of few rows norm, score and choose experts in one kernel of a GPU; not measured yet
+    QUIRE_FEWER_LAUNCHES  1: steps of few rows join kernels of a GPU (docs/log.md); not measured yet
     QUIRE_TEST_RANKS_SHARE_GPU  1: all ranks of an engine share one GPU, slowly: for Quire's own tests
     QUIRE_CLUSTER_KEY key that the hosts of an engine share (default: the file cluster_key in QUIRE_CACHE_DIR)
     CC                the C compiler that Triton uses
@@ -121,7 +121,7 @@ def cpu_without() -> frozenset[str]:
 
 
 def fewer_launches() -> bool:
-    """True when QUIRE_FEWER_LAUNCHES joins the kernels between attention and experts in steps of few rows on a GPU."""
+    """True when QUIRE_FEWER_LAUNCHES joins kernels of a GPU in steps of few rows."""
     return os.environ.get(FEWER_LAUNCHES) == "1"
 
 

@@ -90,8 +90,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
-        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
+        "triton": replace(TRITON, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
         "native": replace(NATIVE, features=_SCORES | {"recording", "rows"}, max_head_dim=512),
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),

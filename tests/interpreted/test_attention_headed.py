@@ -1,0 +1,138 @@
+"""Decodes from the projection on in one kernel, in Triton's interpreter, beside the two kernels that it replaces."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.kernels import triton_runtime
+from quire.kernels.attention import AttentionMeta, KVView, inputs
+from quire.kernels.attention.inputs import Case
+from quire.kernels.select import select_kernels
+from quire.layers.attention import Attention
+from quire.layers.context import Build, StepContext
+from quire.layers.decoder import Decoder, DecoderBlock
+from quire.plan.kinds.blocks import operations
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
+
+from ..support.filled_models import fill, normal
+from ..support.launches import launches
+from ..support.tiny_models import Tiny, tiny_config
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from quire.kernels.attention import triton, triton_headed
+from quire.kernels.attention.triton_headed import Heads
+from quire.kernels.heads import triton as heads
+
+ONE = Case((1,), (1,), heads=(4, 2), head_dim=64, block_size=64)
+SHORT = Case((1,) * 3, (64, 65, 3), heads=(4, 2), head_dim=64, block_size=64, deal="runs")
+ODD = Case((1, 1), (700, 33), heads=(6, 2), head_dim=128, block_size=48)
+LONG = Case((1, 1), (2600, 130), heads=(8, 1), head_dim=64, block_size=128)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, Heads, KVView, AttentionMeta]:
+    """Return a step of decodes: projection, norm and angles, a cache without the newest tokens, lengths."""
+    _, kv, meta = inputs.make(case, dtype)
+    (num_heads, kv_heads), dim, tokens = case.heads, case.head_dim, len(case.seq_lens)
+    torch.manual_seed(tokens + dim)
+    wide = torch.randn(tokens, (num_heads + 2 * kv_heads + 1) * dim).mul_(2).to(dtype)
+    angles = torch.rand(tokens, dim // 2) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+    norm = (torch.rand(num_heads + kv_heads, dim) + 0.5).to(dtype) if normed else None
+    given = Heads(norm, 1e-6, torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+    for slot in meta.kv_slots.tolist():
+        kv.k[slot // case.block_size, :, slot % case.block_size] = float("nan")
+        kv.v[slot // case.block_size, :, slot % case.block_size] = float("nan")
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    meta = replace(  # with a padded sequence
+        meta,
+        query_start=torch.cat((meta.query_start, meta.query_start[-1:])),
+        seq_lens=torch.cat((meta.seq_lens, torch.zeros(1, dtype=torch.int32))),
+        block_tables=torch.cat((meta.block_tables, meta.block_tables[:1])),
+        max_query_len=1,
+    )
+    return wide[:, dim:].view(tokens, -1, dim), given, kv, meta
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "normed", "window", "soft_cap", "sunk"),
+    [
+        (ONE, torch.float32, True, None, None, False),
+        (SHORT, torch.bfloat16, True, None, None, True),
+        (ODD, torch.float32, False, 70, 3.0, True),
+        (LONG, torch.float32, True, None, None, True),
+        (LONG, torch.float16, True, -1024, None, False),
+    ],
+)
+def test_as_the_two_kernels(
+    case: Case, dtype: torch.dtype, normed: bool, window: int | None, soft_cap: float | None, sunk: bool
+) -> None:
+    """The cache is the same, and attention to the rounding of sums. Steps do not depend on those before."""
+    qkv, given, kv, meta = make(case, dtype, normed=normed)
+    sinks = torch.linspace(-2, 6, case.heads[0]) if sunk else None
+    own = KVView(kv.k.clone(), kv.v.clone())
+    q = heads.prepare(qkv, given.norm, given.eps, given.cos, given.sin, kv, meta.kv_slots)
+    expected = triton.paged_attention(q, kv, meta, 0.2, window, soft_cap, sinks)
+    assert triton_headed.fits(qkv, own, meta)
+    for _ in range(2):  # counters are as before, and what the first left in the cache is not read
+        actual = triton_headed.attention(qkv, given, own, meta, 0.2, window, soft_cap, sinks)
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+        for written, wanted in ((own.k, kv.k), (own.v, kv.v)):
+            torch.testing.assert_close(
+                written, wanted, rtol=2e-6 if dtype == torch.float32 else 8e-3, atol=0, equal_nan=True
+            )
+
+
+def made_block(**changes: int) -> DecoderBlock:
+    """Return a dense layer of a random model in bfloat16, with the kernels of a GPU."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")) | {"head_dim": 64} | changes)
+    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=64)
+    params = layout(args)
+    named = {param.name: param for param in params}
+    build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
+    model = Decoder(args, params, build)
+    fill(model, normal(0.1))
+    return next(iter(model.layers))
+
+
+def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer gives the results of the separate kernels, with one launch less. More rows take the separate kernels."""
+    block = made_block()
+    assert isinstance(block.attention, Attention) and block.attention.joined is triton_headed
+    heads = block.attention.num_heads, block.attention.num_kv_heads
+    _, given, kv, meta = make(
+        Case((1, 1), (70, 9), heads=heads, head_dim=64, block_size=64), torch.bfloat16, normed=True
+    )
+    x = torch.randn(2, block.attention.qkv.in_features).bfloat16()
+    found, counts = [], []
+    for enabled in (False, True):
+        monkeypatch.setattr(triton_headed, "ENABLED", enabled)
+        own = KVView(kv.k.clone(), kv.v.clone())
+        ctx = StepContext(torch.tensor([69, 8]), (replace(meta, plans={}),), [own])
+        with torch.inference_mode(), launches() as made:
+            found.append(block(x.clone(), [(given.cos, given.sin)], ctx, own))
+        counts.append(made.total())
+    assert made["_headed_kernel"] == 1 and counts[0] - counts[1] == 1, (counts, made)
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))
+    qkv = torch.zeros(17, heads[0] + 2 * heads[1], 64).bfloat16()
+    assert not triton_headed.fits(qkv, kv, meta)
+    assert not triton_headed.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=2))
