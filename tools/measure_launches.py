@@ -29,11 +29,11 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
-from quire.kernels.attention import triton_headed
+from quire.kernels.joined import decode_attention
 from quire.kernels.routing import triton_normed
 
 FEW = 64  # tokens of the shorter requests
-SWITCHES = {"attention": triton_headed, "experts": triton_normed}  # modules with ENABLED
+SWITCHES = {"attention": decode_attention, "experts": triton_normed}  # modules with ENABLED
 CHAIN = "chain"
 Tokens = list[list[int]]
 

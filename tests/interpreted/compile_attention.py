@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from quire.kernels import pdl
-from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper, triton, triton_headed, triton_plan
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper, triton, triton_plan
+from quire.kernels.joined import decode_attention
 
 from ..support.full import FULL
 from .compiling import AbsentGpu, Made
@@ -58,10 +59,10 @@ def launch_headed(heads: tuple[int, int], dim: int, tokens: int, *, normed: bool
     ints = lambda *size: torch.empty(size, dtype=torch.int32, device="meta")  # noqa: E731
     arena = empty(9, 28, 2, heads[1], 128, dim)
     norm = empty(sum(heads), dim) if normed else None
-    given = triton_headed.Heads(norm, 1e-6, empty(tokens, dim), empty(tokens, dim))
+    given = decode_attention.HeadInputs(norm, 1e-6, empty(tokens, dim), empty(tokens, dim))
     meta = AttentionMeta(ints(tokens + 1), ints(tokens), ints(99, 512), ints(tokens).long(), ints(tokens), 1)
     qkv = empty(tokens, heads[0] + 2 * heads[1], dim)
-    triton_headed.attention(qkv, given, KVView(arena[:, 3, 0], arena[:, 3, 1]), meta, 0.1, **options)
+    decode_attention.attention(qkv, given, KVView(arena[:, 3, 0], arena[:, 3, 1]), meta, 0.1, **options)
 
 
 def absent_gpu(room: int = AbsentGpu.HOPPER) -> None:
@@ -72,7 +73,7 @@ def absent_gpu(room: int = AbsentGpu.HOPPER) -> None:
 
 
 def decodes() -> None:
-    """Decode steps with a shared prefix on a large GPU, and few rows from the projection on; with --full also others."""
+    """Decode steps with a shared prefix on a large GPU, and from the projection on; with --full also others."""
     absent_gpu()
     launch(128, (32, 8), 128, (SHARED,))
     launch_headed((32, 8), 128, 1)

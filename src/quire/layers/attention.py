@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.output = Linear(f"{at}.output", build)
         self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once
         if "heads" in build.kernels.features("attention") and self.growth is None and not self.values:
-            self.joined = importlib.import_module("quire.kernels.attention.triton_headed")
+            self.joined = importlib.import_module("quire.kernels.joined.decode_attention")
 
     def forward(
         self,
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         sinks = None if self.sinks is None else self.sinks.weight
         scores = self.scale, self.window, self.soft_cap, sinks
         if self.joined is not None and self.joined.ENABLED and self.joined.fits(qkv, kv, meta):
-            heads = self.joined.Heads(head_norm, self.eps, cos, sin)
+            heads = self.joined.HeadInputs(head_norm, self.eps, cos, sin)
             attended = self.joined.attention(qkv, heads, kv, meta, *scores)
         else:
             q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)

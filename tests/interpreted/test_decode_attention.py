@@ -30,9 +30,10 @@ from ..support.tiny_models import Tiny, tiny_config
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from quire.kernels.attention import triton, triton_headed
-from quire.kernels.attention.triton_headed import Heads
+from quire.kernels.attention import triton
 from quire.kernels.heads import triton as heads
+from quire.kernels.joined import decode_attention
+from quire.kernels.joined.decode_attention import HeadInputs
 
 ONE = Case((1,), (1,), heads=(4, 2), head_dim=64, block_size=64)
 SHORT = Case((1,) * 3, (64, 65, 3), heads=(4, 2), head_dim=64, block_size=64, deal="runs")
@@ -48,7 +49,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, Heads, KVView, AttentionMeta]:
+def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
     """Return a step of decodes: projection, norm and angles, a cache without the newest tokens, lengths."""
     _, kv, meta = inputs.make(case, dtype)
     (num_heads, kv_heads), dim, tokens = case.heads, case.head_dim, len(case.seq_lens)
@@ -57,7 +58,7 @@ def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, Heads
     angles = torch.rand(tokens, dim // 2) * 6.28
     cos, sin = angles.cos(), angles.sin()
     norm = (torch.rand(num_heads + kv_heads, dim) + 0.5).to(dtype) if normed else None
-    given = Heads(norm, 1e-6, torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+    given = HeadInputs(norm, 1e-6, torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
     for slot in meta.kv_slots.tolist():
         kv.k[slot // case.block_size, :, slot % case.block_size] = float("nan")
         kv.v[slot // case.block_size, :, slot % case.block_size] = float("nan")
@@ -91,9 +92,9 @@ def test_as_the_two_kernels(
     own = KVView(kv.k.clone(), kv.v.clone())
     q = heads.prepare(qkv, given.norm, given.eps, given.cos, given.sin, kv, meta.kv_slots)
     expected = triton.paged_attention(q, kv, meta, 0.2, window, soft_cap, sinks)
-    assert triton_headed.fits(qkv, own, meta)
+    assert decode_attention.fits(qkv, own, meta)
     for _ in range(2):  # counters are as before, and what the first left in the cache is not read
-        actual = triton_headed.attention(qkv, given, own, meta, 0.2, window, soft_cap, sinks)
+        actual = decode_attention.attention(qkv, given, own, meta, 0.2, window, soft_cap, sinks)
         tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         for written, wanted in ((own.k, kv.k), (own.v, kv.v)):
@@ -117,7 +118,7 @@ def made_block(**changes: int) -> DecoderBlock:
 def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer gives the results of the separate kernels, with one launch less. More rows take the separate kernels."""
     block = made_block()
-    assert isinstance(block.attention, Attention) and block.attention.joined is triton_headed
+    assert isinstance(block.attention, Attention) and block.attention.joined is decode_attention
     heads = block.attention.num_heads, block.attention.num_kv_heads
     _, given, kv, meta = make(
         Case((1, 1), (70, 9), heads=heads, head_dim=64, block_size=64), torch.bfloat16, normed=True
@@ -125,7 +126,7 @@ def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, block.attention.qkv.in_features).bfloat16()
     found, counts = [], []
     for enabled in (False, True):
-        monkeypatch.setattr(triton_headed, "ENABLED", enabled)
+        monkeypatch.setattr(decode_attention, "ENABLED", enabled)
         own = KVView(kv.k.clone(), kv.v.clone())
         ctx = StepContext(torch.tensor([69, 8]), (replace(meta, plans={}),), [own])
         with torch.inference_mode(), launches() as made:
@@ -134,5 +135,5 @@ def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made["_headed_kernel"] == 1 and counts[0] - counts[1] == 1, (counts, made)
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))
     qkv = torch.zeros(17, heads[0] + 2 * heads[1], 64).bfloat16()
-    assert not triton_headed.fits(qkv, kv, meta)
-    assert not triton_headed.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=2))
+    assert not decode_attention.fits(qkv, kv, meta)
+    assert not decode_attention.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=2))

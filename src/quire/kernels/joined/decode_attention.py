@@ -53,11 +53,11 @@ class Tiling:
     programs: int = 2
 
 
-TILINGS = {64: Tiling(64, 4), 128: Tiling(64, 4), 256: Tiling(32, 4)}  # by head size
+TILINGS = {dim: Tiling(64 if dim <= 128 else 32, 4) for dim in (16, 32, 64, 128, 256)}  # by head size
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadInputs:
     """The arguments of `quire.kernels.heads.prepare` beside the projection and the cache."""
 
     norm: Tensor | None
@@ -84,7 +84,7 @@ def fits(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
 
 def attention(
     qkv: Tensor,
-    heads: Heads,
+    heads: HeadInputs,
     kv: KVView,
     meta: AttentionMeta,
     scale: float,
@@ -137,8 +137,7 @@ def attention(
         group,
         1 << (group - 1).bit_length(),
         kv_heads,
-        MAX_PARTS,
-        max(1, MERGED // (dim << (group - 1).bit_length())),
+        min(MAX_PARTS, MERGED // (dim << (group - 1).bit_length())),
         ITEM_WORDS,
         in_pdl,
         num_warps=tiling.warps,
@@ -182,6 +181,46 @@ def _load_both(
     return tl.load(k + places[:, None] + dims[None, :], mask=(tokens < end)[:, None], other=0.0)
 
 
+@jit
+def _begin(
+    queries,
+    key,
+    value,
+    both,
+    owns,
+    start,
+    end,
+    newest,
+    scale,
+    cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the state of the softmax (sums, top, weight) after the newest token, if `owns`, and a tile of others.
+
+    queries      [M, D];  key, value  [M, D] of the token at position `newest`, the same for all lanes
+    both         result of `_load_both` for the tokens start .. end - 1
+    """
+    M: tl.constexpr = queries.shape[0]
+    lane, side = tl.arange(0, M), tl.arange(0, 2)[None, :, None]
+    own = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)
+    own, rest = rescore(own[:, None], lane, newest, scale, cap, False, WINDOW, CAPPED, 1)
+    top = tl.where(owns, tl.reshape(own, [M]) * rest, LOWEST)
+    weight = tl.where(owns, 1.0, 0.0) + lane * 0.0
+    sums = tl.where(owns, value.to(tl.float32), 0.0)
+    scores = tl.dot(queries, tl.trans(both), input_precision=EXACT)
+    scores = tl.sum(tl.where(side == 0, tl.reshape(scores, [M, 2, TILE]), 0.0), 1)
+    scores, rest = rescore(scores, lane * 0 + newest, start, scale, cap, True, WINDOW, CAPPED, TILE)
+    scores = tl.where((start + tl.arange(0, TILE) < end)[None, :], scores * rest, float("-inf"))
+    above = tl.maximum(top, tl.max(scores, 1))
+    weights, decay = tl.exp2(scores - above[:, None]), tl.exp2(top - above)
+    spread = tl.reshape(tl.where(side == 1, weights[:, None, :], 0.0), [M, 2 * TILE])
+    sums = tl.dot(spread.to(both.dtype), both, sums * decay[:, None], input_precision=EXACT)
+    return sums, above, weight * decay + tl.sum(weights, 1)
+
+
 @unspecialized("known")
 def _headed_kernel(
     qkv,
@@ -217,7 +256,6 @@ def _headed_kernel(
     GROUP: tl.constexpr,
     G: tl.constexpr,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -232,7 +270,7 @@ def _headed_kernel(
     eps                             of the norm
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D   see `triton_tiles`
     GROUP, G, HEADS                 query heads of a KV head; padded to a power of two; KV heads
-    PARTS, AT_ONCE                  most parts of a sequence; of which so many are added at a time
+    AT_ONCE                         parts of a sequence that are added at a time
     """
     item, head = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -240,7 +278,6 @@ def _headed_kernel(
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     M: tl.constexpr = 16
-    HALF: tl.constexpr = D // 2
     record = items + item * ITEM_WORDS
     row, length = tl.load(record), tl.load(record + 2)
     start, end = tl.load(record + 3), tl.load(record + 4)
@@ -255,7 +292,7 @@ def _headed_kernel(
     dims = tl.broadcast_to(tl.arange(0, D)[None, :], [M, D])  # what all lanes need is loaded for each: all lie alike
     heads, live = head * GROUP + lane, lane < GROUP
     there = live[:, None]
-    beside = (dims + HALF) % D
+    beside = (dims + D // 2) % D
     owns, newest = end == length, length - 1
     to_key = HEADS * GROUP + head
     factor, other, key_factor, key_other = None, None, None, None
@@ -287,28 +324,15 @@ def _headed_kernel(
     once = owns & (lane == 0)[:, None]
     tl.store(k + place, key, mask=once)
     tl.store(v + place, value, mask=once)
-    own = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)
-    own, rest = rescore(own[:, None], lane, newest, scale, cap, False, WINDOW, CAPPED, 1)
-    top = tl.where(owns, tl.reshape(own, [M]) * rest, LOWEST)
-    weight = tl.where(owns, 1.0, 0.0) + lane * 0.0
-    sums = tl.where(owns, value.to(tl.float32), 0.0)
-    positions = lane * 0 + newest
-    scores = tl.dot(queries, tl.trans(both), input_precision=EXACT)
-    side = tl.arange(0, 2)[None, :, None]
-    scores = tl.sum(tl.where(side == 0, tl.reshape(scores, [M, 2, TILE]), 0.0), 1)
-    scores, rest = rescore(scores, positions, last, scale, cap, True, WINDOW, CAPPED, TILE)
-    scores = tl.where((last + tl.arange(0, TILE) < past)[None, :], scores * rest, float("-inf"))
-    above = tl.maximum(top, tl.max(scores, 1))
-    weights, decay = tl.exp2(scores - above[:, None]), tl.exp2(top - above)
-    weight, top = weight * decay + tl.sum(weights, 1), above
-    spread = tl.reshape(tl.where(side == 1, weights[:, None, :], 0.0), [M, 2 * TILE])
-    sums = tl.dot(spread.to(both.dtype), both, sums * decay[:, None], input_precision=EXACT)
+    sums, top, weight = _begin(
+        queries, key, value, both, owns, last, past, newest, scale, cap, WINDOW, CAPPED, EXACT, TILE
+    )
     sums, top, weight = attend(
         queries,
         sums,
         top,
         weight,
-        positions,
+        lane * 0 + newest,
         k,
         v,
         table,
@@ -346,7 +370,6 @@ def _headed_kernel(
                 GROUP,
                 G,
                 HEADS,
-                PARTS,
                 AT_ONCE,
             )
 
@@ -362,22 +385,20 @@ def _add_parts(
     GROUP: tl.constexpr,
     G: tl.constexpr,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Add up the parts of the softmax of a row for a KV head, AT_ONCE together, which is one trip to memory.
 
     out, sinks          [GROUP, D] output of the row; [GROUP] or None
     sums_at, stats_at   the first part of `Plan.sums` [parts, HEADS, GROUP, D] and of `Plan.stats`, at the KV head
-    parts, PARTS        number of parts; its upper bound
+    parts               number of parts
     """
-    EACH: tl.constexpr = min(AT_ONCE, PARTS)
     member, dims = tl.arange(0, G), tl.arange(0, D)
     inside = member < GROUP
     sums = tl.zeros([G, D], tl.float32)
     top, weight = tl.zeros([G], tl.float32) + LOWEST, tl.zeros([G], tl.float32)
-    for begin in range(0, parts, EACH):
-        part = begin + tl.arange(0, EACH)
+    for begin in range(0, parts, AT_ONCE):
+        part = begin + tl.arange(0, AT_ONCE)
         known = (part < parts)[:, None] & inside[None, :]
         lane = part[:, None] * (HEADS * GROUP) + member[None, :]
         tops = tl.load(stats_at + 2 * lane, mask=known, other=LOWEST, cache_modifier=".cg")
