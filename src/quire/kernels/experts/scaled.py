@@ -391,33 +391,44 @@ def _product(
 
 
 @jit
+def _scale(
+    scales, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load the scales of a tile of weights: [J, BLOCK_N or 1, BLOCK_K / 16] of blocks, else [J, BLOCK_N, 1].
+
+    scales   of the experts [J, 1, 1], pointers to [N / BLOCK, K / 128] or [N];  first  first output of the tile
+    """
+    col = first if BLOCK and BLOCK % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)[None, :, None]
+    col = tl.minimum(col, N - 1)
+    if BLOCK:
+        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
+        scale = tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
+    else:
+        scale = tl.load(scales + col)
+    return scale
+
+
+@jit
 def _scaled_sum(
     tile,
     given,
-    scales,
-    col,
+    scale,
     J: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales.
+    """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales, as `_scale` returns them.
 
     tile     [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
-    scales   of the experts [J, 1, 1], pointers to [N / BLOCK, K / 128] or [N]
     """
     part = sums_of_16(tile, given, J, BLOCK_N, BLOCK_K, MOST, WORDS)
-    col = tl.minimum(col, N - 1)[None, :, None]
     if BLOCK:
-        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
-        part *= tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
-        out = tl.sum(part, 2)
+        out = tl.sum(part * scale, 2)
     else:
-        out = tl.sum(part, 2) * tl.reshape(tl.load(scales + col), [J, BLOCK_N])
+        out = tl.sum(part, 2) * tl.reshape(scale, [J, BLOCK_N])
     return out
 
 
@@ -464,35 +475,41 @@ def _few_up_kernel(
     place = _place(ids, expert_map, pair, pair >= 0)
     if place < 0:
         return
-    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * (STEPS * BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     WIDE: tl.constexpr = K // 4 if WORDS else K
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
     at = gate_up + place.to(tl.int64) * (2 * N * WIDE) + word
     inside = word < WIDE
-    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    own_col = tl.arange(0, BLOCK_N)
+    row = tl.minimum(first + own_col, N - 1)[None, :, None] * WIDE
     gate_tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
     up_tile = tl.load(at + N * WIDE + row, mask=inside, other=0.0, eviction_policy="evict_first")
-    values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
-    own = tl.zeros([1, 1, 1], tl.float32)
-    if RULE < 0:
-        own += tl.load(fixed + place)
-    given = quantized(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
     if BLOCK:
         scales += place.to(tl.int64) * (2 * N // BLOCK * (K // 128))
         up_scales = scales + N // BLOCK * (K // 128)
     else:
         scales += place.to(tl.int64) * (2 * N)
         up_scales = scales + N
+    gate_scale = _scale(scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
+    up_scale = _scale(up_scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
+    values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
+    own = tl.zeros([1, 1, 1], tl.float32)
+    if RULE < 0:
+        own += tl.load(fixed + place)
+    given = quantized(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
     for step in range(STEPS):
-        col = first + step * BLOCK_N
-        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
+        col = first + step * BLOCK_N + own_col
+        upcoming = first + (step + 1) * BLOCK_N
+        row = tl.minimum(upcoming + own_col, N - 1)[None, :, None] * WIDE
         more = inside & (step < STEPS - 1)
-        gate_now, up_now = gate_tile, up_tile
+        gate_now, up_now, gate_scale_now, up_scale_now = gate_tile, up_tile, gate_scale, up_scale
         gate_tile = tl.load(at + row, mask=more, other=0.0, eviction_policy="evict_first")
         up_tile = tl.load(at + N * WIDE + row, mask=more, other=0.0, eviction_policy="evict_first")
-        gate = _scaled_sum(gate_now, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        up = _scaled_sum(up_now, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        gate_scale = _scale(scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
+        up_scale = _scale(up_scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
+        gate = _scaled_sum(gate_now, given, gate_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        up = _scaled_sum(up_now, given, up_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             mine = bias + place.to(tl.int64) * (2 * N) + col[None, :]
             gate += tl.load(mine, mask=(col < N)[None, :], other=0.0).to(tl.float32)
@@ -539,7 +556,7 @@ def _few_down_kernel(
     N, K, BLOCK_K      outputs H and inputs I of an expert; I, padded to a power of two
     """
     token = tl.program_id(0)
-    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
+    first, own_col = tl.program_id(1) * (STEPS * BLOCK_N), tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     turn = tl.arange(0, J)[:, None, None]
     pair = token * TOP_K + turn
@@ -549,9 +566,17 @@ def _few_down_kernel(
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
     at = down + place.to(tl.int64) * (N * WIDE) + word
     inside = there & (word < WIDE)
-    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    row = tl.minimum(first + own_col, N - 1)[None, :, None] * WIDE
     tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
+    if BLOCK:
+        scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
+    else:
+        scales += tl.maximum(place, 0).to(tl.int64) * N
+    scale = _scale(scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
     weight = tl.reshape(tl.load(weights + pair, mask=there, other=0.0), [J, 1])
+    to = token.to(tl.int64) * N + first + own_col
+    if residual is not None:  # written before the kernel before began: its programs have waited
+        added = tl.load(residual + to, mask=first + own_col < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -560,25 +585,24 @@ def _few_down_kernel(
     if RULE < 0:
         own += tl.load(fixed + tl.maximum(place, 0))
     given = quantized(values, own, RULE, POWERS, MOST, J, BLOCK_K)
-    if BLOCK:
-        scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
-    else:
-        scales += tl.maximum(place, 0).to(tl.int64) * N
     for step in range(STEPS):
-        col = first + step * BLOCK_N
-        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
-        now = tile
+        col = first + step * BLOCK_N + own_col
+        upcoming = first + (step + 1) * BLOCK_N
+        row = tl.minimum(upcoming + own_col, N - 1)[None, :, None] * WIDE
+        now, scale_now = tile, scale
         tile = tl.load(at + row, mask=inside & (step < STEPS - 1), other=0.0, eviction_policy="evict_first")
-        sums = _scaled_sum(now, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        scale = _scale(scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
+        sums = _scaled_sum(now, given, scale_now, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             expert = tl.reshape(place, [J, 1])
             mine = bias + expert.to(tl.int64) * N + col[None, :]
             sums += tl.load(mine, mask=(expert >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
         out = tl.sum(sums * weight, 0)
-        to = token.to(tl.int64) * N + col
         if residual is not None:
-            out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
-        tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
+            out += added.to(tl.float32)
+            more = (step < STEPS - 1) & (upcoming + own_col < N)
+            added = tl.load(residual + to + (step + 1) * BLOCK_N, mask=more, other=0.0)
+        tl.store(y + to + step * BLOCK_N, out.to(y.dtype.element_ty), mask=col < N)
 
 
 @jit

@@ -399,6 +399,9 @@ def _few_down_kernel(
     at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
     tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
     weight = tl.load(weights + pair, mask=there, other=0.0)
+    to = token.to(tl.int64) * N + col
+    if residual is not None:  # written before the kernel before began: its programs have waited
+        added = tl.load(residual + to, mask=col < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -413,11 +416,10 @@ def _few_down_kernel(
     if bias is not None:
         own = tl.reshape(place, [J, 1])
         at = bias + own.to(tl.int64) * N + col[None, :]
-        added = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
-        out += tl.sum(added * tl.reshape(weight, [J, 1]), 0)
-    to = token.to(tl.int64) * N + col
+        biases = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
+        out += tl.sum(biases * tl.reshape(weight, [J, 1]), 0)
     if residual is not None:
-        out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
+        out += added.to(tl.float32)
     tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
 
 
