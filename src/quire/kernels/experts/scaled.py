@@ -35,7 +35,8 @@ from quire.kernels.quantize.triton import (
     quantize,
     quantized,
     scale_of,
-    sums_of_16,
+    scaled_sums,
+    tile_scales,
     to_eight_bits,
 )
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
@@ -391,25 +392,7 @@ def _product(
 
 
 @jit
-def _scale(
-    scales, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Load the scales of a tile of weights: [J, BLOCK_N or 1, BLOCK_K / 16] of blocks, else [J, BLOCK_N, 1].
-
-    scales   of the experts [J, 1, 1], pointers to [N / BLOCK, K / 128] or [N];  first  first output of the tile
-    """
-    col = first if BLOCK and BLOCK % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)[None, :, None]
-    col = tl.minimum(col, N - 1)
-    if BLOCK:
-        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
-        scale = tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
-    else:
-        scale = tl.load(scales + col)
-    return scale
-
-
-@jit
-def _scaled_sum(
+def _sums(
     tile,
     given,
     scale,
@@ -420,15 +403,10 @@ def _scaled_sum(
     MOST: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales, as `_scale` returns them.
-
-    tile     [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
-    """
-    part = sums_of_16(tile, given, J, BLOCK_N, BLOCK_K, MOST, WORDS)
-    if BLOCK:
-        out = tl.sum(part * scale, 2)
-    else:
-        out = tl.sum(part, 2) * tl.reshape(scale, [J, BLOCK_N])
+    """Return `scaled_sums` [J, BLOCK_N], also times scales of channels."""
+    out = scaled_sums(tile, given, scale, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+    if BLOCK == 0:
+        out *= tl.reshape(scale, [J, BLOCK_N])
     return out
 
 
@@ -491,8 +469,8 @@ def _few_up_kernel(
     else:
         scales += place.to(tl.int64) * (2 * N)
         up_scales = scales + N
-    gate_scale = _scale(scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
-    up_scale = _scale(up_scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
+    gate_scale = tile_scales(scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    up_scale = tile_scales(up_scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
     values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
     own = tl.zeros([1, 1, 1], tl.float32)
     if RULE < 0:
@@ -506,10 +484,10 @@ def _few_up_kernel(
         gate_now, up_now, gate_scale_now, up_scale_now = gate_tile, up_tile, gate_scale, up_scale
         gate_tile = tl.load(at + row, mask=more, other=0.0, eviction_policy="evict_first")
         up_tile = tl.load(at + N * WIDE + row, mask=more, other=0.0, eviction_policy="evict_first")
-        gate_scale = _scale(scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
-        up_scale = _scale(up_scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
-        gate = _scaled_sum(gate_now, given, gate_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        up = _scaled_sum(up_now, given, up_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        gate_scale = tile_scales(scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        up_scale = tile_scales(up_scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        gate = _sums(gate_now, given, gate_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        up = _sums(up_now, given, up_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             mine = bias + place.to(tl.int64) * (2 * N) + col[None, :]
             gate += tl.load(mine, mask=(col < N)[None, :], other=0.0).to(tl.float32)
@@ -572,7 +550,7 @@ def _few_down_kernel(
         scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
     else:
         scales += tl.maximum(place, 0).to(tl.int64) * N
-    scale = _scale(scales, first, N, K, BLOCK_N, BLOCK_K, BLOCK)
+    scale = tile_scales(scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
     weight = tl.reshape(tl.load(weights + pair, mask=there, other=0.0), [J, 1])
     to = token.to(tl.int64) * N + first + own_col
     if residual is not None:  # written before the kernel before began: its programs have waited
@@ -591,8 +569,8 @@ def _few_down_kernel(
         row = tl.minimum(upcoming + own_col, N - 1)[None, :, None] * WIDE
         now, scale_now = tile, scale
         tile = tl.load(at + row, mask=inside & (step < STEPS - 1), other=0.0, eviction_policy="evict_first")
-        scale = _scale(scales, upcoming, N, K, BLOCK_N, BLOCK_K, BLOCK)
-        sums = _scaled_sum(now, given, scale_now, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        scale = tile_scales(scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        sums = _sums(now, given, scale_now, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             expert = tl.reshape(place, [J, 1])
             mine = bias + expert.to(tl.int64) * N + col[None, :]

@@ -1,11 +1,11 @@
-"""Norm, rotation, cache write and attention of decodes in one kernel, for few sequences of one row each.
+"""Norm, rotation, cache write and attention of decodes in one kernel, for few rows.
 
 A program reads an item of the plan: a part of a sequence's context, for a KV head and all its query heads, which it
-norms and rotates for itself. The item with the row's own token takes that key and value from the projection, and writes
+norms and rotates for itself. The item with a token of the step takes that key and value from the projection, and writes
 them to the cache. The program of a sequence and KV head that ends last adds up the parts, always in the same order.
 
 All that was written before the plan can be read before the wait for the projection: the item, cos and sin, and the
-last tile of keys and values but the newest token. So what is left behind the wait is one trip to memory for the
+last tile of keys and values before the step's tokens. So what is left behind the wait is one trip to memory for the
 projection, two products, and the sum of the parts. The step's first launch waits before it reads the plan and lets no
 later kernel start until then.
 
@@ -32,11 +32,12 @@ from quire.kernels.attention.triton_tiles import (
     store_outputs,
     store_part,
 )
+from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
 ENABLED = fewer_launches()  # read at each step: a measurement may change it between two captures
 MOST_ROWS = 16
-MOST_GROUP = 16  # query heads of a KV head
+MOST_DRAFTED, MOST_LANES = 4, 16  # rows of a sequence; times query heads of a KV head: more would not fit registers
 MERGED = 8192  # numbers of the parts that a program adds at a time
 
 
@@ -69,16 +70,16 @@ class HeadInputs:
 def fits(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
     """Return True if `attention` can take the projection qkv [T, Hq + 2 Hkv, D] of a step."""
     tokens, heads, dim = qkv.shape
-    kv_heads = kv.k.shape[1]
+    kv_heads, rows = kv.k.shape[1], meta.max_query_len or 0
     return (
         0 < tokens <= MOST_ROWS
-        and meta.max_query_len == meta.decode_len == 1
+        and 0 < rows <= min(meta.decode_len, MOST_DRAFTED)
         and meta.shared is None
         and meta.row_positions is None
         and dim in TILINGS
         and kv.k.dtype == qkv.dtype
         and qkv.stride()[1:] == (dim, 1)
-        and 0 < heads - 2 * kv_heads <= MOST_GROUP * kv_heads
+        and 0 < (heads - 2 * kv_heads) * rows <= MOST_LANES * kv_heads
     )
 
 
@@ -99,7 +100,8 @@ def attention(
     tokens, _, dim = qkv.shape
     k, kv_heads = kv.k, kv.k.shape[1]
     own = qkv.shape[1] - 2 * kv_heads
-    group, tiling = own // kv_heads, TILINGS[dim]
+    group, tiling, rows = own // kv_heads, TILINGS[dim], meta.max_query_len or 1
+    lanes = bucket(group * rows)
     keys = tiling.keys * 2 // qkv.element_size()
     shape = Shape(own, group, dim, kv.block_size, window or 0, keys, group, tiling.programs)
     known = shape in meta.plans.get(shape.block_size, {})  # type: ignore[operator]
@@ -135,9 +137,11 @@ def attention(
         keys,
         dim,
         group,
-        1 << (group - 1).bit_length(),
+        rows,
+        max(16, lanes),
+        lanes,
         kv_heads,
-        min(MAX_PARTS, MERGED // (dim << (group - 1).bit_length())),
+        max(1, min(MAX_PARTS, MERGED // (dim * lanes))),
         ITEM_WORDS,
         in_pdl,
         num_warps=tiling.warps,
@@ -156,8 +160,8 @@ def _turned(x, y, factor, other, c, s, eps, D: tl.constexpr):
     """
     if factor is not None:
         inverse = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
-        x = x * inverse * factor.to(tl.float32)
-        y = y * inverse * other.to(tl.float32)
+        x = x * inverse * factor
+        y = y * inverse * other
     return x * c + y * s
 
 
@@ -182,15 +186,59 @@ def _load_both(
 
 
 @jit
-def _begin(
+def _pair(at, dims, beside, there):
+    """Load the numbers `dims` of heads, and those half a head further on, in float32."""
+    one, other = tl.load(at + dims, mask=there, other=0.0), tl.load(at + beside, mask=there, other=0.0)
+    return one.to(tl.float32), other.to(tl.float32)
+
+
+@jit
+def _write(k, v, place, key, value, there):
+    """Write a key and a value to the cache."""
+    tl.store(k + place, key, mask=there)
+    tl.store(v + place, value, mask=there)
+
+
+@jit
+def _fetch(qkv, cos, sin, kv_slots, row, key, there, dims, beside, HEADS: tl.constexpr, D: tl.constexpr):
+    """Load a row's key, the same from half a head further on, its value, cos and sin, for all lanes [M, D]; its slot.
+
+    qkv   the row of the projection;  key  number of the head of keys among its heads, before HEADS of values
+    """
+    angle = row.to(tl.int64) * D + dims
+    own, other = _pair(qkv + key * D, dims, beside, there)
+    value = finite(tl.load(qkv + (key + HEADS) * D + dims, mask=there, other=0.0))
+    slot = tl.load(kv_slots + row, mask=there, other=0)
+    c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
+    return own, other, value, c.to(tl.float32), s.to(tl.float32), slot
+
+
+@jit
+def _add_token(
+    queries, key, value, state, there, position, positions, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr
+):
+    """Add the step's token at `position` to the softmax.
+
+    key, value   [M, D], the same for all lanes;  there  False: no token is added
+    state        (sums, top, weight), returned anew;  positions  [M] of the rows
+    """
+    sums, top, weight = state
+    scores = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)[:, None]
+    scores, rest = rescore(scores, positions, position, scale, cap, True, WINDOW, CAPPED, 1)
+    scores = tl.where(there, tl.reshape(scores, [queries.shape[0]]) * rest, float("-inf"))
+    above = tl.maximum(top, scores)
+    share, decay = tl.exp2(scores - above), tl.exp2(top - above)
+    return sums * decay[:, None] + value.to(tl.float32) * share[:, None], above, weight * decay + share
+
+
+@jit
+def _add_tile(
     queries,
-    key,
-    value,
     both,
-    owns,
+    state,
+    positions,
     start,
     end,
-    newest,
     scale,
     cap,
     WINDOW: tl.constexpr,
@@ -198,21 +246,16 @@ def _begin(
     EXACT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the state of the softmax (sums, top, weight) after the newest token, if `owns`, and a tile of others.
+    """Add the tokens start .. end - 1 to the softmax, whose keys and values `_load_both` has loaded.
 
-    queries      [M, D];  key, value  [M, D] of the token at position `newest`, the same for all lanes
-    both         result of `_load_both` for the tokens start .. end - 1
+    state   (sums, top, weight), returned anew
     """
     M: tl.constexpr = queries.shape[0]
-    lane, side = tl.arange(0, M), tl.arange(0, 2)[None, :, None]
-    own = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)
-    own, rest = rescore(own[:, None], lane, newest, scale, cap, False, WINDOW, CAPPED, 1)
-    top = tl.where(owns, tl.reshape(own, [M]) * rest, LOWEST)
-    weight = tl.where(owns, 1.0, 0.0) + lane * 0.0
-    sums = tl.where(owns, value.to(tl.float32), 0.0)
+    side = tl.arange(0, 2)[None, :, None]
+    sums, top, weight = state
     scores = tl.dot(queries, tl.trans(both), input_precision=EXACT)
     scores = tl.sum(tl.where(side == 0, tl.reshape(scores, [M, 2, TILE]), 0.0), 1)
-    scores, rest = rescore(scores, lane * 0 + newest, start, scale, cap, True, WINDOW, CAPPED, TILE)
+    scores, rest = rescore(scores, positions, start, scale, cap, True, WINDOW, CAPPED, TILE)
     scores = tl.where((start + tl.arange(0, TILE) < end)[None, :], scores * rest, float("-inf"))
     above = tl.maximum(top, tl.max(scores, 1))
     weights, decay = tl.exp2(scores - above[:, None]), tl.exp2(top - above)
@@ -254,7 +297,9 @@ def _headed_kernel(
     TILE: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
-    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    LANES: tl.constexpr,
     HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
@@ -269,7 +314,8 @@ def _headed_kernel(
     stride_..                       elements from token to token of qkv and of out; others as in `decode_kernel`
     eps                             of the norm
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D   see `triton_tiles`
-    GROUP, G, HEADS                 query heads of a KV head; padded to a power of two; KV heads
+    GROUP, ROWS, HEADS              query heads of a KV head; most rows of a sequence; KV heads
+    M, LANES                        GROUP * ROWS padded to a power of two, M at least 16
     AT_ONCE                         parts of a sequence that are added at a time
     """
     item, head = tl.program_id(0), tl.program_id(1)
@@ -277,9 +323,8 @@ def _headed_kernel(
         if known == 0:  # later kernels of the step read the plan, too, before they wait
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    M: tl.constexpr = 16
     record = items + item * ITEM_WORDS
-    row, length = tl.load(record), tl.load(record + 2)
+    row, num_rows, length = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     start, end = tl.load(record + 3), tl.load(record + 4)
     parts, first = tl.load(record + 5), tl.load(record + 6)
     table += tl.load(record + 7).to(tl.int64) * stride_table
@@ -290,49 +335,44 @@ def _headed_kernel(
         return
     lane = tl.arange(0, M)
     dims = tl.broadcast_to(tl.arange(0, D)[None, :], [M, D])  # what all lanes need is loaded for each: all lie alike
-    heads, live = head * GROUP + lane, lane < GROUP
-    there = live[:, None]
-    beside = (dims + D // 2) % D
-    owns, newest = end == length, length - 1
-    to_key = HEADS * GROUP + head
+    rows, heads, live = row + lane // GROUP, head * GROUP + lane % GROUP, lane < num_rows * GROUP
+    there, beside = live[:, None], (dims + D // 2) % D
+    before = length - num_rows  # tokens in the cache
+    positions, past, to_key = before + lane // GROUP, tl.minimum(end, before), HEADS * GROUP + head
     factor, other, key_factor, key_other = None, None, None, None
     if norm is not None:
-        factor = tl.load(norm + heads[:, None] * D + dims, mask=there, other=0.0)
-        other = tl.load(norm + heads[:, None] * D + beside, mask=there, other=0.0)
-        key_factor = tl.load(norm + to_key * D + dims, mask=owns, other=0.0)
-        key_other = tl.load(norm + to_key * D + beside, mask=owns, other=0.0)
-    angle = row.to(tl.int64) * D + dims
-    c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
-    slot = tl.load(kv_slots + row, mask=owns, other=0)
-    last = start + (end - start - 1) // TILE * TILE
-    past = tl.minimum(end, newest)
+        factor, other = _pair(norm + heads[:, None] * D, dims, beside, there)
+        key_factor, key_other = _pair(norm + to_key * D, dims, beside, end > before)
+    angle = rows[:, None].to(tl.int64) * D + dims
+    c, s = tl.load(cos + angle, mask=there).to(tl.float32), tl.load(sin + angle, mask=there).to(tl.float32)
+    last = start + tl.maximum(past - start - 1, 0) // TILE * TILE
     k += head * stride_head
     v += head * stride_head
     both = _load_both(k, v, table, last, past, stride_block, stride_token, SIZE, TILE, D)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    given = qkv + row.to(tl.int64) * stride_qkv
-    to_q = given + heads[:, None] * D
-    x = tl.load(to_q + dims, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(to_q + beside, mask=there, other=0.0).to(tl.float32)
-    key = tl.load(given + to_key * D + dims, mask=owns, other=0.0).to(tl.float32)
-    key_beside = tl.load(given + to_key * D + beside, mask=owns, other=0.0).to(tl.float32)
-    value = finite(tl.load(given + (to_key + HEADS) * D + dims, mask=owns, other=0.0))
+    x, y = _pair(qkv + rows[:, None].to(tl.int64) * stride_qkv + heads[:, None] * D, dims, beside, there)
+    fresh = ()
+    for j in tl.static_range(ROWS):
+        owns = (j < num_rows) & (start <= before + j) & (before + j < end)
+        to_row = qkv + (row + j).to(tl.int64) * stride_qkv
+        fresh = fresh + (_fetch(to_row, cos, sin, kv_slots, row + j, to_key, owns, dims, beside, HEADS, D),)
     queries = _turned(x, y, factor, other, c, s, eps, D).to(both.dtype)
-    key = _turned(key, key_beside, key_factor, key_other, c, s, eps, D).to(both.dtype)
-    place = slot // SIZE * stride_block + slot % SIZE * stride_token + dims
-    once = owns & (lane == 0)[:, None]
-    tl.store(k + place, key, mask=once)
-    tl.store(v + place, value, mask=once)
-    sums, top, weight = _begin(
-        queries, key, value, both, owns, last, past, newest, scale, cap, WINDOW, CAPPED, EXACT, TILE
-    )
+    state = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32) + LOWEST, tl.zeros([M], tl.float32)
+    for j in tl.static_range(ROWS):
+        owns = (j < num_rows) & (start <= before + j) & (before + j < end)
+        key, key_beside, value, key_c, key_s, slot = fresh[j]
+        key = _turned(key, key_beside, key_factor, key_other, key_c, key_s, eps, D).to(both.dtype)
+        place = slot // SIZE * stride_block + slot % SIZE * stride_token + dims
+        _write(k, v, place, key, value, owns & (lane == 0)[:, None])
+        state = _add_token(queries, key, value, state, owns, before + j, positions, scale, cap, WINDOW, CAPPED)
+    sums, top, weight = _add_tile(queries, both, state, positions, last, past, scale, cap, WINDOW, CAPPED, EXACT, TILE)
     sums, top, weight = attend(
         queries,
         sums,
         top,
         weight,
-        lane * 0 + newest,
+        positions,
         k,
         v,
         table,
@@ -352,24 +392,27 @@ def _headed_kernel(
         D,
     )
     if parts == 1:
-        store_outputs(out, sums, top, weight, sinks, row + lane * 0, heads, live, stride_out, D, D)
+        store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, D)
     else:
-        at = (item.to(tl.int64) * HEADS + head) * GROUP + lane
+        at = (item.to(tl.int64) * HEADS + head) * (ROWS * GROUP) + lane
         store_part(sums_at, stats_at, sums, top, weight, at, live, D, D)
         counter = counters + first * HEADS + head
         tl.debug_barrier()  # all of the part is written before it is counted
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
+            begin = (first.to(tl.int64) * HEADS + head) * (ROWS * GROUP)
             _add_parts(
-                out + row.to(tl.int64) * stride_out + head * (GROUP * D),
-                sums_at + (first.to(tl.int64) * HEADS + head) * (GROUP * D),
-                stats_at + (first.to(tl.int64) * HEADS + head) * (GROUP * 2),
-                None if sinks is None else sinks + head * GROUP,
+                out + row.to(tl.int64) * stride_out,
+                sums_at + begin * D,
+                stats_at + begin * 2,
+                sinks,
+                (head * GROUP, num_rows * GROUP),
                 parts,
+                stride_out,
                 D,
                 GROUP,
-                G,
-                HEADS,
+                LANES,
+                HEADS * ROWS * GROUP,
                 AT_ONCE,
             )
 
@@ -380,30 +423,32 @@ def _add_parts(
     sums_at,
     stats_at,
     sinks,
+    heads_of,
     parts,
+    stride,
     D: tl.constexpr,
     GROUP: tl.constexpr,
-    G: tl.constexpr,
-    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+    APART: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Add up the parts of the softmax of a row for a KV head, AT_ONCE together, which is one trip to memory.
+    """Add up the parts of the softmax of a sequence for a KV head, AT_ONCE together, which is one trip to memory.
 
-    out, sinks          [GROUP, D] output of the row; [GROUP] or None
-    sums_at, stats_at   the first part of `Plan.sums` [parts, HEADS, GROUP, D] and of `Plan.stats`, at the KV head
-    parts               number of parts
+    out, stride         output of the sequence's first row; elements from row to row
+    sums_at, stats_at   the first part of `Plan.sums` and of `Plan.stats`, at the KV head; APART lanes from part to part
+    heads_of            first query head, and number of lanes;  sinks  as in `_headed_kernel`
     """
-    member, dims = tl.arange(0, G), tl.arange(0, D)
-    inside = member < GROUP
-    sums = tl.zeros([G, D], tl.float32)
-    top, weight = tl.zeros([G], tl.float32) + LOWEST, tl.zeros([G], tl.float32)
+    lane, dims = tl.arange(0, LANES), tl.arange(0, D)
+    head, inside = heads_of[0] + lane % GROUP, lane < heads_of[1]
+    sums = tl.zeros([LANES, D], tl.float32)
+    top, weight = tl.zeros([LANES], tl.float32) + LOWEST, tl.zeros([LANES], tl.float32)
     for begin in range(0, parts, AT_ONCE):
         part = begin + tl.arange(0, AT_ONCE)
         known = (part < parts)[:, None] & inside[None, :]
-        lane = part[:, None] * (HEADS * GROUP) + member[None, :]
-        tops = tl.load(stats_at + 2 * lane, mask=known, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(stats_at + 2 * lane + 1, mask=known, other=0.0, cache_modifier=".cg")
-        at = sums_at + lane[:, :, None] * D + dims[None, None, :]
+        place = part[:, None] * APART + lane[None, :]
+        tops = tl.load(stats_at + 2 * place, mask=known, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(stats_at + 2 * place + 1, mask=known, other=0.0, cache_modifier=".cg")
+        at = sums_at + place[:, :, None] * D + dims[None, None, :]
         part_sums = tl.load(at, mask=known[:, :, None], other=0.0, cache_modifier=".cg")
         above = tl.maximum(top, tl.max(tops, 0))
         shares, decay = tl.exp2(tops - above[None, :]), tl.exp2(top - above)
@@ -411,7 +456,8 @@ def _add_parts(
         sums = sums * decay[:, None] + tl.sum(part_sums * shares[:, :, None], 0)
         top = above
     if sinks is not None:
-        sink = tl.load(sinks + member, mask=inside, other=0.0).to(tl.float32)
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
         weight += tl.exp2(sink * 1.4426950408889634 - top)
     result = (sums / weight[:, None]).to(out.dtype.element_ty)
-    tl.store(out + member[:, None] * D + dims[None, :], result, mask=inside[:, None])
+    to = (lane // GROUP).to(tl.int64) * stride + head * D
+    tl.store(out + to[:, None] + dims[None, :], result, mask=inside[:, None])

@@ -68,7 +68,7 @@ def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr
     """Apply bias, activation and residual, and store the result.
 
     out, other            products, float32: of gate and up with ACT, else `other` is not used
-    bias, residual, y     as in `gemv._few_kernel`; or `residual` is what `early` has returned
+    bias, residual, y     as in `gemv._few_kernel`; or `residual` is the numbers, loaded before
     row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
     ACT                   see `Epilogue`
     """
@@ -84,15 +84,6 @@ def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr
             residual = tl.load(residual + at, mask=inside, other=0.0)
         out += residual.to(tl.float32)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
-
-
-@jit
-def early(residual, row, col, n, inside):
-    """Return the numbers of the residual that `finish` will add, or None: read beside the inputs, they cost no time."""
-    added = residual
-    if residual is not None:
-        added = tl.load(residual + row * n + col, mask=inside, other=0.0)
-    return added
 
 
 @gluon_jit

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.linear.epilogue import Epilogue, early, finish
+from quire.kernels.linear.epilogue import Epilogue, finish
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled_weight import Scaled
-from quire.kernels.quantize.triton import magnitude, quantized, scale_of, sums_of_16
+from quire.kernels.quantize.triton import magnitude, quantized, scale_of, scaled_sums, tile_scales
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -102,52 +102,10 @@ def _tile(weight, first, n, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
 
 
 @jit
-def _scale(scales, first, n, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the scales of a tile, for each 16 inputs; [1, 1, 1] without a meaning where weights have none of blocks.
-
-    [1, 1, BLOCK_K / 16] where all outputs of a tile have the same, else [1, BLOCK_N, BLOCK_K / 16].
-    """
-    scale = tl.full([1, 1, 1], 1.0, tl.float32)
-    if BLOCK:
-        group = start // 128 + tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
-        col = first if BLOCK % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)[None, :, None]
-        at = tl.minimum(col, n - 1) // BLOCK * (K // 128) + group
-        scale = tl.load(scales + at, mask=group < K // 128, other=0.0)
-    return scale
-
-
-@jit
-def _sum(
-    tile,
-    given,
-    scale,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Products [M, BLOCK_N] of a tile of weights and the inputs `given`, with the scales of blocks."""
-    part = sums_of_16(tile, given, M, BLOCK_N, BLOCK_K, MOST, WORDS)
-    if BLOCK:
-        part *= scale
-    return tl.sum(part, 2)
-
-
-@jit
-def _raw(x, row, rows, stride, at, K: tl.constexpr):
-    """Load the inputs `at` [1, 1, BLOCK_K] of M rows."""
-    return tl.load(x + row * stride + at, mask=(row < rows) & (at < K), other=0.0)
-
-
-@jit
-def _factor(norm, at, K: tl.constexpr):
-    """Load the weights of the norm of the inputs `at`, or return None."""
-    factor = norm
-    if norm is not None:
-        factor = tl.load(norm + at, mask=at < K, other=0.0)
-    return factor
+def _inputs(x, norm, inverse, row, rows, stride, at, K: tl.constexpr):
+    """Load the inputs `at` [1, 1, BLOCK_K] of M rows, in float32; with a norm, as the norm rounds them."""
+    raw = tl.load(x + row * stride + at, mask=(row < rows) & (at < K), other=0.0)
+    return _normed(raw, tl.load(norm + at, mask=at < K, other=0.0) if norm is not None else None, inverse)
 
 
 @jit
@@ -210,14 +168,14 @@ def _few_kernel(
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     row = tl.arange(0, M)[:, None, None]
     tile = _tile(weight, first, n, 0, K, BLOCK_N, BLOCK_K, WORDS)
-    scale = _scale(scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    scale = tile_scales(scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
     up_weight = weight + n.to(tl.int64) * (K // 4 if WORDS else K)
     up_scales = scales + (n // BLOCK * (K // 128) if BLOCK else n)
     up_tile, up_scale = tile, scale
     if GATED:
         up_tile = _tile(up_weight, first, n, 0, K, BLOCK_N, BLOCK_K, WORDS)
-        up_scale = _scale(up_scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
-    factor = _factor(norm, lane, K)
+        up_scale = tile_scales(up_scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    factor = tl.load(norm + lane, mask=lane < K, other=0.0) if norm is not None else None
     to_row, to_col = tl.arange(0, M)[:, None], tl.arange(0, ROOM * BLOCK_N)[None, :]
     inside = to_col < STEPS * BLOCK_N
     to_col += first
@@ -229,20 +187,20 @@ def _few_kernel(
     inside &= to_row < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
-    raw = _raw(x, row, rows, stride, lane, K)
-    residual = early(residual, to_row, to_col, n, inside)
+    raw = tl.load(x + row * stride + lane, mask=(row < rows) & (lane < K), other=0.0)
+    if residual is not None:  # beside the inputs, not behind the sums
+        residual = tl.load(residual + to_row * n + to_col, mask=inside, other=0.0)
     inverse = tl.zeros([M, 1, 1], tl.float32)
     own = tl.zeros([M, 1, 1], tl.float32)
     if norm is not None:
         for start in tl.static_range(0, K, BLOCK_K):
-            values = (raw if start == 0 else _raw(x, row, rows, stride, start + lane, K)).to(tl.float32)
+            values = _inputs(x, None, 0, row, rows, stride, start + lane, K) if start > 0 else raw.to(tl.float32)
             inverse += tl.sum(values * values, 2, keep_dims=True)
         inverse = tl.rsqrt(inverse / K + eps)
     if RULE == 0 and BLOCK_K < K:
         largest = tl.zeros([M, 1, 1], tl.int32)
         for start in tl.static_range(0, K, BLOCK_K):
-            part = _raw(x, row, rows, stride, start + lane, K)
-            values = _normed(part, _factor(norm, start + lane, K), inverse)
+            values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
             largest = tl.maximum(largest, tl.max(magnitude(values), 2, keep_dims=True))
         own = scale_of(largest, MOST, POWERS)
     if RULE < 0:
@@ -251,9 +209,10 @@ def _few_kernel(
     other = out
     turn = tl.arange(0, ROOM)[None, :, None]
     for start in tl.static_range(0, K, BLOCK_K):
-        if start > 0:
-            raw, factor = _raw(x, row, rows, stride, start + lane, K), _factor(norm, start + lane, K)
-        values = _normed(raw, factor, inverse)
+        if start == 0:
+            values = _normed(raw, factor, inverse)
+        else:
+            values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
         given = quantized(values, own, -1 if RULE == 0 and BLOCK_K < K else RULE, POWERS, MOST, M, BLOCK_K)
         for step in range(STEPS):
             now, up_now, scale_now, up_scale_now = tile, up_tile, scale, up_scale
@@ -261,13 +220,13 @@ def _few_kernel(
             upcoming = tl.where(last, first, first + (step + 1) * BLOCK_N)
             beyond = start + tl.where(last, BLOCK_K, 0)
             tile = _tile(weight, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, WORDS)
-            scale = _scale(scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
-            part = _sum(now, given, scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+            scale = tile_scales(scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
+            part = scaled_sums(now, given, scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
             out += tl.where(turn == step, part[:, None, :], 0.0)
             if GATED:
                 up_tile = _tile(up_weight, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, WORDS)
-                up_scale = _scale(up_scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
-                part = _sum(up_now, given, up_scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+                up_scale = tile_scales(up_scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
+                part = scaled_sums(up_now, given, up_scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
                 other += tl.where(turn == step, part[:, None, :], 0.0)
     out, other = tl.reshape(out, [M, ROOM * BLOCK_N]), tl.reshape(other, [M, ROOM * BLOCK_N])
     if BLOCK == 0:
