@@ -98,5 +98,7 @@ def finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT: gl.co
         out = gated_in_gluon(out, other, ACT)
     at = row[None, :] * n + col[:, None]
     if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+        if residual.dtype.is_ptr():
+            residual = gl.load(residual + at, mask=inside, other=0.0)
+        out += residual.to(gl.float32)
     gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
