@@ -32,6 +32,7 @@ from quire.bench.workload import model_folder
 from quire.kernels.joined import decode_attention
 from quire.kernels.routing import triton_normed
 
+MODELS = "qwen3-0.6b,qwen3-8b,qwen3-8b-fp8,qwen3-8b-awq,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite"
 FEW = 64  # tokens of the shorter requests
 SWITCHES = {"attention": decode_attention, "experts": triton_normed}  # modules with ENABLED
 CHAIN = "chain"
@@ -41,7 +42,7 @@ Tokens = list[list[int]]
 def main() -> int:
     """Print the measurements of each model. Return 1 if a variant gave other tokens the second time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen3-0.6b,qwen3-8b,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite")
+    parser.add_argument("--models", default=MODELS)
     parser.add_argument("--requests", default="1,4,16")
     parser.add_argument("--device", default="cuda")
     for name, number in (("--prompt", 512), ("--tokens", 320), ("--runs", 3)):
