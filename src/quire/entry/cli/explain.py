@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,6 +17,9 @@ from quire.contracts.errors import ConfigError
 from quire.entry.terminal_messages import wrapped
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
+if TYPE_CHECKING:
+    from quire.platforms.cpu import CpuFacts
+
 WIDTH = 200  # characters per line where the output is not a terminal
 CHANGE = ("path", "one", "other")
 
@@ -56,6 +59,7 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import one_layer, plan_engine
+    from quire.platforms.cpu import read_cpu_facts
     from quire.reports.ranks import describe_one
 
     config, described, refused = _asked(args)
@@ -63,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
         return _print_cost(args, config, described)
     if args.batch is not None or args.context is not None or args.layouts:
         raise ConfigError("--batch, --context and --layouts say what --cost shows: add --cost.")
-    report = plan_engine(config, described)
+    facts = read_cpu_facts()
+    report = plan_engine(config, described, facts=facts)
     if args.rank is not None:
         plan = describe_one(report, args.rank)
     else:
         plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
     plan["missing"] += refused
     if args.diff is not None:
-        return _print_differences(args, plan)
+        return _print_differences(args, plan, facts)
     if args.json:
         print(msgspec.json.format(json.dumps(plan), indent=1))  # `json` itself is slow where it indents
         return 0
@@ -99,7 +104,7 @@ def _asked(args: argparse.Namespace) -> tuple[EngineConfig, str, list[dict[str, 
     return flags.server_config(settings).engine, described, [one._asdict() for one in refused]
 
 
-def _print_differences(args: argparse.Namespace, plan: dict[str, Any]) -> int:
+def _print_differences(args: argparse.Namespace, plan: dict[str, Any], facts: "CpuFacts") -> int:
     """Print the values that differ when the words of --diff stand behind the other flags."""
     from quire.explain.describe import plan_engine
     from quire.explain.differences import differences
@@ -110,7 +115,7 @@ def _print_differences(args: argparse.Namespace, plan: dict[str, Any]) -> int:
     if not words or words[0].startswith("-"):
         given.model_argument = args.model_argument
     config, described, refused = _asked(given)
-    other = plan_engine(config, described).describe()
+    other = plan_engine(config, described, facts=facts).describe()
     other["missing"] += refused
     found = differences(plan, other)
     if args.json:
