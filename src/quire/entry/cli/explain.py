@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,6 +40,7 @@ def configure(parser: flags.FlagParser) -> None:
     part.add_argument(
         "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff '-tp 4 -q fp8'"
     )
+    part.add_argument("--svg", metavar="FOLDER", type=Path, help="write drawings of the plan to this folder")
     parser.add_argument(
         "--batch", metavar="N", type=_positive, help="requests of the decode step of --cost (default: 1)"
     )
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     config, described, refused = _asked(args)
     if args.cost:
         return _print_cost(args, config, described)
-    if args.batch is not None or args.context is not None or args.layouts:
+    if args.layouts or args.svg is None and (args.batch is not None or args.context is not None):
         raise ConfigError("--batch, --context and --layouts say what --cost shows: add --cost.")
     facts = read_cpu_facts()
     report = plan_engine(config, described, facts=facts)
@@ -76,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
     plan["missing"] += refused
     if args.diff is not None:
         return _print_differences(args, plan, facts)
+    if args.svg is not None:
+        from quire.explain.cost import describe_cost
+        from quire.explain.drawings import write_drawings
+
+        cost = describe_cost(config, described, args.batch or 1, args.context)
+        print(*write_drawings(plan, cost, args.svg), sep="\n")
+        return 0
     if args.json:
         print(msgspec.json.format(json.dumps(plan), indent=1))  # `json` itself is slow where it indents
         return 0
