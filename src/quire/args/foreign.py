@@ -69,7 +69,7 @@ ForeignLeaf = ForeignLinear | ForeignNorm | ForeignTensor
 class ForeignGate(msgspec.Struct, frozen=True, kw_only=True):
     """An activation between two linear layers that a kernel of Quire computes.
 
-    act      word of `quire.kernels.activation`
+    act      word of `quire.kernels.activation`: of `ACTS`, or of `POINTWISE` where there is no gate
     source   name of the linear layer before it: gate and up, or up alone
     reads    name of the linear layer behind it
     gated    False: there is no gate

@@ -18,11 +18,10 @@ from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import ancestors, inputs_of, outputs_of
 from quire.foreign.program import LayerRun, Program, compiled
 from quire.foreign.rewrite import copied, put_attention, put_gate, put_leaves
-from quire.foreign.steps import Activated, Attends, ChosenExperts, Gated, PlainAttention, PreparedAttention
+from quire.foreign.steps import Activated, Attends, ChosenExperts, PlainAttention, PreparedAttention
 from quire.foreign.trace import TracedGraph, key_of, kind_of, trace_entry
-from quire.kernels.activation import UNGATED
 from quire.layers.context import Build, StepContext
-from quire.layers.linear import GatedLinear, Linear
+from quire.layers.linear import ActivatedLinear, GatedLinear, Linear
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm
 
@@ -154,7 +153,7 @@ class ForeignModules:
             step = PlainAttention(attends, turn)
         put_attention(traced, step, prepared=own.prepared)
         for half in kind.halves:
-            put_gate(traced, key_of(half.reads), self._gate(made[gate_name(traced, half)], half.act, half.gated))
+            put_gate(traced, key_of(half.reads), Activated(made[gate_name(traced, half)]))  # type: ignore[arg-type]
         experts = self._experts(layer)
         chosen = None if experts is None else ChosenExperts(experts, self.build.tp)
         put_leaves(traced, *self._by_key(traced, made), chosen)
@@ -247,9 +246,9 @@ class ForeignModules:
         if isinstance(leaf, ForeignLinear):
             gates = {gate.source: gate for gate in own.gates} if own is not None else {}
             gate = gates.get(leaf.name)
-            if gate is not None and gate.gated:
-                return GatedLinear(at, self.build, gate.act)
-            return Linear(at, self.build)
+            if gate is None:
+                return Linear(at, self.build)
+            return (GatedLinear if gate.gated else ActivatedLinear)(at, self.build, gate.act)
         if isinstance(leaf, ForeignNorm):
             return self._norm(leaf, at)
         assert isinstance(leaf, ForeignTensor)
@@ -258,14 +257,6 @@ class ForeignModules:
     def _norm(self, leaf: ForeignNorm, at: str) -> Norm:
         args = NormArgs(eps=leaf.eps, plus_one=leaf.plus_one, centered=leaf.centered)
         return Norm(at, args, self.build) if leaf.stored else PlainNorm(args, leaf.width, self.build)
-
-    def _gate(self, linear: nn.Module, act: str, gated: bool) -> Gated | Activated:
-        if gated:
-            assert isinstance(linear, GatedLinear)
-            return Gated(linear)
-        assert isinstance(linear, Linear) and (act in UNGATED or act)
-        ones = torch.ones(1, linear.out_features, dtype=self.build.dtype, device=self.build.device)
-        return Activated(linear, act, self.build.kernels.activation, ones)
 
     def _by_key(self, traced: TracedGraph, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
         leaves = {key: made.get(leaf.name) for key, leaf in enumerate(traced.leaves)}

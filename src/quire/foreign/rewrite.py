@@ -12,7 +12,7 @@ from quire.foreign.halves import Half
 from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
-from quire.foreign.steps import Activated, Added, ChosenExperts, Gated, NormAdded, Normed, PreparedAttention, Projection
+from quire.foreign.steps import Activated, Added, ChosenExperts, NormAdded, Normed, PreparedAttention, Projection
 from quire.foreign.trace import TracedGraph, aten, key_of, kind_of
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
@@ -73,7 +73,7 @@ def _merged(graph: fx.Graph, attend: fx.Node, new: fx.Node) -> fx.Node | None:
     return new
 
 
-def put_gate(traced: TracedGraph, reads: int, step: Gated | Activated) -> None:
+def put_gate(traced: TracedGraph, reads: int, step: Activated) -> None:
     """Replace what the linear layer `reads` reads: an activation and the linear layers before it."""
     graph = traced.graph
     (reader,) = [node for node in graph.nodes if kind_of(node) == LINEAR and key_of(node) == reads]
@@ -114,7 +114,7 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> None:
     if len(node.users) != 1:
         return
     (user,) = node.users
-    if isinstance(user.target, PreparedAttention | Gated | Activated | Projection) and user.args[0] is node:
+    if isinstance(user.target, PreparedAttention | Activated | Projection) and user.args[0] is node:
         columns = isinstance(user.target, Projection) and user.target.linear.tp is not None
         if not columns:
             user.target.norm = node.target.norm  # type: ignore[union-attr]
@@ -194,11 +194,12 @@ class _Anything(Linear):
 
 def left_operations(traced: TracedGraph, halves: Sequence[Half], *, prepared: bool) -> list[str]:
     """Return the operations of PyTorch that a layer's program runs beside our kernels, in their order."""
-    own, linear = copied(traced), _Anything()
+    own = copied(traced)
+    linear: Any = _Anything()
     graph = own.graph
     put_attention(own, _Step(), prepared=prepared)
     for half in halves:
-        put_gate(own, key_of(half.reads), Activated(linear, half.act, None, None))
+        put_gate(own, key_of(half.reads), Activated(linear))
     keys = range(len(traced.leaves))
     put_leaves(
         own,

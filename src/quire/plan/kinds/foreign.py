@@ -86,7 +86,7 @@ class ForeignKind:
                 if leaf.shard == "columns" and step.sliced:
                     yield Call(SUM)
                 if gate is not None and not fused:
-                    yield Call("activation.squared" if gate.act == "relu2" else "activation.gated")
+                    yield Call("activation.gated" if gate.gated else "activation.pointwise")
         yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in "qk"[: len(self._args.head_norm)]))
         yield Call("attention.paged_attention")
 
