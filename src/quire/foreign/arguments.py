@@ -59,6 +59,8 @@ def model_args(
     embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
     if head is None or head.in_features != config.hidden_size or embed.embedding_dim != config.hidden_size:
         raise refused(dict(raw), "its embedding or its head has another width than its hidden states")
+    if head.out_features != embed.num_embeddings:
+        raise refused(dict(raw), f"its embedding has {embed.num_embeddings} ids, and its head {head.out_features}")
     scale, cap = fitted_head(dict(raw), skeleton)
     kinds = [_layer(found, kind, number, stored) for number, kind in enumerate(found.kinds)]
     numbers = {layer: number for number, kind in enumerate(found.kinds) for layer in kind.layers}

@@ -17,6 +17,7 @@ from quire.foreign.capture import OWN_MASK, mask_window
 from quire.foreign.heads import ProvenHeads
 from quire.foreign.inspect import Inspected, inspect
 from quire.foreign.leaves import NormForm, is_linear, norm_form
+from quire.foreign.names import stored_names
 from quire.foreign.skeleton import Skeleton, read_skeleton
 
 from ...support.foreign_models import foreign_config
@@ -118,6 +119,14 @@ def test_masks_are_told_by_their_function() -> None:
     assert mask_window(lambda b, h, q, k: (k <= q) & (k > q - 10), 9) == OWN_MASK
     assert mask_window(lambda b, h, q, k: (k <= q) & (q // 8 == k // 8), 8) == -8
     assert mask_window(lambda b, h, q, k: k <= q + 1, None) == OWN_MASK
+
+
+def test_quantized_tensors_have_the_names_of_their_weights(tmp_path: Path) -> None:
+    """A checkpoint of the base model alone leaves out its prefix; packed words have other last names than weights."""
+    foreign_config("gpt_neox").save_pretrained(tmp_path)
+    skeleton = read_skeleton(tmp_path, json.loads((tmp_path / "config.json").read_text()), "float32")
+    name_of = stored_names(skeleton, ["layers.0.attention.dense.qweight", "layers.0.attention.dense.scales"])
+    assert name_of("gpt_neox.layers.0.attention.dense.weight") == "layers.0.attention.dense.weight"
 
 
 def test_norms_and_linear_layers_are_told_by_numbers() -> None:
