@@ -55,12 +55,17 @@ class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True, tag="norm"):
 
 
 class ForeignTensor(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
-    """A parameter that operations of PyTorch read. shard: "rows": ranks share its first dimension (sinks of heads)."""
+    """A parameter that operations of PyTorch read.
+
+    shard   "rows": ranks share its first dimension (sinks of heads)
+    dtype   as of `Param`: "float32" for every dtype of the model; "": the model's
+    """
 
     name: str
     stored: str
     shape: tuple[int, ...]
     shard: str = ""
+    dtype: str = ""
 
 
 ForeignLeaf = ForeignLinear | ForeignNorm | ForeignTensor

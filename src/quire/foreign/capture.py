@@ -204,7 +204,7 @@ def _call(module: Any, q: Tensor, mask: Any, more: dict[str, Any], calls: Calls)
     scale = more.get("scaling")
     scale = scale if scale is not None else getattr(module, "scaling", None) or q.shape[-1] ** -0.5
     call = ModuleAttention(scale=float(scale), soft_cap=more.get("softcap"), sinks=more.get("s_aux") is not None)
-    others = [name for name, value in more.items() if name not in SILENT and isinstance(value, Tensor)]
+    others = [name for name, value in more.items() if name not in SILENT and value is not None and value is not False]
     if others:
         call.refused = f"its attention reads {' and '.join(others)}"
     if getattr(module, "is_causal", True) is False:
@@ -230,8 +230,9 @@ def mask_window(visible: Callable[[Any, Any, Any, Any], Any], size: int | None) 
     made = torch.Generator().manual_seed(0)
     q = torch.randint(0, 4 * (size or 50), (4000,), generator=made)
     k = (q[:, None] - torch.tensor([0, 1, -1, (size or 9) - 1, size or 9, (size or 9) + 1])).flatten()
-    q = torch.cat((q, q.repeat_interleave(6)))
-    k = torch.cat((torch.randint(0, 4 * (size or 50), (4000,), generator=made), k)).clamp(min=0)
+    far = 2 ** torch.arange(8, 24)  # a window that is not told
+    q = torch.cat((q, q.repeat_interleave(6), far, far))
+    k = torch.cat((torch.randint(0, 4 * (size or 50), (4000,), generator=made), k, far // 2, 0 * far)).clamp(min=0)
     zero = torch.zeros_like(q)
     try:
         truth = torch.as_tensor(visible(zero, zero, q, k)).expand(q.shape)

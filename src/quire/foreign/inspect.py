@@ -1,5 +1,6 @@
 """The inspection of a decoder of transformers: each kind of layer is traced once, and compared with ours."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,8 +121,8 @@ def _extras(stubs: Stubs, calls: Calls) -> list[Tensor]:
     for one in tensors_of([(own.args, own.kwargs) for own in stubs.inputs]):
         if id(one) not in calls.marks:
             found.setdefault(id(one), one)
-    positions = [one for one in found.values() if not one.is_floating_point() and not one.is_complex()]
-    first = positions[0] if positions else torch.arange(stubs.seen[0].shape[1])[None]
+    count = torch.arange(stubs.seen[0].shape[1])[None]
+    first = next((one for one in found.values() if one.dtype == torch.int64 and one.equal(count)), count)
     return [first, *(one for one in found.values() if one is not first)]
 
 
@@ -161,16 +162,31 @@ def _alike(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], calls: Ca
 def _signature(layer: nn.Module, number: int, inputs: LayerArguments, extras: Sequence[Tensor], calls: Calls) -> str:
     words = [repr(layer)]
     for name, module in layer.named_modules():
-        own = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str | bool | tuple)}
+        own = {key: _plain(value) for key, value in vars(module).items() if not key.startswith("_")}
         words.append(
             f"{name} {sorted((key, value) for key, value in own.items() if not _is_number(key, value, number))}"
         )
-        words += [f"{key} {value.flatten()[:8].tolist()}" for key, value in module.named_buffers(recurse=False)]
+        words += [f"{key} {_digest(value)}" for key, value in module.named_buffers(recurse=False)]
+        words += [f"{key} {tuple(value.shape)}" for key, value in module.named_parameters(recurse=False)]
     marks = [f"mask {calls.marks[id(one)]}" for one in tensors_of(inputs.kwargs) if id(one) in calls.marks]
     place = {id(one): i for i, one in enumerate(extras)}
     given = [place[id(one)] for one in tensors_of((inputs.args, inputs.kwargs)) if id(one) in place]
     plain = {name: value for name, value in inputs.kwargs.items() if isinstance(value, int | float | str | None)}
     return "\n".join([*words, *marks, str(given), repr(plain)])
+
+
+def _plain(value: object) -> object:
+    """Return a setting of a module, or the name of a function; None for other objects, which modules share."""
+    if isinstance(value, int | float | str | bool | tuple | list | dict):
+        return value if isinstance(value, int) else repr(value)
+    return getattr(value, "__qualname__", None)
+
+
+def _digest(buffer: Tensor) -> str:
+    if buffer.is_meta:
+        return "without numbers"
+    numbers = buffer.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(repr((buffer.dtype, buffer.shape)).encode() + numbers).hexdigest()
 
 
 def _is_number(name: str, value: object, number: int) -> bool:

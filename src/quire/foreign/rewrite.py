@@ -1,5 +1,6 @@
 """Traced layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,12 @@ def _merged(graph: fx.Graph, attend: fx.Node, new: fx.Node) -> fx.Node | None:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     return new
+
+
+def only_views(attend: fx.Node, last: fx.Node) -> bool:
+    """Return True if nothing but views leads from attention to a node: all heads side by side."""
+    sizes = ancestors([last], [attend]) - {attend}
+    return all(is_view(one) or "sym_size" in str(one.target) or one.op == "placeholder" for one in sizes)
 
 
 def put_gate(traced: TracedGraph, reads: int, step: Activated) -> None:
@@ -171,9 +178,21 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _is_free(graph: fx.Graph, node: fx.Node, before: fx.Node) -> bool:
-    """Return True if nothing from `before` on reads a value but the sum itself, so that its memory may be reused."""
+    """Return True if nothing from `before` on reads a value but the sum itself, so that its memory may be reused.
+
+    A value's views have the same memory. Inputs but the hidden states are read by other layers, too.
+    """
+    base = node
+    while base.op == "call_function" and is_view(base) and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+    if base.op == "get_attr" or base.op == "placeholder" and base is not next(iter(graph.nodes)):
+        return False
     place = {one: i for i, one in enumerate(graph.nodes)}
-    return all(place[user] < place[before] or user is before or _within(user, before) for user in node.users)
+    stack, users = [base], list[fx.Node]()
+    while stack:
+        for user in stack.pop().users:
+            (stack if is_view(user) or user.target is operator.getitem else users).append(user)
+    return all(place[user] < place[before] or user is before or _within(user, before) for user in users)
 
 
 def _within(user: fx.Node, total: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, Leaf, find_leave
 from quire.foreign.skeleton import Skeleton
 
 TRACED_TOKENS = 13  # of a trace; any other number gives the same graph
+SIZES = (2, 3, TRACED_TOKENS, 300, 5000, 200_000, 20_000_000)  # numbers of tokens that must make the same graph
 aten = torch.ops.aten
 STRIDED = (aten.view.default, aten._unsafe_view.default)  # operations that need strides of a kind
 SAME = frozenset(  # operations whose result is their input, whatever its values
@@ -84,9 +85,18 @@ def graph_of(run: Callable[..., Any], tensors: Sequence[Tensor], moving: Sequenc
 
     fakes = [faked(one, dim) for one, dim in zip(tensors, moving, strict=True)]
     graph = traced(run)
+    _check_guards(mode.shape_env)
     if any(_writes(node) for node in graph.nodes):  # then once more, without operations in place
         graph = traced(torch.func.functionalize(run, remove="mutations"))
     return simplified(graph)
+
+
+def _check_guards(shapes: Any) -> None:
+    """Raise ValueError if a trace has decided something by the number of tokens that other numbers would not decide."""
+    for guard in shapes.guards:
+        for count in SIZES:
+            if not bool(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, count))):
+                raise ValueError(f"it decides by the number of tokens of a step ({guard.expr})")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -120,7 +130,8 @@ def trace_layer(
     marks    masks of the captured run
     """
     layer: nn.Module = skeleton.layers[number]
-    leaves = find_leaves(layer)
+    at = f"{skeleton.at}.{number}."
+    leaves = find_leaves(layer, lambda name: skeleton.stays_float(at + name))
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in layer.named_parameters() if id(one) not in inside}
     buffers, kept = buffers_of(layer)
@@ -143,7 +154,7 @@ def trace_layer(
     with standing_in(leaves), answered(calls):
         graph = graph_of(
             run,
-            [hidden, *grown, *map(_on_cpu, own.values()), *buffers.values()],
+            [hidden, *grown, *_stand_ins(skeleton, at, own, dtype), *buffers.values()],
             [1, *moving, *[-1] * len(names)],
         )
     labels = ["hidden", "positions", *(f"extra{i}" for i in range(1, len(extras))), *names]
@@ -160,9 +171,25 @@ def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     )
 
 
-def _on_cpu(one: Tensor) -> Tensor:
-    """Return memory for a parameter that has none. A trace makes constants on the device of its inputs."""
-    return torch.empty(one.shape, dtype=one.dtype)
+def _stand_ins(skeleton: Skeleton, at: str, own: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return memory for parameters that have none, in the dtypes that they are loaded in.
+
+    at   begin of their names in the model
+    A trace makes constants on the device of its inputs.
+    """
+    return [torch.empty(one.shape, dtype=_loaded(skeleton, at + name, one, dtype)) for name, one in own.items()]
+
+
+def _loaded(skeleton: Skeleton, name: str, one: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not one.is_floating_point():
+        return one.dtype
+    return torch.float32 if skeleton.stays_float(name) else dtype
+
+
+def prefix_of(skeleton: Skeleton, module: nn.Module) -> str:
+    """Return the begin of the names below a module, with a dot behind; "" for the whole model."""
+    name = skeleton.names[module]
+    return f"{name}." if name else ""
 
 
 def replaced(value: Any, place: dict[int, int], given: Sequence[Tensor]) -> Any:
@@ -238,7 +265,7 @@ def _trace_base(
     with standing_in(leaves), answered(calls):
         graph = graph_of(
             run,
-            [hidden, positions, *map(_on_cpu, own.values()), *buffers.values()],
+            [hidden, positions, *_stand_ins(skeleton, prefix_of(skeleton, base), own, dtype), *buffers.values()],
             [1, 1, *[-1] * len(names)],
         )
     return TracedGraph(graph, ("hidden", "positions", *names), leaves, [], buffers)
@@ -247,7 +274,9 @@ def _trace_base(
 def find_outer(skeleton: Skeleton) -> list[Leaf]:
     """Return the leaves of a base model outside its layers."""
     inside = set(skeleton.layers.modules())
-    return [leaf for leaf in find_leaves(skeleton.base) if leaf.module not in inside]
+    at = prefix_of(skeleton, skeleton.base)
+    leaves = find_leaves(skeleton.base, lambda name: skeleton.stays_float(at + name))
+    return [leaf for leaf in leaves if leaf.module not in inside]
 
 
 def _place(stubs: Stubs, tensor: Tensor) -> tuple[int, tuple[Any, ...]]:

@@ -126,7 +126,7 @@ def leaf_params(leaves: Iterable[ForeignLeaf], rank: Rank, at: str, layer: int =
             shape = leaf.shape or (1,)
             first, end = share(shape[0], rank.tp, rank.place) if leaf.shard else (0, shape[0])
             part = Part(stored, shape, first, end - first)
-            yield Param(f"{name}.value", part.local_shape, (part,), shard=leaf.shard)
+            yield Param(f"{name}.value", part.local_shape, (part,), shard=leaf.shard, dtype=leaf.dtype)
 
 
 def norm_params(leaf: ForeignNorm, name: str, layer: int = -1) -> Iterator[Param]:
