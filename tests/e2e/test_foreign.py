@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.args.layers import ForeignArgs
@@ -94,6 +95,31 @@ def test_quantized_weights(
     llm, ids = engine(truth.folder, max_logprobs=-1), [5, 9, 33, 70, 2, 8, 44, 12, 90]
     (scored,) = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=-1), use_tqdm=False)
     np.testing.assert_allclose(table_of(scored), truth.logprobs(ids)[:-1], atol=ATOL, rtol=0)
+
+
+@only_full
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_drafts(
+    method: str,
+    foreign: Callable[[str], Oracle],
+    engine: Callable[..., LLM],
+    prompts: list[list[int]],
+    greedy: Callable[..., SamplingParams],
+) -> None:
+    truth = foreign("gpt_neox")
+    drafter = {"method": "ngram"} if method == "ngram" else {"model": str(truth.folder)}
+    llm = engine(truth.folder, speculative_config=drafter | {"num_speculative_tokens": 3})
+    got = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in got] == truth.greedy(prompts, NUM_TOKENS)
+
+
+@only_full
+def test_embeddings(foreign: Callable[[str], Oracle], engine: Callable[..., LLM], prompts: list[list[int]]) -> None:
+    truth = foreign("gpt_neox")
+    (out,) = engine(truth.folder).embed(prompts[:1], use_tqdm=False)
+    with torch.no_grad():
+        last = truth.model.base_model(torch.tensor(prompts[:1])).last_hidden_state[0, -1]
+    np.testing.assert_allclose(np.array(out.outputs.embedding), (last / last.norm()).numpy(), atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("family", [*OWN[:1], *full_rows(OWN[1:])])

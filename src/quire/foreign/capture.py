@@ -57,34 +57,28 @@ class Stubs:
     as_tuple   True: layers return a tuple
     inputs     arguments of each layer
     seen       hidden states of each layer
-    result     hidden states that the last layer returns; None: those that it got
     """
 
-    def __init__(self, skeleton: Skeleton, *, as_tuple: bool, result: Tensor | None = None) -> None:
-        self.skeleton, self.as_tuple, self.result = skeleton, as_tuple, result
+    def __init__(self, skeleton: Skeleton, *, as_tuple: bool) -> None:
+        self.skeleton, self.as_tuple = skeleton, as_tuple
         self.inputs: list[LayerArguments] = []
         self.seen: list[Tensor] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the functions in place of the layers."""
-        for number, layer in enumerate(self.skeleton.layers):
-            layer.forward = self._stub(number)  # type: ignore[method-assign]
+        for layer in self.skeleton.layers:
+            layer.forward = self._forward  # type: ignore[method-assign]
         try:
             yield
         finally:
             for layer in self.skeleton.layers:
                 del layer.forward
 
-    def _stub(self, number: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.inputs.append(LayerArguments(args, kwargs))
-            self.seen.append(hidden)
-            last = number == len(self.skeleton.layers) - 1
-            out = self.result if last and self.result is not None else hidden
-            return (out,) if self.as_tuple else out
-
-        return forward
+    def _forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.inputs.append(LayerArguments(args, kwargs))
+        self.seen.append(hidden)
+        return (hidden,) if self.as_tuple else hidden
 
 
 def outer_params(skeleton: Skeleton) -> dict[str, nn.Parameter]:

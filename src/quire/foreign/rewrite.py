@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +13,9 @@ from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
 from quire.foreign.steps import Activated, Added, ChosenExperts, NormAdded, Normed, PreparedAttention, Projection
-from quire.foreign.trace import TracedGraph, aten, key_of, kind_of
+from quire.foreign.trace import TracedGraph, aten, copied, key_of, kind_of
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
-
-
-def copied(traced: TracedGraph) -> TracedGraph:
-    """Return a copy of a traced layer, whose graph may be rewritten."""
-    graph, places = fx.Graph(traced.graph.owning_module), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(traced.graph, places))
-    for before, after in places.items():
-        after.meta = dict(before.meta)
-    return replace(traced, graph=graph)
 
 
 def put_attention(traced: TracedGraph, step: Ours, *, prepared: bool) -> None:

@@ -1,7 +1,7 @@
 """Layers and the ends of a model as graphs of PyTorch's operations, for any number of tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,15 @@ class TracedGraph:
     leaves: list[Leaf]
     calls: list[ModuleAttention]
     constants: dict[str, Tensor]
+
+
+def copied(traced: TracedGraph) -> TracedGraph:
+    """Return a copy of a traced layer, whose graph may be rewritten."""
+    graph, places = fx.Graph(traced.graph.owning_module), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(traced.graph, places))
+    for before, after in places.items():
+        after.meta = dict(before.meta)
+    return replace(traced, graph=graph)
 
 
 def kind_of(node: fx.Node) -> str:
@@ -224,25 +233,12 @@ def _grown(extras: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     return made, moving
 
 
-def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
-    """Trace the way from embedded tokens and positions to the first layer: hidden states, then the extra tensors."""
-    places = [_place(stubs, one) for one in extras[1:]]
+def trace_ends(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
+    """Trace a base model without its layers, from embedded tokens and positions.
 
-    def outputs(again: Stubs, out: Tensor) -> Any:
-        return (again.seen[0], *(_at(again.inputs[layer], way) for layer, way in places))
-
-    return _trace_base(skeleton, stubs, outputs, dtype)
-
-
-def trace_end(skeleton: Skeleton, stubs: Stubs, dtype: torch.dtype) -> TracedGraph:
-    """Trace the way from the last layer's hidden states to the result of the base model."""
-    return _trace_base(skeleton, stubs, lambda again, out: out, dtype, end=True)
-
-
-def _trace_base(
-    skeleton: Skeleton, stubs: Stubs, outputs: Callable[[Stubs, Tensor], Any], dtype: torch.dtype, *, end: bool = False
-) -> TracedGraph:
-    base = skeleton.base
+    The graph returns the hidden states before the first layer, the extra tensors, and last the result of the model.
+    """
+    base, places = skeleton.base, [_place(stubs, one) for one in extras[1:]]
     leaves = [leaf for leaf in find_outer(skeleton)]
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in outer_params(skeleton).items() if id(one) not in inside}
@@ -253,13 +249,11 @@ def _trace_base(
     names = [*own, *buffers]
 
     def run(hidden: Tensor, positions: Tensor, *tensors: Tensor) -> Any:
-        again = Stubs(skeleton, as_tuple=stubs.as_tuple, result=hidden if end else None)
-        embedded = hidden.new_zeros(*hidden.shape[:2], base.get_input_embeddings().embedding_dim) if end else hidden
-        out = run_base(skeleton, again, dict(zip(names, tensors, strict=True)), embedded, positions)
-        return outputs(again, out)
+        again = Stubs(skeleton, as_tuple=stubs.as_tuple)
+        out = run_base(skeleton, again, dict(zip(names, tensors, strict=True)), hidden, positions)
+        return (again.seen[0], *(_at(again.inputs[layer], way) for layer, way in places), out)
 
-    width = base.config.hidden_size if end else base.get_input_embeddings().embedding_dim
-    hidden = torch.empty(1, TRACED_TOKENS, width, dtype=dtype)
+    hidden = torch.empty(1, TRACED_TOKENS, base.get_input_embeddings().embedding_dim, dtype=dtype)
     positions = torch.empty(1, TRACED_TOKENS, dtype=torch.int64)
     calls = Calls()
     with standing_in(leaves), answered(calls):
