@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from quire.foreign.leaves import ExpertsForm
 from quire.foreign.skeleton import Skeleton
-from quire.plan.formats import MARKS
+from quire.quantization.formats import MARKS
 
 GATE_UP, DOWN = "layers.{i}.mlp.experts.gate_up", "layers.{i}.mlp.experts.down"
 
