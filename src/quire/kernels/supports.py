@@ -61,7 +61,7 @@ _UNGATED = frozenset({"gated", "ungated"})
 _NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
 _WIDE_GROUPS = {"nvfp4": "its words have scales for 32 inputs or more, not for 16"}
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
-_FORMS = frozenset({"gelu_tanh", "swiglu_oai", "bias"})  # of experts, see their form.py
+_FORMS = frozenset({"gelu_tanh", "gelu", "swiglu_oai", "bias"})  # of experts, see their form.py
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
