@@ -48,9 +48,6 @@ EXPERTS: tuple[Row, ...] = (
     Row("EPLB", "one expert rank", REFUSED,
         "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
         "add {more_ranks}, or leave it out"),
-    Row("EPLB", "-pp", MISSING, "it moves experts among the ranks of one stage", ONE,
-        what="balancing of experts with pipeline parallelism"),
-    Row("EPLB", "round robin", REFUSED, "--enable-eplb cannot be used with --expert-placement-strategy", ONE),
     Row("EPLB", "uneven slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: {slots} slots for "
         "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
