@@ -53,8 +53,10 @@ class RankBalancing(StepFeature):
         return -1 if self._mover.fault is not None else self._mover.told
 
     def control(self, what: str, **given: Any) -> object:
-        """Do what the engine core asks for: "reset", "load" (return the counts of tokens, [layers][experts], 0 in layers
-        of other stages), or "move" (begin to move weights)."""
+        """Do what the engine core asks for: "reset", "load" (return the counts of tokens), "move" (begin to move weights).
+
+        Counts are [layers][experts], of layers of other stages 0.
+        """
         if what == "move":
             return self._move(**given)
         loads = [layer.slots.load for layer in self._layers.values() if layer.slots is not None]
