@@ -53,7 +53,7 @@ class RankBalancing(StepFeature):
         return -1 if self._mover.fault is not None else self._mover.told
 
     def control(self, what: str, **given: Any) -> object:
-        """Do what the engine core asks for: "reset", "load" (return the counts of tokens), "move" (begin to move weights).
+        """Do what the engine core asks for: "reset", "load" (return counts of tokens), "move" (begin to move weights).
 
         Counts are [layers][experts], of layers of other stages 0.
         """
