@@ -69,7 +69,7 @@ def _drafts_unchosen(i: Inputs, model: ModelArgs) -> bool:
 def wrong_local(i: Inputs) -> bool:
     """True for a number of replicas of each host that is not -dp divided by the hosts."""
     local, hosts, dp = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes, i.parallel.dp
-    return local is not None and local * hosts != dp and not local == 1 > dp // hosts
+    return local is not None and not _ray(i) and local * hosts != dp and not local == 1 > dp // hosts
 
 
 def odd_layers(i: Inputs) -> list[int]:
