@@ -123,8 +123,8 @@ def parse_load_format(text: str) -> str:
     """
     if text == "mistral":
         raise ValueError(
-            "'mistral' is not implemented: leave out --load-format, --config-format and --tokenizer-mode, and the files "
-            "in Hugging Face's form are read, which the same repositories have"
+            "'mistral' is not implemented: leave out --load-format, --config-format and --tokenizer-mode. The files in "
+            "Hugging Face's form are read, which the same repositories have"
         )
     if text in REFUSED_FORMATS:
         raise ValueError(f"{text!r} is not implemented ({REFUSED_FORMATS[text]}): {FORMATS_LACK}")

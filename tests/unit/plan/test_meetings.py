@@ -170,11 +170,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("host memory", "no prefix cache"), ("KV events", "no prefix cache")},
     ),
     (
-        {"kv_offload_gb": 1.0, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}},
-        {},
-        {("connector", "given host memory")},
-    ),
-    (
         {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both"}},
         {},
         {("prefill node", "no sharing"), ("decode node", "no peers")},

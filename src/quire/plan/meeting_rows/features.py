@@ -303,10 +303,6 @@ CACHE: Mapping[str, Feature] = {
     "tier policy": Feature(given("kv_offload_policy"), "a policy of KV tiers", "--kv-offload-policy"),
     "folder size": Feature(given("kv_offload_dir_gb"), "a size of files", "--kv-offload-dir-gb"),
     "shared folder": Feature(given("kv_offload_dir_shared"), "a folder of several users", "--kv-offload-dir-shared"),
-    "connector": Feature(
-        lambda i: bool(i.config.cache.kv_transfer_config) and not i.role, "a connector of vLLM", "--kv-transfer-config"
-    ),
-    "given host memory": Feature(given("kv_offload_gb"), "--kv-offload-gb"),
     "prefill node": Feature(lambda i: i.role in ROLES[:2], "a prefill node", "--kv-transfer-config"),
     "decode node": Feature(lambda i: i.role in ROLES[::2], "a decode node", "--kv-transfer-config"),
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),

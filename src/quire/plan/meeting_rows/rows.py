@@ -152,8 +152,6 @@ TIERS: tuple[Row, ...] = (
         "leave out enable_prefix_caching=False, or kv_offload_gb"),
     Row("KV events", "no prefix cache", REFUSED, "kv_events_config tells the content of the prefix cache, which is off",
         "leave out enable_prefix_caching=False, or kv_events_config"),
-    Row("connector", "given host memory", REFUSED, "kv_transfer_config and kv_offload_gb both size the host memory",
-        "leave one out"),
     Row("prefill node", "no sharing", REFUSED, "kv_transfer_config: kv_role={role} without kv_share",
         "a prefill node shares its blocks (--kv-share HOST:PORT)"),
     Row("decode node", "no peers", REFUSED, "kv_transfer_config: kv_role={role} without kv_peers",
