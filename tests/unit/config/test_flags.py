@@ -49,6 +49,7 @@ FLAGS = """
 --enable-lora --no-enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules
 --fully-sharded-loras --no-fully-sharded-loras
 --nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
+--data-parallel-start-rank -dpr
 """.split()
 
 

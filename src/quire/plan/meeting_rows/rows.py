@@ -32,6 +32,7 @@ RANKS: tuple[Row, ...] = (
     Row("local replicas", "other replicas", REFUSED,
         "data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the {dp} replicas (-dp)",
         "leave it out, and start each host with --nnodes {fitting_hosts}, --node-rank and --master-addr"),
+    Row("local replicas", "Ray", IDLE, "data_parallel_size_local changes nothing: Ray chooses the nodes of replicas"),
     Row("collective checks", "captured exchanges", REFUSED,
         "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture that",
         "add enforce_eager (--enforce-eager), or leave check_collectives out"),
@@ -48,9 +49,6 @@ EXPERTS: tuple[Row, ...] = (
     Row("EPLB", "one expert rank", REFUSED,
         "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
         "add {more_ranks}, or leave it out"),
-    Row("EPLB", "-pp", MISSING, "it moves experts among the ranks of one stage", ONE,
-        what="balancing of experts with pipeline parallelism"),
-    Row("EPLB", "round robin", REFUSED, "--enable-eplb cannot be used with --expert-placement-strategy", ONE),
     Row("EPLB", "uneven slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: {slots} slots for "
         "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
@@ -154,8 +152,6 @@ TIERS: tuple[Row, ...] = (
         "leave out enable_prefix_caching=False, or kv_offload_gb"),
     Row("KV events", "no prefix cache", REFUSED, "kv_events_config tells the content of the prefix cache, which is off",
         "leave out enable_prefix_caching=False, or kv_events_config"),
-    Row("connector", "given host memory", REFUSED, "kv_transfer_config and kv_offload_gb both size the host memory",
-        "leave one out"),
     Row("prefill node", "no sharing", REFUSED, "kv_transfer_config: kv_role={role} without kv_share",
         "a prefill node shares its blocks (--kv-share HOST:PORT)"),
     Row("decode node", "no peers", REFUSED, "kv_transfer_config: kv_role={role} without kv_peers",
