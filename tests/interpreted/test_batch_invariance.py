@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, KVView, inputs, ref
 from quire.kernels.attention.inputs import Case
@@ -22,8 +23,20 @@ if not triton_runtime.INTERPRETED:
 from quire.kernels.activation import cpu as activation
 from quire.kernels.experts import ref as experts_ref
 from quire.kernels.invariant import attention, experts, heads, linear
+from quire.kernels.select import KernelNeeds, select_kernels
+from quire.kernels.supports import FIXED_ORDER
+from quire.layers.context import Build, StepContext
+from quire.layers.decoder import Decoder
+from quire.layers.stack import embedded, run_layers
+from quire.plan.experts import moe_plans
+from quire.plan.kinds.blocks import operations, score_features
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone, layout
+from quire.plan.linears import linear_plans
 
-from ..support.full import full_rows
+from ..support.filled_models import fill, normal
+from ..support.full import full_rows, only_full
+from ..unit.worker.test_batch_invariance import BASE, MODELS
 
 CASES: list[tuple[Case, dict[str, Any]]] = [
     (Case((1, 1, 30), (600, 129, 300), heads=(4, 1), head_dim=32, block_size=48), {"window": 100, "soft_cap": 3.0}),
@@ -169,3 +182,61 @@ COMPILED: dict[str, set[str]] = {
 @pytest.mark.parametrize("part", COMPILED)
 def test_compiles(part: str, compiled: Callable[..., set[str]]) -> None:
     assert compiled("compile_invariant", part) == COMPILED[part]
+
+
+def decoder(kind: str) -> Decoder:
+    """A model with the kernels of a GPU."""
+    args = parse_checkpoint_config(BASE | MODELS[kind] | {"model_type": kind})
+    needs = KernelNeeds(device="cuda", dtype="float32", features=frozenset({FIXED_ORDER}))
+    kernels = select_kernels(
+        "cuda", "float32", ops=operations(args), head_dim=24, attention_features=score_features(args) | needs.features
+    )
+    moe = moe_plans(args, needs).get("decode")
+    assert not isinstance(moe, str), moe
+    params, cpu = layout(args), torch.device("cpu")
+    plans = linear_plans(args, params, kernels.choices)
+    groups = rank_geometry(args, alone(args), dtype="float32", device="cpu", block_size=16).groups
+    build = Build(torch.float32, cpu, kernels, {one.name: one for one in params}, plans, moe=moe, kv_groups=groups)
+    model = Decoder(args, params, build)
+    fill(model, normal(0.3))
+    return model
+
+
+CHUNKS: list[list[list[tuple[int, int, int]]]] = [
+    [[(0, 0, 300), (1, 0, 20)]],
+    [[(0, 0, 7)], [(0, 7, 292), (1, 0, 19)], [(1, 19, 1), (0, 299, 1)]],
+    [[(1, 0, 20), (0, 0, 250)], [(0, 250, 50)]],
+]
+
+
+@only_full
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_layers_have_the_same_bits_in_every_schedule(kind: str) -> None:
+    model, ids = decoder(kind), [numbers(n).mul(20).long() % 64 for n in (300, 20)]
+    own, found = next(layer.attention for layer in model.layers), list[list[Tensor]]()
+    tables = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
+    for steps in CHUNKS:
+        kv = [KVView(*torch.zeros(2, 41, own.num_kv_heads, 16, own.head_dim)) for _ in model.layers]
+        logits = [torch.full((len(one), 64), torch.nan) for one in ids]
+        for chunks in steps:
+            where = [(s, p) for s, first, count in chunks for p in range(first, first + count)]
+            metas = tuple(
+                AttentionMeta(
+                    query_start=torch.tensor([0, *(count for *_, count in chunks)]).cumsum(0).int(),
+                    seq_lens=torch.tensor([first + count for _, first, count in chunks], dtype=torch.int32),
+                    block_tables=tables[[s for s, *_ in chunks]],
+                    kv_slots=torch.tensor([int(tables[s, p // 16]) * 16 + p % 16 for s, p in where]),
+                    kv_group=group,
+                )
+                for group in range(1 + max(layer.attention.group for layer in model.layers))
+            )
+            tokens = torch.cat([ids[s][first : first + count] for s, first, count in chunks])
+            hidden, ctx = embedded(model, tokens, StepContext(torch.tensor([p for _, p in where]), metas, kv))
+            rows = model.head(model.norm(run_layers(model, hidden, ctx)))
+            for (s, first, count), part in zip(chunks, rows.split([count for *_, count in chunks]), strict=True):
+                logits[s][first : first + count] = part
+        found.append(logits)
+    for logits in found:
+        assert all(one.isfinite().all() for one in logits)
+        assert all(torch.equal(one, other) for one, other in zip(logits, found[0], strict=True))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.attention.triton_plan import multiprocessors, unspecialized
+from quire.kernels.attention.triton_plan import WIDTHS, multiprocessors, unspecialized
 from quire.kernels.attention.triton_tiles import (
     LOG2E,
     LOWEST,
@@ -179,7 +179,7 @@ def _make(meta: AttentionMeta, heads: tuple[int, int, int], size: int, window: i
         LONG if wide else 1,
         WINDOW=window,
         PART=PART,
-        WIDTH=_power(num_seqs),
+        WIDTH=next(width for width in WIDTHS if width >= num_seqs),
         ENTRIES=ENTRIES,
         WORDS=WORDS,
         num_warps=4,
@@ -228,7 +228,7 @@ def _plan_kernel(
     items, count       outputs, see `Plan`;  most  upper bound of the items
     limit, each        most rows of a decode; rows of a tile of a prompt
     stored, least      parts for which there is memory; a decode with more parts than `least` is divided
-    WIDTH              number of sequences, padded to a power of two
+    WIDTH              upper bound of the sequences, a power of two
     """
     lane = tl.arange(0, WIDTH)
     inside = lane < num_seqs
