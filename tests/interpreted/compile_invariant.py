@@ -13,7 +13,7 @@ from .compiling import AbsentGpu, Made
 def check(made: Made) -> None:
     """Attention keeps its sums in registers: rows of decodes and of prompts are a warpgroup's product."""
     if made.name == "_attend_kernel":
-        assert "wgmma" in made.ptx and made.stack <= 64, (made.stack, made)
+        assert "wgmma" in made.ptx and (made.stack <= 64 or made.constants["D"] > 128), (made.stack, made)
 
 
 def main() -> None:
@@ -37,6 +37,8 @@ def main() -> None:
 
     attend([1] * 16, None, 128, 128)
     attend([1, 700], 512, 64, 64)
+    if FULL:
+        attend([1, 700], None, 128, 256)
 
 
 def products() -> None:

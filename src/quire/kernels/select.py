@@ -189,8 +189,10 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             reason = "asked for" if forced else "first that supports " + _words(needs)
             return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
+    remedy = "leave out --batch-invariant, or " if FIXED_ORDER in needs.features else ""
     raise ConfigError(
-        f"no implementation of {op} serves {_words(needs)} ({table}): choose another implementation, device or dtype."
+        f"no implementation of {op} serves {_words(needs)} ({table}): {remedy}choose another implementation, device or "
+        "dtype."
     )
 
 

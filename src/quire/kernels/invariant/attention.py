@@ -36,7 +36,7 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 __all__ = ["paged_attention"]
 
 PART, TILE = 256, 64  # keys of a part of a context, and of an iteration
-ROWS, WARPS, STAGES = 64, 4, 3  # rows of a tile of queries: a warpgroup's product on Hopper
+ROWS, STAGES = 64, 3  # rows of a tile of queries: a warpgroup's product on Hopper; iterations in flight
 AT_ONCE = 2  # programs that run on a multiprocessor at the same time
 LONG = 16  # parts of a context from which on it is divided even in a step of many decodes
 SCRATCH = 64 << 20  # bytes for stored parts; if all do not fit, none is stored
@@ -117,7 +117,7 @@ def paged_attention(
         M=ROWS,
         HEADS=kv_heads,
         WORDS=WORDS,
-        num_warps=WARPS,
+        num_warps=4 if dim <= 128 else 8,
         num_stages=STAGES if q.element_size() == 2 and dim <= 128 else 1,
         **unfused(),
     )
