@@ -3,9 +3,10 @@
     python tools/measure_invariance.py [--model qwen3-8b] [--device cuda] [--batches 1,64,256] [--context 1024]
                                        [--prompts 8] [--prompt 2048] [--runs 5] [--rounds 2]
 
-Dummy weights. A decode step is timed by the difference of answers of 192 and 64 tokens, so prompts and starts are not
-counted; prompts by requests for one token. The median of all runs counts, and the extremes are printed. Then both
-engines answer the same prompts alone and in batches, and the share of equal logprobs is printed: 100% with the option.
+--model: a configuration of `quire bench`, or a folder. Dummy weights. A decode step is timed by the difference of answers
+of 192 and 64 tokens, so prompts and starts are not counted; prompts by requests for one token. The median of all runs
+counts, and the extremes are printed. Each engine also answers the same prompts alone and in batches, and the share of
+equal logprobs is printed: 100% with the option.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def measure(asked: argparse.Namespace, invariant: bool) -> Times:
     """Return the seconds of each cell in an engine with or without the option, and print the share of equal bits."""
     batches = [int(count) for count in asked.batches.split(",")]
     with LLM(
-        str(model_folder(asked.model)),
+        asked.model if "/" in asked.model else str(model_folder(asked.model)),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
