@@ -4,9 +4,9 @@
                                        [--prompts 8] [--prompt 2048] [--runs 5] [--rounds 2]
 
 --model: a configuration of `quire bench`, or a folder. Dummy weights. A decode step is timed by the difference of
-answers of 192 and 64 tokens, so prompts and starts are not counted; prompts by requests for one token. The median of all
-runs counts, and the extremes are printed. Each engine also answers the same prompts alone and in batches, and the share
-of equal logprobs is printed: 100% with the option.
+answers of 192 and 64 tokens, so prompts and starts are not counted; prompts by requests for one token. The median of
+all runs counts, and the extremes are printed. Each engine also answers the same prompts alone and in batches, and the
+share of equal logprobs is printed: 100% with the option.
 """
 
 import argparse
