@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
-from quire.kernels.attention import AttentionMeta, KVView, inputs, ref
+from quire.kernels.attention import AttentionMeta, KVView, as_list, inputs, ref
 from quire.kernels.attention.inputs import Case
 from quire.kernels.invariant import attention, experts, heads, linear
 from quire.kernels.norm import triton as norm
@@ -54,19 +54,22 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     }
     for name, way in ways.items():
         whole = way(x, residual)
-        error = (whole.double() - expected[name]).abs().max().item()
-        assert error < {torch.bfloat16: 0.08, torch.float16: 0.01, torch.float32: 1e-4}[dtype], (name, error)
+        error = ((whole.double() - expected[name]).abs() / (1 + expected[name].abs())).max().item()
+        assert error < {torch.bfloat16: 0.012, torch.float16: 0.002, torch.float32: 1e-4}[dtype], (name, error)
         for rows in ROWS:
             for first in {0, 1100 - rows, min(37, 1100 - rows)}:
                 some = way(x[first : first + rows], residual[first : first + rows])
                 assert torch.equal(some, whole[first : first + rows]), (name, rows, first)
 
 
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
 def chunked(q: Tensor, kv: KVView, meta: AttentionMeta, chunks: list[tuple[int, int, int]], **more: Any) -> Tensor:
     """The attention of chunks (sequence, tokens before, tokens); NaN for other rows."""
-    starts = meta.query_start.tolist()
+    starts = as_list(meta.query_start)
     rows = torch.cat([torch.arange(starts[s] + first, starts[s] + first + count) for s, first, count in chunks]).cuda()
-    ints = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
     step = AttentionMeta(
         query_start=ints(np.cumsum([0, *(count for *_, count in chunks)]).tolist()),
         seq_lens=ints([first + count for _, first, count in chunks]),
@@ -89,7 +92,7 @@ def test_attention(heads: tuple[int, int], dim: int, more: dict[str, Any], monke
     q, kv, meta = inputs.make(case, torch.bfloat16)
     expected = ref.paged_attention(q.float(), KVView(kv.k.float(), kv.v.float()), meta, 0.1, **more)
     q, kv = q.cuda(), KVView(kv.k.cuda(), kv.v.cuda())
-    meta.block_tables = meta.block_tables.cuda()
+    meta.block_tables = meta.block_tables.where(meta.block_tables < len(kv.k), 0).cuda()  # unread entries are huge
     whole = chunked(q, kv, meta, [(0, 0, 3000), (1, 0, 700)], **more)
     torch.testing.assert_close(whole.cpu().float(), expected, rtol=0, atol=0.03)
     random = np.random.default_rng(0)
