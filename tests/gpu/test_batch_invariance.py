@@ -55,7 +55,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for name, way in ways.items():
         whole = way(x, residual)
         error = ((whole.double() - expected[name]).abs() / (1 + expected[name].abs())).max().item()
-        assert error < {torch.bfloat16: 0.012, torch.float16: 0.002, torch.float32: 1e-4}[dtype], (name, error)
+        assert error < {torch.bfloat16: 0.025, torch.float16: 0.004, torch.float32: 1e-4}[dtype], (name, error)
         for rows in ROWS:
             for first in {0, 1100 - rows, min(37, 1100 - rows)}:
                 some = way(x[first : first + rows], residual[first : first + rows])
