@@ -246,6 +246,11 @@ class DeviceConfig:
         "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
         "and a faster start, but slower steps",
     )
+    batch_invariant: bool = option(
+        False,
+        "the bits of a request's logits do not depend on other requests, chunks of its prompt or cached prefixes; "
+        "slower (VLLM_BATCH_INVARIANT=1 does the same)",
+    )
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
         "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",

@@ -324,6 +324,15 @@ ADAPTERS: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "batch invariance": Feature(given("batch_invariant"), "bits that do not depend on the batch", "--batch-invariant"),
+    "latent attention": Feature(of_model(lambda i, m: "latent" in operations(m)), "latent attention"),
+    "recurrent layers on a GPU": Feature(
+        lambda i: i.device == "cuda" and _keeping(*RECURRENT)(i), "recurrent layers on a GPU"
+    ),
+    "gated shared experts on a CPU": Feature(
+        of_model(lambda i, m: i.device == "cpu" and m.moe is not None and m.moe.shared_gate),
+        "shared experts with a gate on a CPU",
+    ),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

@@ -168,6 +168,25 @@ TIERS: tuple[Row, ...] = (
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
+NO_INVARIANCE = "leave out --batch-invariant"
+INVARIANCE: tuple[Row, ...] = (
+    Row("batch invariance", "-tp", MISSING, "ranks add parts of a sum in an order that depends on the number of rows",
+        "use -pp or -dp, or leave out --batch-invariant"),
+    Row("batch invariance", "lock-step", MISSING, "the sums of ranks follow the rows that replicas exchange",
+        "leave out --enable-expert-parallel, or --batch-invariant"),
+    Row("batch invariance", "CacheBlend", REFUSED, "batch_invariant: CacheBlend reuses KV that was computed behind "
+        "other texts, so bits depend on what is cached", "leave out --enable-cache-blend"),
+    Row("batch invariance", "adapters", MISSING, "products of adapters are divided by the rows of an adapter",
+        NO_INVARIANCE),
+    Row("batch invariance", "layers of transformers", MISSING, "the module runs kernels of PyTorch, which choose the "
+        "order of a sum by the number of rows", NO_INVARIANCE),
+    Row("batch invariance", "latent attention", MISSING, "prompts expand latents and decodes absorb them, which are "
+        "two orders of a sum", NO_INVARIANCE),
+    Row("batch invariance", "recurrent layers on a GPU", MISSING, "prompts go through a state in chunks and decodes "
+        "row by row, which are two orders of a sum", "use --device cpu, or leave out --batch-invariant"),
+    Row("batch invariance", "gated shared experts on a CPU", MISSING, "PyTorch's sigmoid of a number depends on the "
+        "numbers beside it", NO_INVARIANCE),
+)  # fmt: skip
 ADAPTERS: tuple[Row, ...] = (
     Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
         "leave out --enable-lora"),
@@ -223,6 +242,7 @@ ROWS: tuple[Row, ...] = (
     *EMBEDS,
     *TIERS,
     *ADAPTERS,
+    *INVARIANCE,
     *DEVICES,
     *REQUESTS,
 )
