@@ -99,7 +99,9 @@ def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hard
         eager=eager,
         hosts=hosts,
         kernels=tuple(
-            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
+            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme))
+            for name, one in supports.items()
+            if one.only_for <= needs.features
         ),
         features={
             name: tuple(word for word in features(one, probe) if word not in unfit) for name, one in supports.items()

@@ -17,7 +17,7 @@ from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
 KERNELS = 32  # kernels of a layer, at most; one with an input of its own and quantized activations has about 27
-NATIVE = ("native", "panels")  # implementations whose calls are recorded
+NATIVE = ("native", "panels", "invariant_cpu")  # implementations whose calls are recorded
 Kind = tuple[int, bool, int]  # rows of a step; True: decodes read a common prefix once; sequences with states
 
 

@@ -84,11 +84,14 @@ def run_each(
     expert_map: Tensor | None,
     residual: Tensor | None,
     expert: Callable[..., Tensor],
+    *,
+    combine: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank
     expert   function (rows [n, H] of x, weights of the expert) -> [n, H] in x's dtype, without routing weights
+    combine  function (weights [T, k], outputs [T, k, H]) -> weighted sums [T, H] float32; None: PyTorch's product
     """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
@@ -99,7 +102,8 @@ def run_each(
         if count:
             start, end = end, end + count
             parts[order[start:end]] = expert(rows[start:end], own)
-    y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
+    parts = parts.view(*ids.shape, x.shape[1])
+    y = (weights[:, None] @ parts.float()).squeeze(1) if combine is None else combine(weights, parts)
     return (y if residual is None else y.add_(residual)).to(x.dtype)
 
 

@@ -39,7 +39,7 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+    return run_each(x, weights, ids, packed, expert_map, residual, expert)
 
 
 def way(x: Tensor, packed: Packed) -> str:
@@ -47,6 +47,7 @@ def way(x: Tensor, packed: Packed) -> str:
     return panels.way(x, packed[0][0]) if packed else ""
 
 
-def _expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+def expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+    """Return the outputs [n, H] of an expert for rows x, without routing weights."""
     first, second = (None if one is None else one.to(x.dtype) for one in (own.gate_up_bias, own.down_bias))
     return panels.run(panels.run_gated(x, own.gate_up, first, own.act), own.down, second)
