@@ -62,7 +62,7 @@ def difference(excerpt: list[str], found: list[str]) -> str:
 
 
 def test_commands_print_their_excerpts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test and one process, so that each command runs once."""
+    """Commands run in one test, so that each runs once."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["quire"])
     asked = [(command, lines) for command, lines in excerpts() if FULL or not command.startswith(LONG)]
