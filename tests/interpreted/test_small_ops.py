@@ -40,10 +40,10 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -110,7 +110,10 @@ def parse_port(text: str) -> int:
 def parse_device(text: str) -> str:
     """Parse the name of a device. Raises ValueError for an accelerator that is not supported."""
     if ACCELERATOR.match(text):
-        raise ValueError(f"{text!r}: only NVIDIA GPUs are supported: give cuda or cpu, or leave it out")
+        raise ValueError(
+            f"{text!r}: only NVIDIA GPUs are supported: give cuda or cpu, or leave it out; "
+            "docs/add-a-platform.md tells what another platform would bring"
+        )
     if text.startswith("cuda:"):
         raise ValueError(f"{text!r}: give cuda; the environment variable CUDA_VISIBLE_DEVICES chooses which GPU")
     return text

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.config import flags
 from quire.config.engine import EngineConfig
-from quire.config.option_parsers import parse_size
+from quire.config.option_parsers import parse_device, parse_size
 from quire.config.peer_flags import add_peer_flags
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
@@ -52,7 +52,10 @@ def configure(parser: flags.FlagParser) -> None:
     )
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
+        "--device",
+        type=flags.reporting(parse_device),
+        choices=("auto", "cpu", "cuda", *GPUS),
+        help="a device of this machine, or a GPU model to plan for",
     )
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
