@@ -1,7 +1,6 @@
 """Compiles routing and experts for sm_90, at the sizes of real models; prints the name of each kernel."""
 
 import re
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +16,6 @@ from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
-from quire.kernels.routing import triton_normed
 from quire.kernels.weight_only import pairs_in_tiles
 
 from ..support.full import FULL, full_rows
@@ -46,13 +44,10 @@ QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 def check(made: Made) -> None:
     """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one. NaN stays NaN."""
     given = made.constants
-    softmax = made.name == "_normed_kernel"  # its maximum may leave NaN out: the sum has it
-    if not softmax and ("MOST" in given or "POWERS" in given):  # a maximum without NaN would make a number of it
+    if "MOST" in given or "POWERS" in given:  # a maximum that leaves NaN out would make a number of it
         assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx), made
     if made.name == "_product_kernel" and made.options["num_stages"] > 1 and "TOP_K" in given:
         assert ("wgmma" if given.get("TALL", True) or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
-    if made.name == "_normed_kernel":
-        assert made.stack == 0 and made.loads_ahead >= 1, (made.stack, made)
     if made.name == "_packed_kernel":
         on_hopper = made.options["target"].arch >= 90
         assert ("wgmma" if on_hopper else "mma.sync") in made.ptx and "cp.async" in made.ptx, made
@@ -114,21 +109,6 @@ def launch_quantized(
     module.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
 
-def launch_router(plan: Routing, tokens: int, hidden: int, *, eight_bits: bool = False) -> None:
-    """Launch norm, router and choice in one kernel."""
-    scored = triton_normed.Scored(
-        empty(hidden),
-        1e-6,
-        empty(plan.num_experts, hidden),
-        None,
-        empty(544, dtype=torch.int32),
-        True,
-        empty(plan.num_experts, dtype=torch.float32) if plan.correction else None,
-    )
-    forms = triton_normed.Forms(eight_bits=eight_bits, sorts=tokens > 1)
-    triton_normed.route(empty(tokens, hidden), scored, plan, empty(tokens, dtype=torch.bool), forms)
-
-
 def decodes() -> None:
     """Routing; few tokens of Qwen3-30B-A3B with and without dependent launches, and a rank of eight of DeepSeek-V3."""
     absent_gpu()
@@ -143,10 +123,6 @@ def decodes() -> None:
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         launch(16 if dependent else 1, 128, 8, 2048, 768)
-    for tokens in (1, 16):
-        launch_router(QWEN, tokens, 2048, eight_bits=tokens > 1)
-        launch_router(replace(DEEPSEEK, num_experts=64, top_k=6), tokens, 2048)
-    launch_router(DEEPSEEK, 4, 7168, eight_bits=True)
     launch(64, 32, 8, 7168, 2048, mapped=True)
     for tokens in (1, 16):
         launch(tokens, 32, 4, 2880, 2880, form=GPT_OSS)

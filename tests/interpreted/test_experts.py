@@ -314,7 +314,7 @@ MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
 @pytest.mark.parametrize(
     ("part", "kernels"),
     [
-        ("decodes", FEW | SORTED | {"_route_kernel", "_normed_kernel"}),
+        ("decodes", FEW | SORTED | {"_route_kernel"}),
         ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
         ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
         ("integers", SORTED | MANY | ALONE | IN_WORDS | {"_packed_kernel", "_unpack_kernel"}),

@@ -27,7 +27,7 @@ from quire.kernels.experts import scaled as experts
 from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.experts import weight_only_hopper as weight_only_hopper_experts
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts.triton import _sort, sorted_pairs
+from quire.kernels.experts.triton import _sort
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
@@ -291,9 +291,6 @@ def test_experts_take_rows_that_were_quantized_before(
         assert torch.equal(experts.run(replace(rows, scales=scales), *given, residual.clone()), expected)
     assert not torch.equal(experts.run(replace(rows, scales=2 * rows.scales), *given, residual.clone()), expected)
     assert experts.run(rows[:0], given[0][:0], ids[:0], *given[2:]).shape == (0, hidden)
-    places = given[3][ids.clamp(min=0).long()]
-    pairs_by_expert = sorted_pairs(places, None, count)
-    assert torch.equal(experts.run(rows, given[0], pairs_by_expert, packed, None, residual.clone()), expected)
 
 
 @pytest.mark.usefixtures("guarded")

@@ -20,6 +20,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.plan.engine import EnginePlan, own_draft
 from quire.plan.formats import with_formats
+from quire.plan.joined import joined_decodes
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
 
@@ -47,6 +48,7 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
         kv_groups=(target or plan).geometry.groups,
         before=0 if target is None else len(range(*target.mesh.rank.layers)),
         moe=plan.experts,
+        joined={f"layers.{layer}.attention": one.rows for layer, one in joined_decodes(plan).items()},
         layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )

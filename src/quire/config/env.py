@@ -4,7 +4,6 @@
     VLLM_BATCH_INVARIANT  1: the option batch_invariant, under vLLM's name
     QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
     QUIRE_CPU_WITHOUT instruction sets that count as absent, by their names in /proc/cpuinfo: avx512f,amx_tile
-    QUIRE_FEWER_LAUNCHES  1: steps of few rows join kernels of a GPU (docs/log.md); not measured yet
     QUIRE_TEST_RANKS_SHARE_GPU  1: all ranks of an engine share one GPU, slowly: for Quire's own tests
     QUIRE_CLUSTER_KEY key that the hosts of an engine share (default: the file cluster_key in QUIRE_CACHE_DIR)
     CC                the C compiler that Triton uses
@@ -30,7 +29,6 @@ from quire.contracts.text_table import read_rows
 
 CACHE_DIR = "QUIRE_CACHE_DIR"
 CPU_WITHOUT, SHARE_GPU = "QUIRE_CPU_WITHOUT", "QUIRE_TEST_RANKS_SHARE_GPU"
-FEWER_LAUNCHES = "QUIRE_FEWER_LAUNCHES"
 CLUSTER_KEY, LEAST_KEY = "QUIRE_CLUSTER_KEY", 16
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
@@ -103,7 +101,7 @@ def variables_to_pass() -> dict[str, str]:
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Return each QUIRE_ variable that is set and unknown -> the known name nearest to it, or None."""
-    known = [CACHE_DIR, CPU_WITHOUT, FEWER_LAUNCHES, SHARE_GPU, CLUSTER_KEY, *map(variable, options)]
+    known = [CACHE_DIR, CPU_WITHOUT, SHARE_GPU, CLUSTER_KEY, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
         if not name.startswith(PREFIX) or name in OTHER_NAMES:
@@ -126,11 +124,6 @@ def cache_folder() -> Path:
 def cpu_without() -> frozenset[str]:
     """Return the instruction sets in QUIRE_CPU_WITHOUT: Quire acts as if the CPU lacked them, to test lesser CPUs."""
     return frozenset(os.environ.get(CPU_WITHOUT, "").replace(",", " ").split())
-
-
-def fewer_launches() -> bool:
-    """True when QUIRE_FEWER_LAUNCHES joins kernels of a GPU in steps of few rows."""
-    return os.environ.get(FEWER_LAUNCHES) == "1"
 
 
 def ranks_share_gpu() -> bool:

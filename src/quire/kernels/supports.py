@@ -147,10 +147,10 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "routing": {"triton": FIXED_TRITON, "invariant_cpu": _INVARIANT_CPU, "ref": REFERENCE},
     "quantize": {"ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "sorted ids"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "sorted ids"}),
+        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
-                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows", "sorted ids"}),
+                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},
                                       lacks=_WIDE_GROUPS),
         "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},

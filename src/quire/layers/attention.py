@@ -81,8 +81,9 @@ class Attention(nn.Module):
             widths = self.num_heads * args.head_dim, self.num_kv_heads * args.head_dim
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
-        self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once
-        if "heads" in build.kernels.features("attention") and self.growth is None and not self.values:
+        self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once, in steps of these rows
+        self.joined_rows = build.joined.get(at, range(0))
+        if self.joined_rows:
             self.joined = importlib.import_module("quire.kernels.joined.decode_attention")
 
     def forward(
@@ -112,7 +113,8 @@ class Attention(nn.Module):
         cos, sin = turns[self.turn]
         sinks = None if self.sinks is None else self.sinks.weight
         scores = self.scale, self.window, self.soft_cap, sinks
-        if self.joined is not None and self.joined.ENABLED and self.joined.fits(qkv, kv, meta):
+        joins = tokens in self.joined_rows and not ctx.apart
+        if self.joined is not None and joins and self.joined.fits(qkv, kv, meta):
             heads = self.joined.HeadInputs(head_norm, self.eps, cos, sin)
             attended = self.joined.attention(qkv, heads, kv, meta, *scores)
         else:

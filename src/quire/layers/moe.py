@@ -6,19 +6,15 @@ back.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.args.experts import MoEArgs
-from quire.contracts.scheme import Wire
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
@@ -30,13 +26,11 @@ from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import Norm
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
 BESIDE = range(5, 257)
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
-Chosen = tuple[Tensor, Tensor | SortedIds]  # the same, perhaps with sorted pairs
 
 
 class Router(nn.Module):
@@ -57,10 +51,6 @@ class Router(nn.Module):
         self.scale: Tensor | None = None  # of the norm, over the root of the hidden size
         self.stored: Tensor | None = None  # the same as the checkpoint has it
         self.expert_scale: Tensor | None = None
-        self.joined: ModuleType | None = None  # kernel that norms, scores and chooses at once
-        if "norm" in build.kernels.features("routing") and build.linears[at].layout == "cuda":
-            self.joined = importlib.import_module("quire.kernels.routing.triton_normed")
-            self.counters: Tensor = self.joined.empty_counters(build.device)
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Pack the weight, and move weight, bias, correction and scales to the layer's device. See `Loads`.
@@ -91,36 +81,6 @@ class Router(nn.Module):
             self.adapted.add(logits, x, adapters)
         weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.expert_scale)
         return weights, ids
-
-    def joins(self, x: Tensor, norm: Norm | None) -> bool:
-        """Return True when `normed` can take the rows x [T, hidden] of the residual stream."""
-        if self.joined is None or not self.joined.ENABLED or norm is None or norm.args.centered or self.eps:
-            return False
-        fits: bool = self.joined.fits(x, self.packed.weight, self.routing)
-        return fits
-
-    def normed(
-        self, x: Tensor, norm: Norm, live: Tensor | None, wire: Wire | None, *, sorts: bool
-    ) -> tuple[Tensor, QuantizedRows | None, Chosen]:
-        """Return norm(x) of x [T, hidden], the same in the form of `wire` (None: not), and `forward` of it.
-
-        sorts   the pairs (token, chosen expert) are sorted, if they are few enough
-        """
-        assert self.joined is not None, "see `joins`"
-        scored = self.joined.Scored(
-            norm.weight,
-            norm.eps,
-            self.packed.weight,
-            self.packed.bias,
-            self.counters,
-            self.exact,
-            self.correction,
-            self.expert_scale,
-        )
-        sorts = sorts and len(x) * self.routing.top_k <= self.joined.MOST_SORTED
-        forms = self.joined.Forms(wire is not None, wire is not None and wire.powers, sorts)
-        y, narrow, weights, ids = self.joined.route(x, scored, self.routing, live, forms)
-        return y, narrow, (weights, ids)
 
 
 class Experts(nn.Module):
@@ -173,18 +133,6 @@ class Experts(nn.Module):
             zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)), strict=True)
         )
 
-    def wire(self, rows: int) -> Wire | None:
-        """Return the form in which the kernel takes `rows` rows that are quantized already; None: it quantizes them."""
-        scheme = self.schemes["gate_up"]
-        if scheme is None or "quantized rows" not in self.plan.features or rows <= self.kernel.MOST_FEW:
-            return None
-        group = scheme.wire.group
-        return scheme.wire if group and self.shapes["gate_up"][1] % group == 0 else None
-
-    def sorts(self, rows: int) -> bool:
-        """Return True if the kernel sorts the pairs (token, chosen expert) of so many rows, unless they are sorted."""
-        return "sorted ids" in self.plan.features and rows > self.kernel.MOST_FEW
-
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
         return self.kernel.empty(self.num_experts, self._one("gate_up"), self._one("down"), self.device, self.form)
@@ -198,7 +146,7 @@ class Experts(nn.Module):
         self,
         x: Tensor | QuantizedRows,
         weights: Tensor,
-        ids: Tensor | SortedIds,
+        ids: Tensor,
         residual: Tensor | None,
         *join: Callable[[], bool],
     ) -> Tensor:
@@ -250,56 +198,25 @@ class MoE(nn.Module):
 
         residual   None: x
         """
-        residual = x if residual is None else residual
-        adapted = ctx.adapters is not None and self.router.adapted is not None
-        if self.choose is None and branch.plain and not adapted and self.router.joins(x, branch.before):
-            assert branch.before is not None
-            wire = self.experts.wire(len(x)) if self._alone else None
-            sorts = self._places and self.experts.sorts(len(x))
-            read, narrow, routed = self.router.normed(x, branch.before, ctx.live, wire, sorts=sorts)
-            return self.added(read if narrow is None else narrow, read, residual, ctx, routed)
-        read = branch.read(x)
+        residual, read = x if residual is None else residual, branch.read(x)
         scored = x if self.router.eps else read
         if branch.plain:
             return self.added(read, scored, residual, ctx)
         return branch.join(self.added(read, scored, torch.zeros_like(residual), ctx), residual)
 
-    @property
-    def _alone(self) -> bool:
-        """True if nothing but the routed experts of this rank reads their input, as it is."""
-        return self.shared is None and self.exchange is None and not self.weigh_inputs
-
-    @property
-    def _places(self) -> bool:
-        """True if the router's numbers of experts are places on this rank, and nothing else reads them."""
-        return self.slots is None and self.exchange is None and self.experts.expert_map is None and not self.on_routing
-
-    def added(
-        self,
-        x: Tensor | QuantizedRows,
-        scored: Tensor,
-        hidden: Tensor,
-        ctx: StepContext,
-        routed: Chosen | None = None,
-    ) -> Tensor:
-        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
-
-        scored   input of the router;  routed  its result, if the router has run
-        """
+    def added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`. scored: what the router reads."""
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = routed or self._choice(scored, ctx)
+            weights, ids = self._choice(scored, ctx)
             if self.on_routing is not None:
-                assert isinstance(ids, Tensor)
                 self.on_routing(weights, ids)
             if self.slots is not None:
-                assert isinstance(ids, Tensor)
                 ids = self.slots.take(ids)
             own = x  # the experts' input
             if self.weigh_inputs:
                 own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
             if self.exchange is not None:
-                assert isinstance(ids, Tensor) and isinstance(own, Tensor)
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)

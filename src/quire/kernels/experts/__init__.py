@@ -28,7 +28,5 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     calls it before it reads the residual.
 quantize_rows(x, wire) -> x as `QuantizedRows`
     Feature "quantized rows", of weights whose scheme has a `wire`: `run` takes such rows as x, too, and returns the
-    bits that it returns for the x that they were made of. Rows without an expert here may hold anything. Up to MOST_FEW
-    rows are better given as they are.
-Feature "sorted ids": with more than MOST_FEW rows and no expert map, `run` takes ids as `SortedIds`, too.
+    bits that it returns for the x that they were made of. Rows without an expert here may hold anything.
 """

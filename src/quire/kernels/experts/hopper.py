@@ -18,7 +18,6 @@ from quire.kernels.activation.triton import gated_in_gluon
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.experts import triton
-from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.experts.triton import Packed, Tiles
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
@@ -33,13 +32,13 @@ BAND = 32  # tiles of pairs that run side by side through the same columns; 8 ar
 MOST_SMALL = 24  # up to so many pairs per expert in the mean, the smaller tiles of triton.py are as fast
 WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the expert from there on, number of tiles
 
-empty, put, destination, MOST_FEW = triton.empty, triton.put, triton.destination, triton.MOST_FEW
+empty, put, destination = triton.empty, triton.put, triton.destination
 
 
 def run(
     x: Tensor,
     weights: Tensor,
-    ids: Tensor | SortedIds,
+    ids: Tensor,
     packed: Packed,
     expert_map: Tensor | None = None,
     residual: Tensor | None = None,
@@ -51,7 +50,7 @@ def run(
     """
     experts, hidden, inner = packed.down.shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
-    mean = weights.numel() / (experts if expert_map is None else len(expert_map))
+    mean = ids.numel() / (experts if expert_map is None else len(expert_map))
     return triton.run(
         x, weights, ids, packed, expert_map, residual, join, products if whole and mean > MOST_SMALL else None
     )

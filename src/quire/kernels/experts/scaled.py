@@ -21,8 +21,7 @@ from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
-from quire.kernels.experts.sorted_ids import SortedIds
-from quire.kernels.experts.triton import _find_tile, _place, _sum_kernel, sorted_pairs
+from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
@@ -143,7 +142,7 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
 def run(
     x: Tensor | QuantizedRows,
     weights: Tensor,
-    ids: Tensor | SortedIds,
+    ids: Tensor,
     packed: Packed,
     expert_map: Tensor | None = None,
     residual: Tensor | None = None,
@@ -160,15 +159,14 @@ def run(
         residual = None if residual is None else F.pad(residual, (0, more))
         return run(_wider(x, more), weights, ids, packed, expert_map, residual)[:, :columns].contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = packed, expert_map, None if residual is None else y, y
+    given = weights, ids, packed, expert_map, None if residual is None else y, y
     if isinstance(x, Tensor) and x.stride(1) != 1:
         x = x.contiguous()
     if isinstance(x, Tensor) and len(x) <= MOST_FEW:
         if len(x):
-            assert isinstance(ids, Tensor), "few tokens need no sorted pairs"
-            few(x, weights, ids, *given, join=join)
+            few(x, *given, join=join)
     elif len(x):
-        many(x, weights, ids, *given, join=join)
+        many(x, *given, join=join)
     return y
 
 
@@ -264,7 +262,7 @@ def _words(values: Tensor) -> Tensor:
 def many(
     x: Tensor | QuantizedRows,
     weights: Tensor,
-    ids: Tensor | SortedIds,
+    ids: Tensor,
     packed: Packed,
     expert_map: Tensor | None,
     residual: Tensor | None,
@@ -276,10 +274,10 @@ def many(
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
     """
-    first, second, (tokens, k), pairs = packed.gate_up, packed.down, weights.shape, weights.numel()
+    first, second, (tokens, k), pairs = packed.gate_up, packed.down, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
-    ids, order, starts = sorted_pairs(ids, expert_map, experts)
+    order, starts = _sort(ids, expert_map, experts)
     given, parts = _rows(x, first), torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     if cut is None and pairs > MOST_SMALL * spread and in_gluon(packed):
         scaled_hopper.products(given, packed, order, starts, weights, parts)

@@ -23,7 +23,6 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.activation.triton import gated_of, pointwise_of
 from quire.kernels.attention.triton_plan import shared_memory
-from quire.kernels.experts.sorted_ids import SortedIds
 from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
@@ -74,7 +73,7 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
 def run(
     x: Tensor,
     weights: Tensor,
-    ids: Tensor | SortedIds,
+    ids: Tensor,
     packed: Packed,
     expert_map: Tensor | None = None,
     residual: Tensor | None = None,
@@ -93,8 +92,7 @@ def run(
     if len(x) > MOST_FEW:
         many(*given, join=join, multiply=products)
     elif len(x):
-        assert isinstance(ids, Tensor), "few tokens need no sorted pairs"
-        few(x, weights, ids, *given[3:], join=join)
+        few(*given, join=join)
     return y
 
 
@@ -156,7 +154,7 @@ def few(
 def many(
     x: Tensor,
     weights: Tensor,
-    ids: Tensor | SortedIds,
+    ids: Tensor,
     packed: Packed,
     expert_map: Tensor | None,
     residual: Tensor | None,
@@ -170,9 +168,8 @@ def many(
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
     multiply   function that computes the two products; None: `products`
     """
-    (tokens, k), (experts, hidden, inner), in_pdl = weights.shape, packed.down.shape, pdl.in_use()
-    ids, order, starts = sorted_pairs(ids, expert_map, experts)
-    pairs = tokens * k
+    (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed.down.shape, ids.numel(), pdl.in_use()
+    order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
     (multiply or products)(x, packed, h, parts, order, starts, weights, cut)
@@ -203,14 +200,6 @@ def products(
     first, second, act, first_bias, second_bias = packed
     _product(x, first, first_bias, h, order, starts, weights.shape[1], None, act, cut[0])
     _product(h, second, second_bias, parts, order, starts, weights.shape[1], weights, "", cut[1])
-
-
-def sorted_pairs(ids: Tensor | SortedIds, expert_map: Tensor | None, experts: int) -> SortedIds:
-    """Return the pairs sorted by expert; a launch unless they are sorted already."""
-    if isinstance(ids, SortedIds):
-        assert expert_map is None, "pairs are sorted by the places of experts"
-        return ids
-    return SortedIds(ids, *_sort(ids, expert_map, experts))
 
 
 def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
     decode_attention   `heads.prepare`, then `attention.paged_attention`
 
-Layers use them where a step fits, and the implementation of attention has the feature "heads". The operations
-themselves are the fallback and the specification.
+The plan chooses the layers and the numbers of rows for them (`plan/joined.py`); a step that does not fit takes the
+operations themselves, which are the specification, too.
 """
+
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of `decode_attention`
+MOST_ROWS = 16

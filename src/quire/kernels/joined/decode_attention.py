@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.config.env import fewer_launches
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention.triton_plan import ITEM_WORDS, MAX_PARTS, Shape, plan_step, unspecialized
@@ -32,11 +31,10 @@ from quire.kernels.attention.triton_tiles import (
     store_outputs,
     store_part,
 )
+from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
-ENABLED = fewer_launches()  # read at each step: a measurement may change it between two captures
-MOST_ROWS = 16
 MOST_DRAFTED, MOST_LANES = 4, 16  # rows of a sequence; times query heads of a KV head: more would not fit registers
 MERGED = 8192  # numbers of the parts that a program adds at a time
 
@@ -54,7 +52,7 @@ class Tiling:
     programs: int = 2
 
 
-TILINGS = {dim: Tiling(64 if dim <= 128 else 32, 4) for dim in (16, 32, 64, 128, 256)}  # by head size
+TILINGS = {dim: Tiling(64 if dim <= 128 else 32, 4) for dim in HEAD_DIMS}  # by head size
 
 
 @dataclass(frozen=True)

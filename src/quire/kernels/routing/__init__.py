@@ -4,7 +4,6 @@ route(logits [T, E], correction [E] float32 or None, routing, live [T] bool or N
     -> weights [T, k] float32, ids [T, k] int32
     All arithmetic is float32, for logits of any dtype. The ids of a token are k different numbers in [0, E), even if
     its logits are NaN; those of a token that is not live are -1. Does not wait for the device.
-Feature "norm": `triton_normed.route` norms few rows, multiplies them with the router and chooses, in one kernel.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,6 @@ from quire.kernels import pdl
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
-NEVER = None if tl is None else tl.constexpr(-(2**63))  # key of no expert
-
 
 def route(
     logits: Tensor,
@@ -80,51 +78,6 @@ def _score(key):
 
 
 @jit
-def keys_of(
-    logit,
-    correction,
-    group,
-    expert,
-    there,
-    EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    TOP2: tl.constexpr,
-    BY_LOGITS: tl.constexpr,
-):
-    """Return the keys of a token's experts, and their scores, both [G, S].
-
-    logit            [G, S] float32, -inf where no expert is
-    group, expert    numbers of groups [G, 1] and of experts [G, S];  there  [G, S] bool, False: no expert
-    EXPERTS ..       as in `_route_kernel`, with `correction`
-    """
-    if SOFTMAX:
-        score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
-        score = score / tl.sum(tl.sum(score, 1), 0)
-    else:
-        score = 1 / (1 + tl.exp(-logit))
-    chosen = logit if BY_LOGITS else score
-    if correction is not None:
-        chosen += tl.load(correction + expert, mask=there, other=0.0)
-    last = EXPERTS - 1 - expert
-    key = tl.where(there, _key(chosen, last), NEVER)
-    if GROUPS > 1:
-        first = tl.max(key, 1, keep_dims=True)
-        best = _score(first)
-        if TOP2:
-            best += _score(tl.max(tl.where(key == first, NEVER, key), 1, keep_dims=True))
-        rank = tl.where(group < GROUPS, _key(best, GROUPS - 1 - group), NEVER)
-        kept = group < 0
-        for _ in tl.static_range(TOP_GROUPS):
-            found = rank == tl.max(rank, 0, keep_dims=True)
-            kept = kept | found
-            rank = tl.where(found, NEVER, rank)
-        key = tl.where(kept | (key == NEVER), key, _key(tl.full([1, 1], float("-inf"), tl.float32), last))
-    return key, score
-
-
-@jit
 def _route_kernel(
     logits,
     correction,
@@ -169,12 +122,34 @@ def _route_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    NEVER: tl.constexpr = -(2**63)
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
     expert = group * SIZE + member
     there = (group < GROUPS) & (member < SIZE)
     logit = tl.load(logits + row * stride + expert, mask=there, other=float("-inf")).to(tl.float32)
-    key, score = keys_of(logit, correction, group, expert, there, EXPERTS, GROUPS, TOP_GROUPS, SOFTMAX, TOP2, BY_LOGITS)
+    if SOFTMAX:
+        score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    else:
+        score = 1 / (1 + tl.exp(-logit))
+    chosen = logit if BY_LOGITS else score
+    if correction is not None:
+        chosen += tl.load(correction + expert, mask=there, other=0.0)
+    last = EXPERTS - 1 - expert
+    key = tl.where(there, _key(chosen, last), NEVER)
+    if GROUPS > 1:
+        first = tl.max(key, 1, keep_dims=True)
+        best = _score(first)
+        if TOP2:
+            best += _score(tl.max(tl.where(key == first, NEVER, key), 1, keep_dims=True))
+        rank = tl.where(group < GROUPS, _key(best, GROUPS - 1 - group), NEVER)
+        kept = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            found = rank == tl.max(rank, 0, keep_dims=True)
+            kept = kept | found
+            rank = tl.where(found, NEVER, rank)
+        key = tl.where(kept | (key == NEVER), key, _key(tl.full([1, 1], float("-inf"), tl.float32), last))
     col = tl.arange(0, WIDTH)
     weight, name = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.int32)
     for j in tl.static_range(K):
