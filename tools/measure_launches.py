@@ -1,10 +1,10 @@
-"""Decode steps of few rows with fewer launches, beside the chains of kernels that they replace.
+"""Decode steps of few rows with attention from the projection on in one kernel, beside the chain of two kernels.
 
     python tools/measure_launches.py [--models qwen3-0.6b,qwen3-8b,...] [--requests 1,4,16] [--runs 3] [--prompt 512]
                                      [--tokens 320] [--device cuda] [--changes JSON] [--json FILE] [--without-traces]
 
-Dummy weights. One engine per model: its CUDA graphs are captured once for each variant of VARIANTS that the model has,
-and the variants take turns. The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and
+Dummy weights. One engine per model: its CUDA graphs are captured once with `chain` and once with `attention` in all
+layers that can take it, whatever the plan has chosen (`plan/joined.py`), and the variants take turns. The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and
 starts are not counted. The median of the runs counts, and the extremes are printed. Then the launches of a step and the
 time in its kernels are traced.
 
@@ -29,13 +29,13 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
-from quire.kernels.joined import decode_attention
-from quire.kernels.routing import triton_normed
+from quire.kernels.joined import MOST_ROWS, decode_attention
+from quire.layers.attention import Attention
 
 MODELS = "qwen3-0.6b,qwen3-8b,qwen3-8b-fp8,qwen3-8b-awq,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite"
 FEW = 64  # tokens of the shorter requests
-SWITCHES = {"attention": decode_attention, "experts": triton_normed}  # modules with ENABLED
-CHAIN = "chain"
+CHAIN, ATTENTION = "chain", "attention"
+ROWS = {CHAIN: range(0), ATTENTION: range(1, MOST_ROWS + 1)}  # of the steps that take the joined kernel
 Tokens = list[list[int]]
 
 
@@ -128,19 +128,15 @@ def captured(llm: LLM) -> tuple[Callable[[str], None], list[str]]:
     An engine that captures nothing, as on a CPU, runs each variant as it is chosen.
     """
     runner = llm.engine.worker
-    model = runner.model
-    own = {
-        "attention": any(getattr(getattr(layer, "attention", None), "joined", None) for layer in model.layers),
-        "experts": any(layer.experts is not None and layer.experts.router.joined for layer in model.layers),
-    }
-    names = [name for name in SWITCHES if own[name]]
-    variants = {CHAIN: (), **{name: (name,) for name in names}} | ({"all": tuple(names)} if len(names) > 1 else {})
+    every = [getattr(layer, "attention", None) for layer in runner.model.layers]
+    own = [one for one in every if isinstance(one, Attention) and one.growth is None and not one.values]
+    variants = [CHAIN, ATTENTION] if own and "heads" in runner.model.kernels.features("attention") else [CHAIN]
     graphs, hidden = getattr(runner.recorder, "_graphs", {}), runner.programs._hidden
     made = {}
 
     def switch(variant: str) -> None:
-        for name, module in SWITCHES.items():
-            module.ENABLED = name in variants[variant]
+        for layer in own:
+            layer.joined, layer.joined_rows = decode_attention, ROWS[variant]
 
     for variant in variants:
         switch(variant)
@@ -157,7 +153,7 @@ def captured(llm: LLM) -> tuple[Callable[[str], None], list[str]]:
             kept.clear()
             kept.update(mine)
 
-    return choose, list(variants)
+    return choose, variants
 
 
 def run(llm: LLM, count: int, prompt: int, tokens: int) -> tuple[Tokens, float]:

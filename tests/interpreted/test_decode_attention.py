@@ -45,9 +45,9 @@ DRAFTED = Case((3, 1, 4), (66, 9, 700), heads=(6, 2), head_dim=64, block_size=64
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
@@ -111,14 +111,22 @@ def made_block(**changes: int) -> DecoderBlock:
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=64)
     params = layout(args)
     named = {param.name: param for param in params}
-    build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
+    build = Build(
+        torch.bfloat16,
+        torch.device("cpu"),
+        kernels,
+        named,
+        linear_plans(args, params, kernels.choices),
+        joined={"layers.0.attention": range(2, 17)},
+    )
     model = Decoder(args, params, build)
     fill(model, normal(0.1))
     return next(iter(model.layers))
 
 
-def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer gives the results of the separate kernels, with one launch less. More rows take the separate kernels."""
+def test_layer() -> None:
+    """A layer gives the results of the separate kernels, with one launch less. Steps of a trace, and of fewer rows than
+    the plan names or more than fit, take the separate kernels."""
     block = made_block()
     assert isinstance(block.attention, Attention) and block.attention.joined is decode_attention
     heads = block.attention.num_heads, block.attention.num_kv_heads
@@ -127,15 +135,18 @@ def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     x = torch.randn(2, block.attention.qkv.in_features).bfloat16()
     found, counts = [], []
-    for enabled in (False, True):
-        monkeypatch.setattr(decode_attention, "ENABLED", enabled)
+    for apart in (True, False):
         own = KVView(kv.k.clone(), kv.v.clone())
-        ctx = StepContext(torch.tensor([69, 8]), (replace(meta, plans={}),), [own])
+        ctx = StepContext(torch.tensor([69, 8]), (replace(meta, plans={}),), [own], apart=apart)
         with torch.inference_mode(), launches() as made:
             found.append(block(x.clone(), [(given.cos, given.sin)], ctx, own))
         counts.append(made.total())
     assert made["_headed_kernel"] == 1 and counts[0] - counts[1] == 1, (counts, made)
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))
+    block.attention.joined_rows = range(3, 17)
+    with torch.inference_mode(), launches() as made:
+        block(x.clone(), [(given.cos, given.sin)], replace(ctx, attention=(replace(meta, plans={}),)), own)
+    assert "_headed_kernel" not in made and made.total() == counts[0]
     qkv = torch.zeros(17, heads[0] + 2 * heads[1], 64).bfloat16()
     assert not decode_attention.fits(qkv, kv, meta)
     assert decode_attention.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=2))

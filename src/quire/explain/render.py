@@ -159,6 +159,7 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         node = add(branch, f"{choice['op']}{weights}: {choice['name']} ({choice['reason']}{features})")
         for name, why in choice["rejected"]:
             add(node, f"not {name}: {why}")
+    _joined(branch, plan["joined"])
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
         when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
@@ -171,6 +172,17 @@ def _kernels(branch: Tree, plan: Plan) -> None:
             continue
         for plan in (one, *one["others"]):
             _experts(branch, phases, plan, f" of {kind_words(plan['weights'])}" if one["others"] else "")
+
+
+def _joined(branch: Tree, every: Sequence[Plan]) -> None:
+    """Add the forms in which layers attend for decodes."""
+    for one in every:
+        of = f" of {len(one['layers'])} layers" * (len(every) > 1)
+        if one["rows"]:
+            rows = "of {} to {} rows".format(*one["rows"])
+            add(branch, f"decodes{of} in steps {rows}: joined.decode_attention, heads and attention ({one['why']})")
+        else:
+            add(add(branch, f"decodes{of}: heads, then attention"), f"not joined.decode_attention: {one['why']}")
 
 
 def _chosen(branch: Tree, one: Plan) -> None:

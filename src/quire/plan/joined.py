@@ -1,7 +1,6 @@
 """Layers whose decodes run from the projection on in one kernel, and the reason for the others. No torch.
 
-`kernels/joined/decode_attention.py` is this kernel. It has a program for each KV head and part of a context, so the
-more query heads share a KV head, the fewer programs norm and rotate more of them.
+`kernels/joined/decode_attention.py` is this kernel.
 """
 
 from typing import NamedTuple
@@ -31,7 +30,8 @@ class JoinedDecodes(NamedTuple):
 def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     """Return layer -> its decodes, for each layer with grouped-query attention of a GPU's kernels, in order."""
     chosen = {choice.op: choice for choice in plan.kernels}
-    if "attention" not in chosen or "heads" not in chosen["attention"].features or chosen["heads"].name != "triton":
+    heads, attention = chosen.get("heads"), chosen.get("attention")
+    if heads is None or attention is None or heads.name != "triton" or "heads" not in attention.features:
         return {}
     own = {i: one.mixer for i, one in enumerate(plan.args.layers) if isinstance(one.mixer, GroupedArgs)}
     return {i: _decodes(plan, mixer) for i, mixer in own.items()}

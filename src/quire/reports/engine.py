@@ -41,6 +41,7 @@ from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
 from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
+from quire.reports.joined import describe_joined
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
 from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
@@ -114,6 +115,7 @@ class PlanReport:
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
+            "joined": describe_joined(self.plan),
             "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
             "chosen": describe_chosen(self.plan),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
