@@ -4,9 +4,10 @@
                                      [--tokens 320] [--device cuda] [--changes JSON] [--json FILE] [--without-traces]
 
 Dummy weights. One engine per model: its CUDA graphs are captured once with `chain` and once with `attention` in all
-layers that can take it, whatever the plan has chosen (`plan/joined.py`), and the variants take turns. The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and
-starts are not counted. The median of the runs counts, and the extremes are printed. Then the launches of a step and the
-time in its kernels are traced.
+layers that can take it, whatever the plan has chosen (`kernels/joined/choice.py`), and the variants take turns. The
+time of a step is the difference of requests of --tokens and of 64 tokens: prompts and starts are not counted. The
+median of the runs counts, and the extremes are printed. Then the launches of a step and the time in its kernels are
+traced.
 
 Checks: all runs of a variant give the same tokens. Tokens of the variants are compared; sums have other orders, so a
 near tie may turn a token, after which a request's tokens differ. --changes: keys of config.json to replace.

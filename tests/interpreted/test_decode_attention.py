@@ -111,14 +111,8 @@ def made_block(**changes: int) -> DecoderBlock:
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=64)
     params = layout(args)
     named = {param.name: param for param in params}
-    build = Build(
-        torch.bfloat16,
-        torch.device("cpu"),
-        kernels,
-        named,
-        linear_plans(args, params, kernels.choices),
-        joined={"layers.0.attention": range(2, 17)},
-    )
+    kernels = replace(kernels, joined={"layers.0.attention": range(2, 17)})
+    build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
     model = Decoder(args, params, build)
     fill(model, normal(0.1))
     return next(iter(model.layers))

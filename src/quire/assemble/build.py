@@ -32,7 +32,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     target   plan of the model for which this one drafts; None: it drafts for none
     """
     args, rank, tp = plan.args, plan.mesh.rank, groups.tp
-    kernels = load_kernels(plan.kernels)
+    joined = {f"layers.{layer}.attention": one.rows for layer, one in joined_decodes(plan).items()}
+    kernels = replace(load_kernels(plan.kernels), joined=joined)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype),
@@ -48,7 +49,6 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
         kv_groups=(target or plan).geometry.groups,
         before=0 if target is None else len(range(*target.mesh.rank.layers)),
         moe=plan.experts,
-        joined={f"layers.{layer}.attention": one.rows for layer, one in joined_decodes(plan).items()},
         layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )

@@ -6,8 +6,8 @@ Knows nothing of how implementations work. Imports PyTorch only with the chosen 
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +77,8 @@ class Kernels:
 
     The module is None for an operation that the model does not use. The implementation of `experts` is not here: it
     depends on the dispatcher, so `MoEPlan` names it.
+
+    joined   name of an attention layer -> rows of the steps whose decodes `kernels/joined` computes; see its `choice`
     """
 
     choices: tuple[Choice, ...]
@@ -93,6 +95,7 @@ class Kernels:
     routing: Any = None
     blend: Any = None
     lora: Any = None
+    joined: Mapping[str, range] = field(default_factory=dict)
 
     def features(self, op: str) -> tuple[str, ...]:
         """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""

@@ -82,7 +82,7 @@ class Attention(nn.Module):
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
         self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once, in steps of these rows
-        self.joined_rows = build.joined.get(at, range(0))
+        self.joined_rows = build.kernels.joined.get(at, range(0))
         if self.joined_rows:
             self.joined = importlib.import_module("quire.kernels.joined.decode_attention")
 

@@ -1,7 +1,7 @@
 """Inputs of layers: `Build` once, at construction; `StepContext` at every step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -56,7 +56,6 @@ class Build:
     kv_groups    KV groups of this rank's layers, behind which those of a draft model stand; (): all layers form a group
                  without a sliding window
     before       number of layers before those of the model that is built: for a draft model those of the model
-    joined       name of an attention layer -> rows of the steps whose decodes are one kernel from the projection on
     """
 
     dtype: torch.dtype
@@ -74,7 +73,6 @@ class Build:
     moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
     before: int = 0
-    joined: Mapping[str, range] = field(default_factory=dict)
 
     def group_of(self, layer: int) -> int:
         """Return the number of the KV group of a layer."""

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from quire.kernels.joined.choice import JoinedDecodes
 from quire.plan.engine import EnginePlan
-from quire.plan.joined import JoinedDecodes, joined_decodes
+from quire.plan.joined import joined_decodes
 
 
 def describe_joined(plan: EnginePlan) -> list[dict[str, Any]]:

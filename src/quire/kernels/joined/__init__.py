@@ -2,7 +2,7 @@
 
     decode_attention   `heads.prepare`, then `attention.paged_attention`
 
-The plan chooses the layers and the numbers of rows for them (`plan/joined.py`); a step that does not fit takes the
+`choice.py` chooses the layers and the numbers of rows for them; a step that does not fit takes the
 operations themselves, which are the specification, too.
 """
 
