@@ -6,7 +6,7 @@ from quire.args.layers import GroupedArgs
 from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
 
 # Most query heads of a KV head -> fewest rows of a step from which on the kernel was faster than two (H200,
-# docs/performance.md). With 4 heads and one row both take as long; with 8 a step was 5% to 10% slower.
+# docs/performance.md). With 4 heads and one row both take as long; with 8 a step took 5% to 11% longer.
 FEWEST_ROWS = {2: 1, 4: 2}
 
 
