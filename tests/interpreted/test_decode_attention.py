@@ -19,6 +19,7 @@ from quire.kernels.select import select_kernels
 from quire.layers.attention import Attention
 from quire.layers.context import Build, StepContext
 from quire.layers.decoder import Decoder, DecoderBlock
+from quire.layers.stack import first_of_each_kind
 from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
@@ -111,10 +112,11 @@ def made_block(**changes: int) -> DecoderBlock:
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=64)
     params = layout(args)
     named = {param.name: param for param in params}
-    kernels = replace(kernels, joined={"layers.0.attention": range(2, 17)})
+    kernels = replace(kernels, joined={f"layers.{i}.attention": range(2, 17) for i in range(args.num_layers)})
     build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
     model = Decoder(args, params, build)
     fill(model, normal(0.1))
+    assert first_of_each_kind(model.layers) == [0], "a warm-up would run all layers"
     return next(iter(model.layers))
 
 
