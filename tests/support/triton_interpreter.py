@@ -94,8 +94,8 @@ def _parse_files_once(interpreter: Any) -> None:
         found = (one for one in tree.body if isinstance(one, ast.FunctionDef))
         return {(min([one.lineno, *(d.lineno for d in one.decorator_list)]), one.name): one for one in found}
 
-    class Assignments(interpreter.ASTTransformer):
-        def visit_Assign(self, node: ast.Assign) -> ast.AST:
+    class Assignments(interpreter.ASTTransformer):  # type: ignore[misc]
+        def visit_Assign(self, node: ast.Assign) -> Any:
             value, made = node.value, super().visit_Assign(node)
             made.value = ast.copy_location(made.value, value)
             for one in (made.value.func, made.value.func.value, made.value.args[1]):
