@@ -149,6 +149,47 @@ def test_ranks_that_have_experts(
     check(case, engine, prompts, greedy, engine(case.folder, **LORA, max_loras=2, **ranks))
 
 
+EXPERTS: dict[str, Any] = {"lora_target_modules": ("all-linear", "experts")}
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked", "ranks"),
+    [
+        ("mixtral", False, {}),
+        ("gpt_oss", True, {}),
+        *full_rows(
+            [
+                ("qwen3_moe", True, {}),
+                ("deepseek_v3", False, {}),
+                ("llama4_text", True, {}),
+                ("qwen3_5_moe_text", True, {}),
+                ("nemotron_moe", False, {}),
+                ("lfm2_moe", False, {}),
+                ("gemma4_moe", True, {}),
+                ("qwen2_moe", True, {"tensor_parallel_size": 2}),
+                ("gpt_oss", True, {"tensor_parallel_size": 2}),
+                ("qwen3_moe", False, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+                ("mixtral", True, {"pipeline_parallel_size": 2}),
+                ("mixtral", False, {"data_parallel_size": 2}),
+                ("qwen3_moe", True, {"model_impl": "transformers"}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_adapters_of_routed_experts(
+    family: str, stacked: bool, ranks: dict[str, Any], merged: Any, engine: Engine, prompts: Any, greedy: Any
+) -> None:
+    """Matrices for each expert, or for a parameter that has those of all experts, one of them with a rank of its own."""
+    each: dict[str, Any] = {"chosen": lambda name: "embed" not in name}
+    if stacked:
+        each = {"stacked": True, "alpha_pattern": {"down_proj": 5}}
+    if "model_impl" in ranks:  # the module routes by itself
+        each["chosen"] = lambda name: everything(name) and not name.endswith(".gate.weight")
+    case = merged(family, count=2, **each)
+    check(case, engine, prompts, greedy, engine(case.folder, **LORA, **EXPERTS, max_loras=2, **ranks))
+
+
 @only_full
 def test_five_hundred_adapters_by_zipfs_law(merged: Any, engine: Engine, greedy: Any, tmp_path: Path) -> None:
     """200 requests for 500 adapters in 32 slots: all end, each with the tokens of its adapter alone."""

@@ -19,9 +19,10 @@ from torch import Tensor
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
+from quire.kernels.experts.adapted import ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
-from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
+from quire.kernels.experts.triton import Product, _find_tile, _place, _sort, _sum_kernel, run_apart
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
@@ -167,6 +168,38 @@ def run(
     elif len(x):
         many(x, *given, join=join)
     return y
+
+
+def run_adapted(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    adapters: ExpertAdapters,
+    join: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    first, second, act, first_bias, second_bias = packed
+
+    def multiplied(stack: Stack, bias: Tensor | None, parts: int, width: int) -> Product:
+        def product(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            pairs, (_, outputs, inputs) = len(rows), stack.values.shape
+            given = _rows(F.pad(rows, (0, inputs - rows.shape[1])), stack)
+            y = rows.new_empty(pairs, outputs)
+            cut = tiles(pairs, spread, False)
+            _product(given, stack, bias, order, starts, scales.shape[1], scales, y, None, False, "", cut)
+            return y if outputs == width else y.unflatten(1, (parts, -1))[..., : width // parts].flatten(1)
+
+        return product
+
+    products = (
+        multiplied(first, first_bias, 2, 2 * adapters.inner),
+        multiplied(second, second_bias, 1, x.shape[1]),
+    )
+    experts = len(first.values)
+    return run_apart(x, weights, ids, products, act, experts, expert_map, residual, adapters, join)
 
 
 def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:

@@ -8,14 +8,16 @@ them. Floor on an H200: the packed bytes of the hit experts over 4.3 TB/s, or 6 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import pdl
+from quire.kernels.experts.adapted import ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.triton import _sort, _sum_kernel
+from quire.kernels.experts.triton import Product, _sort, _sum_kernel, run_apart
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
@@ -91,6 +93,36 @@ def put(
 def way(x: Tensor, packed: Packed) -> str:
     """Return where the products dequantize weights. See `quire.kernels.experts`."""
     return product_words(packed[0].scheme, "stays packed, widened in registers", "")
+
+
+def run_adapted(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    adapters: ExpertAdapters,
+    join: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    first, second, act, first_bias, second_bias = packed
+
+    def multiplied(stack: Stack, bias: Tensor | None, width: int) -> Product:
+        whole = replace(stack, parts=1)  # gate and up are whole tiles of outputs
+
+        def made(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            given = F.pad(rows, (0, stack.inputs - rows.shape[1]))
+            y = rows.new_empty(len(rows), whole.outputs if stack.parts > 1 else width)
+            ending = Ending(y, "", bias, scales)
+            product(given, whole, order, starts, scales.shape[1], ending, tiles_of(len(rows), spread))
+            return y if y.shape[1] == width else y.unflatten(1, (stack.parts, -1))[..., : adapters.inner].flatten(1)
+
+        return made
+
+    products = multiplied(first, first_bias, 2 * adapters.inner), multiplied(second, second_bias, x.shape[1])
+    experts = len(first.tiles)
+    return run_apart(x, weights, ids, products, act, experts, expert_map, residual, adapters, join)
 
 
 def run(

@@ -173,9 +173,12 @@ TIERS: tuple[Row, ...] = (
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
 ADAPTERS: tuple[Row, ...] = (
-    Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
-        "leave out --enable-lora"),
     Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
+    Row("adapters of experts", "lock-step", MISSING,
+        "rows travel to the experts of other replicas without their adapters, whose slots differ by replica",
+        "leave experts out of lora_target_modules, or leave out --enable-expert-parallel"),
+    Row("adapters of experts", "EPLB", MISSING, "experts move between ranks without the matrices of adapters",
+        "leave experts out of lora_target_modules, or leave out --enable-eplb"),
     Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
     Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
     Row("held adapters", "no adapters", IDLE, "max_cpu_loras changes nothing without enable_lora"),
