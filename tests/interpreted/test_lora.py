@@ -26,9 +26,10 @@ from quire.kernels import triton_runtime
 from quire.kernels.experts import ref as experts_ref
 from quire.kernels.experts import scaled, triton, weight_only
 from quire.kernels.experts.inputs import Case, make, make_quantized, packed_by
-from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun, grouped, pairs, ref
+from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun, grouped, native, pairs, ref
 from quire.kernels.lora import triton as lora
 from quire.kernels.lora.inputs import LoraInputs, make_inputs
+from quire.kernels.native.library import missing
 from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
@@ -67,7 +68,7 @@ def truth(given: LoraInputs) -> torch.Tensor:
 def test_any_mixture(slots: list[int], sizes: tuple[int, ...], width: int, rank: int, ranks: list[int]) -> None:
     given = make_inputs(slots, sizes, width, rank, ranks=ranks)
     expected = truth(given)
-    for kernel in (lora, ref):
+    for kernel in (lora, ref, *([] if missing() else [native])):
         weights = given.weights
         if kernel is ref:  # it multiplies all ranks: those of a slot that the adapter lacks are zero there
             weights = replace(weights, a=weights.a.nan_to_num(), b=weights.b.nan_to_num())

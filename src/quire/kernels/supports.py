@@ -117,7 +117,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
-    "lora": {"triton": TRITON, "ref": REFERENCE},
+    "lora": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},

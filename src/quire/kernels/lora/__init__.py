@@ -53,9 +53,20 @@ class AdapterWeights:
         """R, the ranks that a module has room for."""
         return self.a.shape[-2]
 
+    def blocks(self, size: int, device: torch.device) -> Tensor:
+        """Return [blocks, 4] int32: module, first output, outputs, and first row of B, of blocks within a run."""
+        if size not in self.tables:
+            found = [
+                (run.module, run.first + at, min(size, run.rows - at), run.row + at)
+                for run in self.runs
+                for at in range(0, run.rows, size)
+            ]
+            self.tables[size] = torch.tensor(found, dtype=torch.int32).to(device)
+        return self.tables[size]
+
     def of(self, place: int) -> "AdapterWeights":
         """Return the matrices of the expert at a place."""
-        return AdapterWeights(self.a[:, place], self.b[:, place], self.ranks[:, place], self.runs)
+        return AdapterWeights(self.a[:, place], self.b[:, place], self.ranks[:, place], self.runs, self.tables)
 
     @cached_property
     def most_outputs(self) -> int:

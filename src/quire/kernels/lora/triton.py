@@ -40,7 +40,8 @@ def shrink(
     tokens = max(1, count // max(1, len(x)))  # pairs of a row of x
     block = max(16, 1 << (rank - 1).bit_length())
     blocks = modules * -(-block // 64)
-    wanted = min(MOST_PARTS, max(1, width // PART), -(-PROGRAMS // max(1, -(-count // TILE) * blocks)))
+    most = MOST_PARTS if rank <= RANKS else MOST_PARTS // 4  # more would not stay in registers of `expand`
+    wanted = min(most, max(1, width // PART), -(-PROGRAMS // max(1, -(-count // TILE) * blocks)))
     parts = 1 << (wanted.bit_length() - 1)  # a power of two, so that few kernels are compiled
     step = -(-width // parts)
     inner = torch.empty(parts, len(rows.order), modules, rank, dtype=torch.float32, device=x.device)
@@ -85,7 +86,7 @@ def expand(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows,
         return
     parts, held, modules, rank = inner.shape
     size = min(OUTPUTS, max(16, 1 << (weights.most_outputs - 1).bit_length()))
-    table, in_pdl = _blocks(weights, size, y.device), pdl.in_use()
+    table, in_pdl = weights.blocks(size, y.device), pdl.in_use()
     _expand_kernel[(len(table), len(rows.tiles))](
         y,
         inner,
@@ -122,18 +123,6 @@ def _places(weights: AdapterWeights) -> int:
 def _strides(matrices: Tensor, dims: int) -> tuple[int, int]:
     """Return the strides of slots and of experts. dims: dimensions of a slot of a layer without experts"""
     return matrices.stride(0), matrices.stride(1) if matrices.dim() > 1 + dims else 0
-
-
-def _blocks(weights: AdapterWeights, size: int, device: torch.device) -> Tensor:
-    """Return [blocks, 4] int32: module, first output, outputs, and first row of B, of blocks within a run."""
-    if size not in weights.tables:
-        found = [
-            (run.module, run.first + at, min(size, run.rows - at), run.row + at)
-            for run in weights.runs
-            for at in range(0, run.rows, size)
-        ]
-        weights.tables[size] = torch.tensor(found, dtype=torch.int32).to(device)
-    return weights.tables[size]
 
 
 @jit(do_not_specialize=["first", "count", "held"])
@@ -236,7 +225,7 @@ def _expand_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of outputs, tiles). blocks: of `_blocks`;  PLACES: see `_shrink_kernel`"""
+    """Grid (blocks of outputs, tiles). blocks: of `AdapterWeights`;  PLACES: see `_shrink_kernel`"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     block = blocks + tl.program_id(0) * 4
