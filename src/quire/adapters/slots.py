@@ -275,12 +275,12 @@ class AdapterRules(NamedTuple):
     def _check_target(self, where: str, tail: str) -> None:
         """Raise `AdapterError` for a module that the model does not have, or that is no target."""
         if tail in self.others:
-            last = ROUTED if ".experts." in tail else tail.rpartition(".")[2]
+            last = last_name(tail)
             left = "" if last == ROUTED else ", or leave the option out"
             all_linear = f" (with {ALL_LINEAR}, all other linear layers are targets, too)" if last == ROUTED else ""
             raise AdapterError(f"{where} is not among lora_target_modules: add {last}{left}{all_linear}.")
         if tail not in self.sizes:
-            known = sorted({one.rpartition(".")[2] for one in self.sizes if ".experts." not in one})
+            known = sorted({last_name(one) for one in self.sizes})
             raise AdapterError(
                 f"{where} is no linear layer of this model: use an adapter of this model, whose layers are "
                 f"{', '.join(known)}."
@@ -305,9 +305,9 @@ def adapter_rules(args: ModelArgs, config: AdapterConfig) -> AdapterRules:
     every = [one for linear in adapted_linears(args, whole, (ALL_LINEAR, ROUTED)) for one in linear.modules]
     given = config.lora_target_modules
     targets = Targets.of(given)
-    own = [one for one in every if (targets.experts if _routed(one.tail) else targets.has(one.tail))]
+    own = [one for one in every if (targets.experts if last_name(one.tail) == ROUTED else targets.has(one.tail))]
     if given and not own:
-        known = sorted({ROUTED if _routed(one.tail) else one.tail.rpartition(".")[2] for one in every})
+        known = sorted({last_name(one.tail) for one in every})
         raise AdapterError(f"lora_target_modules: {listed(given)}: this model has {', '.join(known)}: name some of these.")
     sizes = {one.tail: (one.outputs, one.inputs) for one in own}
     others = frozenset(one.tail for one in every) - sizes.keys()
@@ -317,5 +317,6 @@ def adapter_rules(args: ModelArgs, config: AdapterConfig) -> AdapterRules:
     return AdapterRules(sizes, others, config.max_lora_rank, args.moe.routing.num_experts, paired)
 
 
-def _routed(tail: str) -> bool:
-    return ".experts." in tail
+def last_name(tail: str) -> str:
+    """Return the last name of a module, by which `lora_target_modules` names it."""
+    return ROUTED if ".experts." in tail else tail.rpartition(".")[2]

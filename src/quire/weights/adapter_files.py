@@ -27,6 +27,7 @@ from quire.weights.files import AGAIN, StoredTensor, known_name, read_header
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG = 4 << 20  # bytes
 MOST = 1e9  # of a rank and of an alpha
+MOST_REPEATS = 4  # repetitions of a pattern
 PREFIX = "base_model.model."
 FLOATS = ("F32", "BF16", "F16")
 CHUNK = 8 << 20  # bytes summed at once
@@ -35,6 +36,7 @@ _LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _MATRIX = re.compile(r"(.+)\.lora_([AB])\.weight")
 _EXPERT = re.compile(r"layers\.(\d+)\.(?:.+\.)?experts\.(\d+)\.(\w+)")
 _STACK = re.compile(r"layers\.(\d+)\.(?:.+\.)?experts((?:\.base_layer)*)")
+_SLOW, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 SIDES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 PARAMETERS = ("gate_up_proj", "down_proj")  # of a module that has the matrices of all experts
 _ROWS = [row for row in read_rows(Path(__file__).with_name("adapter_config.txt"))]
@@ -188,6 +190,11 @@ def _check_values(path: Path, config: Mapping[str, Any]) -> None:
                 re.compile(text)
             except re.error:
                 raise AdapterError(f"{path}: {key} has {shown(text)}, which is no pattern: correct it.") from None
+            if _SLOW.search(text) or len(_REPEATS.findall(text)) > MOST_REPEATS:
+                raise AdapterError(
+                    f"{path}: {key} has {shown(text)}, which may take for ever to match: name the modules without "
+                    f"repeated groups, and with at most {MOST_REPEATS} repetitions."
+                )
 
 
 def _is_number(value: object, least: int) -> bool:
@@ -255,6 +262,15 @@ def identify(name: str, folder: Path) -> Adapter:
     """Return the adapter in a folder, with the sum of its files. Raises `AdapterError` as `read_adapter` does."""
     read_adapter(folder)
     return Adapter(name, str(folder), digest_of(folder))
+
+
+def stamp_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
+    """Return inode, time of change and bytes of both files of an adapter; () for files that cannot be seen."""
+    try:
+        found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
+    except OSError:
+        return ()
+    return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
 
 def digest_of(folder: Path) -> str:

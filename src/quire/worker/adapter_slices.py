@@ -10,7 +10,7 @@ from quire.contracts.adapters import Adapter
 from quire.contracts.errors import AdapterError
 from quire.kernels.pack.convert import ordered
 from quire.layers.adapters import HeldAdapter
-from quire.weights.adapter_files import PARAMETERS, AdapterFiles, digest_of, read_adapter
+from quire.weights.adapter_files import PARAMETERS, AdapterFiles, digest_of, read_adapter, stamp_of
 from quire.weights.files import AGAIN, StoredTensor
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -24,16 +24,25 @@ def read_held(
     Raises `AdapterError` if the adapter does not fit, or its files are not those that were summed.
     """
     folder = Path(adapter.folder)
+    stamp = stamp_of(folder)
+    changed = AdapterError(
+        f"the files of adapter {adapter.name!r} in {folder} have changed since they were read: load it anew."
+    )
     if digest_of(folder) != adapter.digest:
-        raise AdapterError(
-            f"the files of adapter {adapter.name!r} in {folder} have changed since they were read: load it anew."
-        )
+        raise changed
     files = read_adapter(folder)
     rules.check(files)
     numbers = torch.zeros(plan.size, dtype=dtype, pin_memory=pinned)
     matrices = _Matrices(files, rules)
     ranks = [_fill(linear, matrices, plan.rank, numbers) for linear in plan.linears]
     held = torch.tensor(ranks, dtype=torch.int32)
+    if stamp_of(folder) != stamp:  # while they were read
+        raise changed
+    if not numbers.isfinite().all():
+        raise AdapterError(
+            f"adapter {adapter.name!r} in {folder} has numbers that {str(dtype).removeprefix('torch.')} cannot hold: "
+            "use --dtype bfloat16 or float32."
+        )
     return HeldAdapter(numbers, held.pin_memory() if pinned else held)
 
 
