@@ -106,9 +106,7 @@ def test_drafters_of_their_own_are_the_bases(
 
 
 @only_full
-def test_prefill_and_decode_apart(
-    merged: Any, engine: Engine, greedy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_and_decode_apart(merged: Any, engine: Engine, greedy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode node reads the blocks of the adapter that the prefill node computed, and no others."""
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", "a key that both engines know")
     case = merged(count=2)
@@ -241,7 +239,7 @@ EXPERTS: dict[str, Any] = {"lora_target_modules": ("all-linear", "experts")}
 def test_adapters_of_routed_experts(
     family: str, stacked: bool, ranks: dict[str, Any], merged: Any, engine: Engine, prompts: Any, greedy: Any
 ) -> None:
-    """Matrices for each expert, or for a parameter that has those of all experts, one of them with a rank of its own."""
+    """Matrices for each expert, or for parameters that have those of all experts."""
     each: dict[str, Any] = {"chosen": lambda name: "embed" not in name}
     if stacked:
         each = {"stacked": True, "alpha_pattern": {"down_proj": 5}}

@@ -79,10 +79,10 @@ def test_routed_experts(kind: str, alone: bool, tokens: int, monkeypatch: pytest
     monkeypatch.setattr(pairs, "MOST_GROUPS", 1 if alone else 4096)
     found = []
     for one, (own_lora, made) in ((EXPERTS[kind], (lora, sides)), (experts_ref, (ref, zeroed))):
-        packed = packed_by(one, *zip(*matrices, strict=True))
+        packed = packed_by(one, [pair[0] for pair in matrices], [pair[1] for pair in matrices])
         adapters = AdaptedExperts(own_lora, *made).of_step(rows)
         for _ in range(2):
-            found.append(one.run_adapted(x, weights, ids, packed, places, residual.clone(), adapters))
+            found.append(one.run_adapted(x, (weights, ids, places), packed, residual.clone(), adapters))
     error = (found[0].float() - found[2].float()).norm() / found[2].float().norm()
     assert error < (0.02 if kind == "plain" else 0.06), error
     assert torch.equal(found[0], found[1]), "sums are always added in the same order"

@@ -124,9 +124,9 @@ def test_routed_experts(kind: str, alone: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pairs, "MOST_GROUPS", 1 if alone else 4096)
     found = []
     for one, (own_lora, made) in ((kernel, (lora, sides)), (experts_ref, (ref, zeroed))):
-        packed = packed_by(one, *zip(*matrices, strict=True))
+        packed = packed_by(one, [pair[0] for pair in matrices], [pair[1] for pair in matrices])
         adapters = AdaptedExperts(own_lora, *made).of_step(rows)
-        found.append(one.run_adapted(x, weights, ids, packed, places, residual.clone(), adapters))
+        found.append(one.run_adapted(x, (weights, ids, places), packed, residual.clone(), adapters))
     plain = experts_ref.run(x, weights, ids, packed, places, residual.clone())
     assert not torch.allclose(found[1], plain, atol=0.1)
     error = (found[0].float() - found[1].float()).norm() / found[1].float().norm()

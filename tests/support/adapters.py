@@ -77,17 +77,19 @@ def stacks(checkpoint: Path, weights: dict[str, Tensor]) -> dict[str, dict[str, 
     found: dict[str, dict[str, tuple[int, int, int]]] = {}
     config = json.loads((checkpoint / "config.json").read_text())
     for name, tensor in weights.items():
-        if (stored := re.fullmatch(r"(.*layers\.\d+\.).*experts\.(?:0\.(w1|w2|gate_proj|down_proj)\.weight|(\w+_proj))", name)):
-            module = name[: name.index("experts") + len("experts")]
-            if stored[3]:
-                num, rows, columns = tensor.shape
-                transposed = (rows == config["hidden_size"]) == (stored[3] == "gate_up_proj")
-                found.setdefault(module, {})[stored[3]] = (num, columns, rows) if transposed else (num, rows, columns)
-                continue
-            num = sum(name.replace("experts.0.", f"experts.{one}.") in weights for one in range(64))
-            double = 2 if stored[2] in ("w1", "gate_proj") else 1
-            parameter = "gate_up_proj" if double == 2 else "down_proj"
-            found.setdefault(module, {})[parameter] = (num, double * len(tensor), tensor.shape[1])
+        stored = re.fullmatch(r".*experts\.(?:0\.(w1|w2|gate_proj|down_proj)\.weight|(\w+_proj))", name)
+        if stored is None or "shared" in name:
+            continue
+        module = name[: name.index("experts") + len("experts")]
+        if stored[2]:
+            num, rows, columns = tensor.shape
+            transposed = (rows == config["hidden_size"]) == (stored[2] == "gate_up_proj")
+            found.setdefault(module, {})[stored[2]] = (num, columns, rows) if transposed else (num, rows, columns)
+            continue
+        num = sum(name.replace("experts.0.", f"experts.{one}.") in weights for one in range(64))
+        double = 2 if stored[1] in ("w1", "gate_proj") else 1
+        parameter = "gate_up_proj" if double == 2 else "down_proj"
+        found.setdefault(module, {})[parameter] = (num, double * len(tensor), tensor.shape[1])
     return {module: dict(sorted(own.items(), reverse=True)) for module, own in found.items()}
 
 

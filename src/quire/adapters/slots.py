@@ -17,8 +17,8 @@ from quire.models.names import EACH, STACKED_FORMS
 from quire.plan.engine import EnginePlan
 from quire.plan.layout import layout
 from quire.plan.linears import NOT_LINEAR, is_linear
-from quire.weights.files import AGAIN
 from quire.weights.adapter_files import PARAMETERS, AdaptedStack, AdapterFiles, expert_tail, tail_of
+from quire.weights.files import AGAIN
 
 HEAD = "lm_head"
 EXPERTS = (".experts.gate_up", ".experts.down")
@@ -308,7 +308,9 @@ def adapter_rules(args: ModelArgs, config: AdapterConfig) -> AdapterRules:
     own = [one for one in every if (targets.experts if last_name(one.tail) == ROUTED else targets.has(one.tail))]
     if given and not own:
         known = sorted({last_name(one.tail) for one in every})
-        raise AdapterError(f"lora_target_modules: {listed(given)}: this model has {', '.join(known)}: name some of these.")
+        raise AdapterError(
+            f"lora_target_modules: {listed(given)}: this model has {', '.join(known)}: name some of these."
+        )
     sizes = {one.tail: (one.outputs, one.inputs) for one in own}
     others = frozenset(one.tail for one in every) - sizes.keys()
     if args.moe is None:

@@ -25,8 +25,8 @@ class AdapterConfig:
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
-        "last names of the modules that adapters may change, such as q_proj v_proj; all-linear for all linear layers but "
-        "routed experts (default), experts for these; the device has memory for these modules alone",
+        "last names of the modules that adapters may change, such as q_proj v_proj; all-linear: all linear layers but "
+        "those of routed experts (default); experts: these; the device has memory for these modules alone",
     )
 
     @property

@@ -161,8 +161,9 @@ class Experts(nn.Module):
         adapters   of the rows; None: no row has one
         """
         if adapters is not None and self.adapted is not None:
-            given = x, weights, ids, self.packed, self.expert_map, residual, self.adapted.of_step(adapters)
-            found: Tensor = self.kernel.run_adapted(*given, *join)
+            routed = weights, ids, self.expert_map
+            step = self.adapted.of_step(adapters)
+            found: Tensor = self.kernel.run_adapted(x, routed, self.packed, residual, step, *join)
             return found
         y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y

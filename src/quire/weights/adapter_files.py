@@ -4,9 +4,9 @@ y += scale * B (A x), with A = `lora_A.weight` [r, inputs] and B = `lora_B.weigh
 `target_modules`, say which modules an adapter changes. scale = alpha / r, or alpha / sqrt(r) with `use_rslora`; r and
 alpha may differ by module (`rank_pattern`, `alpha_pattern`). Source: github.com/huggingface/peft, tuners/lora.
 
-A parameter with the matrices of all E experts (`target_parameters`) has A [E * r, inputs] with the ranks of an expert one
-below the other, and B [outputs, r * E] with the experts of a rank side by side. Of two such parameters of a module, the
-matrices of one stand under `base_layer`; their sizes tell which parameter they change.
+A parameter with the matrices of all E experts (`target_parameters`) has A [E * r, inputs] with the ranks of an expert
+one below the other, and B [outputs, r * E] with the experts of a rank side by side. Of two such parameters of a module,
+the matrices of one stand under `base_layer`; their sizes tell which parameter they change.
 No torch.
 """
 

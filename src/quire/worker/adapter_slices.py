@@ -54,7 +54,7 @@ class _Matrices:
         self._read: dict[str, Tensor] = {}  # of the parameter of experts that was read last
 
     def of(self, tail: str) -> tuple[Tensor, Tensor] | None:
-        """Return A [r, inputs] and B [outputs, r] with the scale in it; None: the adapter does not change the module."""
+        """Return A [r, inputs] and B [outputs, r] with the scale in it; None: no adapter of the module."""
         if (own := self._files.modules.get(tail)) is not None:
             return _read(own.a), _read(own.b).float() * own.scale
         return self._of_expert(tail) if ".experts." in tail else None

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from quire.kernels.activation.cpu import gated
 from quire.kernels.experts import stacked
-from quire.kernels.experts.adapted import Between, ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
 from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
+from quire.kernels.lora.routed import Between, ExpertAdapters, Routed
 from quire.kernels.native import memory
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
@@ -72,19 +72,18 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_adapted(x, weights, ids, packed, expert_map, residual, None)
+    return run_adapted(x, (weights, ids, expert_map), packed, residual, None)
 
 
 def run_adapted(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Packed,
-    expert_map: Tensor | None,
     residual: Tensor | None,
     adapters: ExpertAdapters | None,
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
+    weights, ids, expert_map = routed
     if isinstance(packed, list):
         return run_each(x, weights, ids, packed, expert_map, residual, _quantized, adapters)
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert, adapters)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation.cpu import gated
-from quire.kernels.experts.adapted import Between, ExpertAdapters
 from quire.kernels.experts.cpu import run_each
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.linear import panels
+from quire.kernels.lora.routed import Between, ExpertAdapters, Routed
 from quire.kernels.pack.matrix import Weight
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
@@ -44,16 +44,9 @@ def run(
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 
-def run_adapted(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    packed: Packed,
-    expert_map: Tensor | None,
-    residual: Tensor | None,
-    adapters: ExpertAdapters,
-) -> Tensor:
+def run_adapted(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
+    weights, ids, expert_map = routed
     return run_each(x, weights, ids, packed, expert_map, residual, _adapted, adapters)
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation.ref import gated
-from quire.kernels.experts.adapted import Between
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.linear import quantized_ref
+from quire.kernels.lora.routed import Between
 from quire.kernels.pack.matrix import QuantizedMatrix, empty
 from quire.kernels.quantize.rows import QuantizedRows
 
@@ -48,9 +48,7 @@ def way(x: Tensor, pairs: object) -> str:
     return quantized_ref.way(x, pairs[0][0]) if isinstance(pairs, list) and pairs else ""
 
 
-def run_pair(
-    x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix], between: Between | None = None
-) -> Tensor:
+def run_pair(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix], between: Between | None = None) -> Tensor:
     """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme.
 
     between   adds the products of adapters; None: there are none

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from quire.kernels.activation.ref import gated
 from quire.kernels.experts import stacked
-from quire.kernels.experts.adapted import ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.weights import Biases, activated
+from quire.kernels.lora.routed import ExpertAdapters, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
@@ -60,19 +60,18 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_adapted(x, weights, ids, packed, expert_map, residual, None)
+    return run_adapted(x, (weights, ids, expert_map), packed, residual, None)
 
 
 def run_adapted(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Packed,
-    expert_map: Tensor | None,
     residual: Tensor | None,
     adapters: ExpertAdapters | None,
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
+    weights, ids, expert_map = routed
     places = placed(ids, expert_map)
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
     for place, result in enumerate(_results(x, packed, adapters)):

@@ -19,13 +19,13 @@ from torch import Tensor
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
-from quire.kernels.experts.adapted import ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
-from quire.kernels.experts.triton import Product, _find_tile, _place, _sort, _sum_kernel, run_apart
+from quire.kernels.experts.triton import Product, _find_tile, _place, _sort, run_apart, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import (
@@ -171,14 +171,7 @@ def run(
 
 
 def run_adapted(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    packed: Packed,
-    expert_map: Tensor | None,
-    residual: Tensor | None,
-    adapters: ExpertAdapters,
-    join: Callable[[], bool] | None = None,
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
     first, second, act, first_bias, second_bias = packed
@@ -198,8 +191,7 @@ def run_adapted(
         multiplied(first, first_bias, 2, 2 * adapters.inner),
         multiplied(second, second_bias, 1, x.shape[1]),
     )
-    experts = len(first.values)
-    return run_apart(x, weights, ids, products, act, experts, expert_map, residual, adapters, join)
+    return run_apart(x, routed, products, act, len(first.values), residual, adapters, *join)
 
 
 def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:
@@ -306,7 +298,7 @@ def many(
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
     """
-    first, second, (tokens, k), pairs = packed.gate_up, packed.down, ids.shape, ids.numel()
+    first, second, pairs = packed.gate_up, packed.down, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
@@ -316,11 +308,7 @@ def many(
     else:
         cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
         products(given, packed, order, starts, weights, parts, cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
-    )
+    sum_pairs(parts, ids, expert_map, residual, y, join)
 
 
 def in_gluon(packed: Packed) -> bool:

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import pdl
-from quire.kernels.experts.adapted import ExpertAdapters
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.triton import Product, _sort, _sum_kernel, run_apart
+from quire.kernels.experts.triton import Product, _sort, run_apart, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
-from quire.kernels.linear.gemv import bucket
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.weight_only.pairs_in_tiles import Stack, Tiles, product, tiles_of
 from quire.kernels.weight_only.pairs_in_words import Ending
@@ -96,14 +94,7 @@ def way(x: Tensor, packed: Packed) -> str:
 
 
 def run_adapted(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    packed: Packed,
-    expert_map: Tensor | None,
-    residual: Tensor | None,
-    adapters: ExpertAdapters,
-    join: Callable[[], bool] | None = None,
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
     first, second, act, first_bias, second_bias = packed
@@ -121,8 +112,7 @@ def run_adapted(
         return made
 
     products = multiplied(first, first_bias, 2 * adapters.inner), multiplied(second, second_bias, x.shape[1])
-    experts = len(first.tiles)
-    return run_apart(x, weights, ids, products, act, experts, expert_map, residual, adapters, join)
+    return run_apart(x, routed, products, act, len(first.tiles), residual, adapters, *join)
 
 
 def run(
@@ -145,7 +135,7 @@ def run(
     if not len(x):
         return y
     first, second, act, first_bias, second_bias = packed
-    (tokens, k), pairs, hidden = ids.shape, ids.numel(), x.shape[1]
+    k, pairs, hidden = ids.shape[1], ids.numel(), x.shape[1]
     experts = len(first.tiles)
     order, starts = _sort(ids, expert_map, experts)
     if first.inputs > hidden or x.stride(1) != 1:
@@ -154,19 +144,5 @@ def run(
     cut = cut or tiles_of(pairs, experts if expert_map is None else len(expert_map))
     product(x, first, order, starts, k, Ending(h, act, first_bias), cut)
     product(h, second, order, starts, k, Ending(parts, "", second_bias, weights), cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts,
-        ids,
-        expert_map,
-        None if residual is None else y,
-        y,
-        k,
-        hidden,
-        block,
-        in_pdl,
-        num_warps=4,
-        **pdl.options(in_pdl),
-    )
+    sum_pairs(parts, ids, expert_map, None if residual is None else y, y, join)
     return y

@@ -21,7 +21,7 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.activation import number_of
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
-from quire.kernels.pack.halves import gated_outputs
+from quire.kernels.pack.halves import gated_outputs, ungated
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.kernels.pack.panel_sizes import SCALE_IN, STEP, panels_of
 from quire.kernels.quantize.rows import QuantizedRows
@@ -137,17 +137,7 @@ def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     if not packed.gated:
         return _run(x, packed, bias, PLAIN)
     wide = replace(packed, cols=gated_outputs(packed.cols, loaded().quire_lanes()), gated=False)
-    found = _run(x, wide, None, PLAIN)
-    y = found.new_empty(len(found), packed.cols)
-    loaded().quire_linear_ungate(
-        found.data_ptr(),
-        y.data_ptr(),
-        len(found),
-        packed.cols // 2,
-        found.shape[1],
-        found.element_size(),
-        torch.get_num_threads(),
-    )
+    y = ungated(_run(x, wide, None, PLAIN), packed.cols, loaded().quire_lanes())
     return y if bias is None else y + bias
 
 

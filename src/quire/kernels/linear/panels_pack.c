@@ -301,36 +301,6 @@ void quire_linear_unpack_rows(const void *packed, const int64_t *ids, void *y, l
     RUN(unpack_rows_tasks, &job, rows < 8 ? 1 : threads);
 }
 
-typedef struct UngateJob {
-    Tasks tasks;
-    const char *x;
-    char *y;
-    long width, x_row; /* outputs of gate; bytes of a row of x */
-    int size; /* bytes of a number */
-} UngateJob;
-
-static void ungate_tasks(void *argument) {
-    UngateJob *job = argument;
-    long row;
-    while ((row = claim(&job->tasks)) >= 0) {
-        const long size = job->size, half = job->width * size, lanes = W * size;
-        for (long n = 0; n < half; n += lanes) {
-            const char *from = job->x + row * job->x_row + 2 * n;
-            const long count = half - n < lanes ? half - n : lanes;
-            memcpy(job->y + row * 2 * half + n, from, count);
-            memcpy(job->y + row * 2 * half + half + n, from + lanes, count);
-        }
-    }
-}
-
-/* Outputs of panels that are packed for gates, x [rows, outputs], W of gate and W of up in turns -> y [rows, 2 width]:
-   those of gate, then those of up, without padding. */
-void quire_linear_ungate(const void *x, void *y, long rows, long width, long outputs, int size,
-                         int threads) {
-    UngateJob job = {.tasks.count = rows, .x = x, .y = y, .width = width, .x_row = outputs * size, .size = (int)size};
-    RUN(ungate_tasks, &job, rows * width < SMALL ? 1 : threads);
-}
-
 /* Lanes of a vector and rows of a block, for the caller's sizes. */
 int quire_lanes(void) { return W; }
 int quire_block_rows(void) { return MR; }

@@ -1,6 +1,6 @@
 /* Products of adapters: inner = A x, then y += B inner, for each row by its own adapter; see `quire.kernels.lora`.
 
-   A recorded step reads the slots of its rows from memory that the next step fills, so no row is grouped with others. */
+   A recorded step reads the slots of its rows from memory that the next step fills, so no rows are grouped. */
 
 enum { LORA_RANKS = 8 }; /* ranks of a task of A x, whose sums are in registers */
 
@@ -84,9 +84,9 @@ LORA_TASKS(expand)
 
 /* inner [rows, modules, rank] = A x. x [rows, (modules,) width] with strides of rows and modules; a with strides of
    slots, modules and ranks; slots [rows], -1: no adapter; ranks [slots]. half: bfloat16, else float32. */
-void quire_lora_shrink(const void *x, const void *a, const int32_t *slots, const int32_t *ranks, float *inner, long rows,
-                       long width, long modules, long rank, long x_row, long x_module, long slot, long module, long line,
-                       int half, int half_weight, int threads) {
+void quire_lora_shrink(const void *x, const void *a, const int32_t *slots, const int32_t *ranks, float *inner,
+                       long rows, long width, long modules, long rank, long x_row, long x_module, long slot,
+                       long module, long line, int half, int half_weight, int threads) {
     LoraJob job = {.tasks.count = modules * ((rank + LORA_RANKS - 1) / LORA_RANKS), .x = x, .weight = a, .slots = slots,
                    .ranks = ranks, .inner = inner, .rows = rows, .width = width, .modules = modules, .rank = rank,
                    .x_row = x_row, .x_module = x_module, .slot = slot, .module = module, .line = line, .half = half,
@@ -102,4 +102,34 @@ void quire_lora_expand(void *y, const float *inner, const void *b, const int32_t
                    .blocks = blocks, .rows = rows, .modules = modules, .rank = rank, .y_row = y_row, .slot = slot,
                    .line = line, .half = half, .half_weight = half_weight};
     RUN(expand_tasks, &job, rows * count * rank < SMALL / 64 ? 1 : threads);
+}
+
+typedef struct UngateJob {
+    Tasks tasks;
+    const char *x;
+    char *y;
+    long width, x_row; /* outputs of gate; bytes of a row of x */
+    int size; /* bytes of a number */
+} UngateJob;
+
+static void ungate_tasks(void *argument) {
+    UngateJob *job = argument;
+    long row;
+    while ((row = claim(&job->tasks)) >= 0) {
+        const long size = job->size, half = job->width * size, lanes = W * size;
+        for (long n = 0; n < half; n += lanes) {
+            const char *from = job->x + row * job->x_row + 2 * n;
+            const long count = half - n < lanes ? half - n : lanes;
+            memcpy(job->y + row * 2 * half + n, from, count);
+            memcpy(job->y + row * 2 * half + half + n, from + lanes, count);
+        }
+    }
+}
+
+/* Outputs of panels that are packed for gates, x [rows, outputs], W of gate and W of up in turns -> y [rows, 2 width]:
+   those of gate, then those of up, without padding. */
+void quire_linear_ungate(const void *x, void *y, long rows, long width, long outputs, int size,
+                         int threads) {
+    UngateJob job = {.tasks.count = rows, .x = x, .y = y, .width = width, .x_row = outputs * size, .size = (int)size};
+    RUN(ungate_tasks, &job, rows * width < SMALL ? 1 : threads);
 }

@@ -39,9 +39,7 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
     return inner
 
 
-def expand(
-    y: Tensor, inner: Tensor | ref.Inner, weights: AdapterWeights, rows: AdapterRows, first: int = 0
-) -> None:
+def expand(y: Tensor, inner: Tensor | ref.Inner, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> None:
     """Add the products B of inner to y in place. See `quire.kernels.lora`."""
     if isinstance(inner, list):
         ref.expand(y, inner, weights, rows, first)

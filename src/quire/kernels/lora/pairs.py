@@ -21,7 +21,7 @@ def pair_rows(ids: Tensor, expert_map: Tensor | None, slots: Tensor, num_slots: 
     ids, expert_map   as those of `quire.kernels.experts`;  slots  [T] int32, slot of each token's adapter, or -1
     experts           of this rank
     """
-    (tokens, k), pairs, groups, in_pdl = ids.shape, ids.numel(), num_slots * experts, pdl.in_use()
+    k, pairs, groups, in_pdl = ids.shape[1], ids.numel(), num_slots * experts, pdl.in_use()
     options, kinds = pdl.options(in_pdl), {"dtype": torch.int32, "device": ids.device}
     of_pairs, grid = torch.empty(pairs, **kinds), (-(-pairs // BLOCK),)
     alone = groups > MOST_GROUPS

@@ -186,8 +186,8 @@ ADAPTERS: tuple[Row, ...] = (
     Row("sharded adapters", "no adapters", IDLE, "fully_sharded_loras changes nothing without enable_lora"),
     Row("sharded adapters", "no slices", IDLE, "fully_sharded_loras changes nothing with tensor_parallel_size=1"),
     Row("sharded adapters", "-tp", MISSING,
-        "each rank has one matrix of an adapter whole, and cutting it, too, would add an exchange between the ranks to each "
-        "linear layer", "leave it out: answers are the same, and --max-loras decides the memory of adapters"),
+        "each rank has one matrix of an adapter whole, and cutting it, too, would add an exchange between the ranks to "
+        "each linear layer", "leave it out: answers are the same, and --max-loras decides the memory of adapters"),
 )  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),

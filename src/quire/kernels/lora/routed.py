@@ -4,9 +4,13 @@ An expert with an adapter is down @ act(gate_up @ x + d) + e, where d is the ada
 the result of the activation. So gate_up, activation and down are products by themselves.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
+
+Routed = tuple[Tensor, Tensor, Tensor | None]  # weights [T, k], ids [T, k] and expert_map of `quire.kernels.experts`
+Join = Callable[[], bool]  # `Fork.join`
 
 
 class Between(Protocol):
@@ -20,10 +24,11 @@ class Between(Protocol):
 
 
 class ExpertAdapters(Protocol):
-    """Adapters of the rows of a step in the experts of a layer. inner: numbers I between the products on this rank"""
+    """Adapters of the rows of a step in the experts that a rank has of a layer."""
 
     @property
-    def inner(self) -> int: ...
+    def inner(self) -> int:
+        """Numbers I between the products."""
 
     def of_expert(self, place: int, tokens: Tensor | None) -> Between:
         """Return the adapters of the expert at `place`, for tokens [n] int64; None: for all of the step."""
