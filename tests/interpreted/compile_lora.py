@@ -35,6 +35,29 @@ def launch(tokens: int, rank: int, width: int, sizes: tuple[int, ...], out: torc
     lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
 
 
+def launch_pairs(tokens: int, slots: int, experts: int, k: int, hidden: int, inner: int) -> None:
+    """The products of the experts of a layer, of pairs (token, chosen expert)."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ids, weights, of_rows = empty(tokens, k, dtype=torch.int32), empty(tokens, k, dtype=torch.float32), (tokens,)
+    rows = lora.pair_rows(ids, None, empty(*of_rows, dtype=torch.int32), slots, experts)
+    runs = OutputRun(0, 0, inner, 0), OutputRun(1, inner, inner, inner)
+    for x, sizes, scales in (
+        (empty(tokens, hidden), (2, hidden, 2 * inner), None),
+        (empty(tokens * k, inner), (1, inner, hidden), weights),
+    ):
+        modules, width, outputs = sizes
+        own = AdapterWeights(
+            empty(slots, experts, modules, 16, width),
+            empty(slots, experts, outputs, 16),
+            empty(slots, experts, dtype=torch.int32),
+            runs if modules == 2 else (OutputRun(0, 0, hidden, 0),),
+        )
+        lora.expand(empty(tokens * k, outputs), lora.shrink(x, own, rows, scales=scales), own, rows)
+
+
 def fits(made: Made) -> None:
     """No number of a program is spilled."""
     assert made.stack == 0, made
@@ -49,4 +72,7 @@ def main() -> None:
             for tokens in (64, *full_rows((1, 256, 2048))):
                 for name in ("qkv", "down", *full_rows(("output", "gate_up"))):
                     launch(tokens, rank, *LAYERS[name])
+        launch_pairs(64, 16, 128, 8, 2048, 768)
+        for slots in full_rows((64,)):
+            launch_pairs(2048, slots, 128, 8, 2048, 768)
     launch(64, 16, 4096, (128256,), torch.float32)

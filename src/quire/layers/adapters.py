@@ -3,6 +3,7 @@
 Knows slots and matrices. Knows no files, no requests, and not which adapter is in a slot.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,6 +75,61 @@ class AdaptedExpansion:
         self._sums.add(out.flatten(1), sums, rows, first)
 
 
+class AdaptedExperts:
+    """The products of adapters with the routed experts of a layer.
+
+    up, down   matrices of all slots for gate and up, and for down
+    """
+
+    def __init__(self, kernel: Any, up: AdapterWeights, down: AdapterWeights) -> None:
+        self.up, self.down, self._kernel = up, down, kernel
+
+    def of_step(self, rows: AdapterRows) -> "StepExperts":
+        """Return the adapters of the rows of a step."""
+        return StepExperts(self, self._kernel, rows)
+
+
+class StepExperts:
+    """Adapters of the rows of a step in the experts of a layer; an `ExpertAdapters` of `quire.kernels.experts`."""
+
+    def __init__(self, own: AdaptedExperts, kernel: Any, rows: AdapterRows) -> None:
+        self._own, self._kernel, self._rows = own, kernel, rows
+
+    @property
+    def inner(self) -> int:
+        """Numbers between the products on this rank."""
+        return self._own.down.a.shape[-1]
+
+    def of_expert(self, place: int, tokens: Tensor | None) -> "BetweenProducts":
+        """Return the adapters of the expert at `place`, for tokens [n] int64; None: for all of the step."""
+        rows = self._rows if tokens is None else self._rows.chosen(tokens)
+        return BetweenProducts(self._kernel, self._own.up.of(place), self._own.down.of(place), rows)
+
+    def of_pairs(self, ids: Tensor, expert_map: Tensor | None) -> "BetweenProducts":
+        """Return the adapters of all pairs [T * k], in their order, on a GPU. Does not wait for the device."""
+        slots, experts = self._own.up.ranks.shape
+        rows = self._kernel.pair_rows(ids, expert_map, self._rows.slots, slots, experts)
+        return BetweenProducts(self._kernel, self._own.up, self._own.down, rows)
+
+
+class BetweenProducts(NamedTuple):
+    """Adds the products of adapters to those of experts; a `Between` of `quire.kernels.experts`."""
+
+    kernel: Any
+    up: AdapterWeights
+    down: AdapterWeights
+    rows: AdapterRows
+
+    def add_up(self, y: Tensor, x: Tensor) -> None:
+        """Add to y [n, 2I], the product of gate and up. x: of the tokens [n, H], or of all pairs [T, H]"""
+        self.kernel.expand(y, self.kernel.shrink(x, self.up, self.rows), self.up, self.rows)
+
+    def add_down(self, y: Tensor, h: Tensor, weights: Tensor | None = None) -> None:
+        """Add to y [n, H], the product of down with h [n, I]. weights: [T, k] factors of the pairs; None: 1"""
+        scales = {} if weights is None else {"scales": weights}
+        self.kernel.expand(y, self.kernel.shrink(h, self.down, self.rows, **scales), self.down, self.rows)
+
+
 class HeldAdapter(NamedTuple):
     """An adapter in host memory: the numbers of a slot, and the ranks of each linear layer [layers] int32."""
 
@@ -93,12 +149,16 @@ class AdapterBank:
         self.read, self.memory = read, memory
         self.ranks = torch.zeros(num_linears, len(memory), dtype=torch.int32, device=memory.device)
 
-    def view(self, at: int, *shape: int) -> Tensor:
-        """Return the matrix [slots, *shape] of all slots, whose numbers begin at `at`."""
-        count = 1
-        for size in shape:
-            count *= size
-        return self.memory[:, at : at + count].unflatten(1, shape)
+    def view(self, at: int, *shape: int, each: int = 0, experts: int = 1) -> Tensor:
+        """Return the matrix [slots, *shape] of all slots, whose numbers begin at `at`.
+
+        each   numbers from a matrix to that of the next expert: the result is [slots, experts, *shape]. 0: one matrix
+        """
+        whole = self.memory[:, at : at + math.prod(shape)].unflatten(1, shape)
+        if not each:
+            return whole
+        sizes, strides = (len(whole), experts, *shape), (whole.stride(0), each, *whole.stride()[1:])
+        return whole.as_strided(sizes, strides)
 
     def put(self, slot: int, held: HeldAdapter) -> None:
         """Copy an adapter to a slot, without waiting for a device."""
@@ -106,7 +166,7 @@ class AdapterBank:
         self.ranks[:, slot].copy_(held.ranks, non_blocking=True)
 
 
-def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpansion]) -> None:
+def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpansion | AdaptedExperts]) -> None:
     """Give the linear layers of a model their products of adapters, by the layers' names."""
     left = dict(products)
     for module in model.modules():

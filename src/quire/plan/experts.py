@@ -94,6 +94,7 @@ def _joined(found: Sequence[MoEPlan | str]) -> MoEPlan | str:
 def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hardware:
     supports = SUPPORTS["experts"]
     unfit = {"in place" if needs.scheme or "bias" in needs.features else "", "" if needs.scheme else "quantized rows"}
+    unfit |= {"adapters"} - needs.features
     return Hardware(
         device=needs.device,
         eager=eager,

@@ -35,9 +35,10 @@ class OutputRun(NamedTuple):
 class AdapterWeights:
     """Matrices of all slots for a linear layer, as views of the slots' memory.
 
-    a       [slots, modules, R, K]
-    b       [slots, rows, R]
-    ranks   [slots] int32, ranks of the slot's adapter in this layer; 0: it does not change the layer
+    a       [slots, modules, R, K]; of experts [slots, experts, modules, R, K]
+    b       [slots, rows, R]; of experts [slots, experts, rows, R]
+    ranks   [slots] int32, ranks of the slot's adapter in this layer; 0: it does not change the layer. Of experts
+            [slots, experts]
     runs    outputs that adapters may change, ascending
     """
 
@@ -50,7 +51,22 @@ class AdapterWeights:
     @property
     def rank(self) -> int:
         """R, the ranks that a module has room for."""
-        return self.a.shape[2]
+        return self.a.shape[-2]
+
+    def blocks(self, size: int, device: torch.device) -> Tensor:
+        """Return [blocks, 4] int32: module, first output, outputs, and first row of B, of blocks within a run."""
+        if size not in self.tables:
+            found = [
+                (run.module, run.first + at, min(size, run.rows - at), run.row + at)
+                for run in self.runs
+                for at in range(0, run.rows, size)
+            ]
+            self.tables[size] = torch.tensor(found, dtype=torch.int32).to(device)
+        return self.tables[size]
+
+    def of(self, place: int) -> "AdapterWeights":
+        """Return the matrices of the expert at a place."""
+        return AdapterWeights(self.a[:, place], self.b[:, place], self.ranks[:, place], self.runs, self.tables)
 
     @cached_property
     def most_outputs(self) -> int:
@@ -66,12 +82,15 @@ class AdapterRows:
     order    [T] int32, the rows with an adapter first, slot by slot
     tiles    [most, 3] int32: slot, first index in `order`, and rows of each tile of at most `TILE` rows; 0 rows: none
     groups   (slot, first index in `order`, end), known to the host; (): in a captured step, which reads `tiles`
+    top_k    above 0: rows are pairs of a token and one of its k experts, and a slot is slot * experts + place of the
+             expert (`pairs.py`)
     """
 
     slots: Tensor
     order: Tensor
     tiles: Tensor
     groups: tuple[tuple[int, int, int], ...] = ()
+    top_k: int = 0
 
     def chosen(self, rows: Tensor) -> "AdapterRows":
         """Return these rows [n] of the step alone, in this order. It waits for the device."""

@@ -18,20 +18,30 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.lora import TILE, AdapterRows, AdapterWeights
+from quire.kernels.lora.pairs import pair_rows as pair_rows
 from quire.kernels.triton_runtime import jit, tl
 
 PROGRAMS = 264  # that keep a GPU of 132 multiprocessors busy
 PART = 256  # numbers of K that a program takes at least
 OUTPUTS = 128  # of a block at most
 MOST_PARTS = 16
+RANKS = 64  # of B that a program holds at a time
 
 
-def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> Tensor:
-    """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`."""
-    (_, modules, rank, width), count = weights.a.shape, len(x)
+def shrink(
+    x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, scales: Tensor | None = None
+) -> Tensor:
+    """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`.
+
+    Of pairs (`rows.top_k`) x has a row for each pair, or one for each token. scales: [T, k] factors of the pairs
+    """
+    modules, rank, width = weights.a.shape[-3:]
+    count = len(rows.order) if rows.top_k else len(x)
+    tokens = max(1, count // max(1, len(x)))  # pairs of a row of x
     block = max(16, 1 << (rank - 1).bit_length())
     blocks = modules * -(-block // 64)
-    wanted = min(MOST_PARTS, max(1, width // PART), -(-PROGRAMS // max(1, -(-count // TILE) * blocks)))
+    most = MOST_PARTS if rank <= RANKS else MOST_PARTS // 4  # more would not stay in registers of `expand`
+    wanted = min(most, max(1, width // PART), -(-PROGRAMS // max(1, -(-count // TILE) * blocks)))
     parts = 1 << (wanted.bit_length() - 1)  # a power of two, so that few kernels are compiled
     step = -(-width // parts)
     inner = torch.empty(parts, len(rows.order), modules, rank, dtype=torch.float32, device=x.device)
@@ -44,6 +54,7 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
         weights.ranks,
         rows.order,
         rows.tiles,
+        scales,
         inner,
         first,
         count,
@@ -52,7 +63,11 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
         len(rows.order),
         x.stride(0),
         of_module,
-        *weights.a.stride(),
+        *_strides(weights.ranks, 0),
+        *_strides(weights.a, 3),
+        *weights.a.stride()[-3:],
+        tokens,
+        _places(weights),
         modules,
         rank,
         min(block, 64),
@@ -71,7 +86,7 @@ def expand(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows,
         return
     parts, held, modules, rank = inner.shape
     size = min(OUTPUTS, max(16, 1 << (weights.most_outputs - 1).bit_length()))
-    table, in_pdl = _blocks(weights, size, y.device), pdl.in_use()
+    table, in_pdl = weights.blocks(size, y.device), pdl.in_use()
     _expand_kernel[(len(table), len(rows.tiles))](
         y,
         inner,
@@ -84,10 +99,13 @@ def expand(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows,
         len(y),
         held,
         y.stride(0),
-        *weights.b.stride(),
+        *_strides(weights.ranks, 0),
+        *_strides(weights.b, 2),
+        *weights.b.stride()[-2:],
+        _places(weights),
         modules,
         rank,
-        max(16, 1 << (rank - 1).bit_length()),
+        min(RANKS, max(16, 1 << (rank - 1).bit_length())),
         size,
         TILE,
         parts,
@@ -97,16 +115,14 @@ def expand(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows,
     )
 
 
-def _blocks(weights: AdapterWeights, size: int, device: torch.device) -> Tensor:
-    """Return [blocks, 4] int32: module, first output, outputs, and first row of B, of blocks within a run."""
-    if size not in weights.tables:
-        found = [
-            (run.module, run.first + at, min(size, run.rows - at), run.row + at)
-            for run in weights.runs
-            for at in range(0, run.rows, size)
-        ]
-        weights.tables[size] = torch.tensor(found, dtype=torch.int32).to(device)
-    return weights.tables[size]
+def _places(weights: AdapterWeights) -> int:
+    """Return the experts of a layer of experts, 1 of another layer."""
+    return weights.ranks.shape[1] if weights.ranks.dim() == 2 else 1
+
+
+def _strides(matrices: Tensor, dims: int) -> tuple[int, int]:
+    """Return the strides of slots and of experts. dims: dimensions of a slot of a layer without experts"""
+    return matrices.stride(0), matrices.stride(1) if matrices.dim() > 1 + dims else 0
 
 
 @jit(do_not_specialize=["first", "count", "held"])
@@ -116,6 +132,7 @@ def _shrink_kernel(
     ranks,
     order,
     tiles,
+    scales,
     inner,
     first,
     count,
@@ -124,10 +141,15 @@ def _shrink_kernel(
     held,
     x_row,
     x_module,
+    r_slot,
+    r_place,
     a_slot,
+    a_place,
     a_module,
     a_rank,
     a_width,
+    PAIRS: tl.constexpr,
+    PLACES: tl.constexpr,
     MODULES: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -137,14 +159,18 @@ def _shrink_kernel(
 ):
     """Grid (modules * blocks of ranks, tiles, parts). Shapes as in `quire.kernels.lora`; strides are in numbers.
 
-    count, held   rows of x, and of `inner`;  step  numbers of K of a part
+    count, held   rows of the step, or pairs, and rows of `inner`;  step  numbers of K of a part
+    scales        [pairs] float32 factors; None: 1
+    PAIRS, PLACES   pairs that read a row of x; experts of a layer of experts: a tile's slot is slot * PLACES + place
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tiles + tl.program_id(1) * 3
     slot, at, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    own = tl.load(ranks + tl.where(rows > 0, slot, 0))
+    place = tl.where(rows > 0, slot, 0) % PLACES
+    slot = tl.where(rows > 0, slot, 0) // PLACES
+    own = tl.load(ranks + slot * r_slot + place * r_place)
     module = tl.program_id(0) % MODULES
     rank = tl.program_id(0) // MODULES * BLOCK_R + tl.arange(0, BLOCK_R)
     if (rows == 0) | (own <= tl.program_id(0) // MODULES * BLOCK_R):
@@ -154,8 +180,9 @@ def _shrink_kernel(
     here = (lane < rows) & (row >= 0) & (row < count)
     begin = tl.program_id(2) * step
     end = tl.minimum(begin + step, width)
-    xs = x + row[:, None].to(tl.int64) * x_row + module.to(tl.int64) * x_module
-    of_a = a + slot.to(tl.int64) * a_slot + module.to(tl.int64) * a_module + rank[None, :].to(tl.int64) * a_rank
+    xs = x + (row // PAIRS)[:, None].to(tl.int64) * x_row + module.to(tl.int64) * x_module
+    of_a = a + slot.to(tl.int64) * a_slot + place.to(tl.int64) * a_place
+    of_a += module.to(tl.int64) * a_module + rank[None, :].to(tl.int64) * a_rank
     acc = tl.zeros([TILE, BLOCK_R], tl.float32)
     for k in range(begin, end, BLOCK_K):
         col = k + tl.arange(0, BLOCK_K)
@@ -164,6 +191,8 @@ def _shrink_kernel(
             of_a + col[:, None].to(tl.int64) * a_width, mask=(col < end)[:, None] & (rank < own)[None, :], other=0.0
         )
         acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+    if scales is not None:
+        acc *= tl.load(scales + row, mask=here, other=0.0)[:, None]
     to = inner + ((tl.program_id(2) * held + at + lane)[:, None].to(tl.int64) * MODULES + module) * RANK + rank[None, :]
     tl.store(to, acc, mask=(lane < rows)[:, None] & (rank < RANK)[None, :])
 
@@ -181,9 +210,13 @@ def _expand_kernel(
     count,
     held,
     y_row,
+    r_slot,
+    r_place,
     b_slot,
+    b_place,
     b_row,
     b_rank,
+    PLACES: tl.constexpr,
     MODULES: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -192,7 +225,7 @@ def _expand_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of outputs, tiles). blocks: of `_blocks`"""
+    """Grid (blocks of outputs, tiles). blocks: of `AdapterWeights`;  PLACES: see `_shrink_kernel`"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     block = blocks + tl.program_id(0) * 4
@@ -201,22 +234,25 @@ def _expand_kernel(
         tl.extra.cuda.gdc_wait()
     tile = tiles + tl.program_id(1) * 3
     slot, at, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    own = tl.load(ranks + tl.where(rows > 0, slot, 0))
+    place = tl.where(rows > 0, slot, 0) % PLACES
+    slot = tl.where(rows > 0, slot, 0) // PLACES
+    own = tl.load(ranks + slot * r_slot + place * r_place)
     if (rows == 0) | (own == 0):
         return
-    lane, rank, n = tl.arange(0, TILE), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    lane, n = tl.arange(0, TILE), tl.arange(0, BLOCK_N)
     row = tl.load(order + at + lane, mask=lane < rows, other=-1) - first
     here = (lane < rows) & (row >= 0) & (row < count)
-    right = tl.load(
-        b + slot.to(tl.int64) * b_slot + (of_b + n)[None, :].to(tl.int64) * b_row + rank[:, None].to(tl.int64) * b_rank,
-        mask=(rank < own)[:, None] & (n < outputs)[None, :],
-        other=0.0,
-    )
-    sums = tl.zeros([TILE, BLOCK_R], tl.float32)
-    for part in tl.static_range(PARTS):
-        from_ = inner + ((part * held + at + lane)[:, None].to(tl.int64) * MODULES + module) * RANK + rank[None, :]
-        sums += tl.load(from_, mask=(lane < rows)[:, None] & (rank < own)[None, :], other=0.0)
-    made = tl.dot(sums.to(right.dtype), right, input_precision="ieee")
+    at_b = b + slot.to(tl.int64) * b_slot + place.to(tl.int64) * b_place + (of_b + n)[None, :].to(tl.int64) * b_row
+    made = tl.zeros([TILE, BLOCK_N], tl.float32)
+    for begin in tl.range(0, RANK, BLOCK_R, num_stages=1):
+        rank = begin + tl.arange(0, BLOCK_R)
+        inside = (rank < own)[:, None] & (n < outputs)[None, :]
+        right = tl.load(at_b + rank[:, None].to(tl.int64) * b_rank, mask=inside, other=0.0)
+        sums = tl.zeros([TILE, BLOCK_R], tl.float32)
+        for part in tl.static_range(PARTS):
+            from_ = inner + ((part * held + at + lane)[:, None].to(tl.int64) * MODULES + module) * RANK + rank[None, :]
+            sums += tl.load(from_, mask=(lane < rows)[:, None] & (rank < own)[None, :], other=0.0)
+        made = tl.dot(sums.to(right.dtype), right, made, input_precision="ieee")
     to = y + row[:, None].to(tl.int64) * y_row + (col + n)[None, :]
     inside = here[:, None] & (n < outputs)[None, :]
     made += tl.load(to, mask=inside, other=0.0).to(tl.float32)
