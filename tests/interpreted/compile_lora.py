@@ -30,7 +30,7 @@ def launch(tokens: int, rank: int, width: int, sizes: tuple[int, ...], out: torc
         empty(slots, len(sizes), rank, width), empty(slots, sum(sizes), rank), empty(slots, dtype=torch.int32), runs
     )
     tiles = -(-tokens // TILE) + min(tokens, 1024)
-    rows = AdapterRows(*(empty(tokens, dtype=torch.int32) for _ in range(2)), empty(tiles, 3, dtype=torch.int32))
+    rows = AdapterRows(*(empty(tokens, dtype=torch.int32) for _ in range(2)), empty(tiles, 3, dtype=torch.int32), used=empty(1, dtype=torch.int32), early=True)
     inner = lora.shrink(empty(tokens, width), weights, rows)
     lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from quire.contracts.adapters import Adapter
 from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
-from quire.kernels.streams import Fork, side_stream
 
 
 class AdaptedProduct:
@@ -26,23 +25,16 @@ class AdaptedProduct:
     def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
         """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter.
 
-        In a captured step A x runs beside the product.
+        A x comes first: the product reads its weight ahead meanwhile (`quire.kernels.pdl`).
         """
-        with Fork(side_stream(x.device) if _captured(x) else None) as fork:
-            with fork.beside:
-                inner = self._kernel.shrink(x, self.weights, rows)
-            y = product()
+        inner = self._kernel.shrink(x, self.weights, rows)
+        y = product()
         self._kernel.expand(y, inner, self.weights, rows)
         return y
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows, first: int = 0) -> None:
         """Add B (A x) to y [T, N] in place. x: [T, K], or [T, modules, K], of the step's rows from `first` on"""
         self._kernel.expand(y, self._kernel.shrink(x, self.weights, rows, first), self.weights, rows, first)
-
-
-def _captured(x: Tensor) -> bool:
-    """Return True while a CUDA graph is captured. In an eager step a fork would cost more than it hides."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class AdaptedExpansion:

@@ -119,7 +119,7 @@ class StepAdapters(StepFeature):
         most = -(-tokens // TILE) + num_slots
         kinds = {"dtype": torch.int32, "device": device}
         self._slots, self._order = (zeros(tokens, **kinds) for _ in range(2))
-        self._tiles, self._sent = zeros(most, 3, **kinds), (NONE, NONE)
+        self._tiles, self._used, self._sent = zeros(most, 3, **kinds), zeros(1, **kinds), (NONE, NONE)
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """Note the adapters of the step's rows, and return the changes of the tables that captured steps read."""
@@ -147,6 +147,7 @@ class StepAdapters(StepFeature):
             Change(self._slots, 0, self._rows),
             Change(self._order, 0, order),
             Change(self._tiles, 0, tiles.ravel()),
+            Change(self._used, 0, np.array([len(made)], np.int32)),
         ]
 
     def before(self, plan: StepPlan) -> None:
@@ -173,7 +174,8 @@ class StepAdapters(StepFeature):
         if not self._captured or shape is None:
             return grouped(rows, self._device)
         tiles = -(-shape.tokens // TILE) + min(shape.seqs, len(self._of_slot) - 1)
-        return AdapterRows(self._slots[: shape.tokens], self._order[: shape.tokens], self._tiles[:tiles])
+        tables = self._slots[: shape.tokens], self._order[: shape.tokens], self._tiles[:tiles]
+        return AdapterRows(*tables, used=self._used, early=True)
 
     def of_prompt(self, slot: int, count: int) -> AdapterRows | None:
         """Return the adapters of `count` rows of the prompt in a slot; None: it has none."""

@@ -57,6 +57,11 @@ class AdapterWeights:
         """Outputs of the longest run."""
         return max(run.rows for run in self.runs)
 
+    @cached_property
+    def num_outputs(self) -> int:
+        """Outputs of all runs."""
+        return sum(run.rows for run in self.runs)
+
 
 @dataclass(frozen=True)
 class AdapterRows:
@@ -64,14 +69,21 @@ class AdapterRows:
 
     slots    [T] int32, slot of each row; -1: the row has no adapter
     order    [T] int32, the rows with an adapter first, slot by slot
-    tiles    [most, 3] int32: slot, first index in `order`, and rows of each tile of at most `TILE` rows; 0 rows: none
+    tiles    [most, 3] int32: slot, first index in `order`, and rows of each tile of at most `tile` rows; 0 rows: none
     groups   (slot, first index in `order`, end), known to the host; (): in a captured step, which reads `tiles`
+    used     [1] int32, tiles up to the last one with rows; None: all may have some
+    early    True: no kernel that is launched dependently writes these tables, so that kernels may read them before they
+             wait for the one before them (`quire.kernels.pdl`)
+    tile     rows of a tile at most
     """
 
     slots: Tensor
     order: Tensor
     tiles: Tensor
     groups: tuple[tuple[int, int, int], ...] = ()
+    used: Tensor | None = None
+    early: bool = False
+    tile: int = TILE
 
     def chosen(self, rows: Tensor) -> "AdapterRows":
         """Return these rows [n] of the step alone, in this order. It waits for the device."""
@@ -91,14 +103,14 @@ def group_rows(slots: I32) -> tuple[I32, Groups]:
     return order, tuple(zip(found.tolist(), firsts.tolist(), ends, strict=True))
 
 
-def tiles_of(groups: Groups) -> list[tuple[int, int, int]]:
+def tiles_of(groups: Groups, tile: int = TILE) -> list[tuple[int, int, int]]:
     """Return the tiles of groups, see `AdapterRows`."""
-    return [(slot, first, min(TILE, end - first)) for slot, begin, end in groups for first in range(begin, end, TILE)]
+    return [(slot, first, min(tile, end - first)) for slot, begin, end in groups for first in range(begin, end, tile)]
 
 
-def grouped(slots: I32, device: torch.device) -> AdapterRows:
-    """Return the rows of a step with these slots, which the host knows."""
+def grouped(slots: I32, device: torch.device, tile: int = TILE) -> AdapterRows:
+    """Return the rows of a step with these slots, which the host knows. Copies to a GPU are no dependent launches."""
     order, groups = group_rows(slots)
-    tiles = np.array(tiles_of(groups), np.int32).reshape(-1, 3)
+    tiles = np.array(tiles_of(groups, tile), np.int32).reshape(-1, 3)
     sent = (torch.from_numpy(one).to(device) for one in (slots, order, tiles))
-    return AdapterRows(next(sent), next(sent), next(sent), groups)
+    return AdapterRows(next(sent), next(sent), next(sent), groups, early=True, tile=tile)

@@ -1,11 +1,15 @@
 """Products of adapters in two launches for any mixture of adapters and ranks.
 
     shrink   a program takes a tile of rows of one adapter, a module, and a part of K
-    expand   a program takes a tile and a block of outputs; it adds up the parts of K, always in the same order
+    expand   a program takes pairs of a tile and a block of outputs in turn; it fetches B of the next pair beside a product
 
-Tiles come from a table that the step writes, so grids depend on sizes alone, and a program without a tile ends at once.
-Ranks beyond those of the slot's adapter are not read. The sums of the parts are float32; they are rounded to the dtype
-of B before the second product, as B was.
+The parts of K are added up in their order: by the program of shrink that ends last, or, where they are few numbers, by
+expand. Tiles come from a table that the step writes, so grids depend on sizes alone. Ranks beyond those of the slot's
+adapter, rounded up to 8, do not count. Sums are float32; they are rounded to the dtype of B before the second product,
+as B was.
+
+With programmatic dependent launch both kernels read the tables and their first matrix before the kernel before them has
+ended (`AdapterRows.early`), and the product of the layer, which is launched between them, does so with its weight.
 
 Floor: the matrices of each adapter of the step are read once. Llama-3.1-8B, rank 16: 84 MB in bfloat16, 19 us at
 4.3 TB/s, beside two launches for each of 128 layers.
@@ -13,162 +17,302 @@ Floor: the matrices of each adapter of the step are read once. Llama-3.1-8B, ran
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.lora import TILE, AdapterRows, AdapterWeights
+from quire.kernels.lora import AdapterRows, AdapterWeights
 from quire.kernels.triton_runtime import jit, tl
 
-PROGRAMS = 264  # that keep a GPU of 132 multiprocessors busy
-PART = 256  # numbers of K that a program takes at least
-OUTPUTS = 128  # of a block at most
+RESIDENT = 396  # programs of expand: 3 on each of 132 multiprocessors
+WANTED = 128  # programs of shrink, where all rows have one adapter
 MOST_PARTS = 16
+SUMMED = 4 << 20  # bytes of parts that expand reads at most
+COUNTERS = 4096  # of a layer: tiles times blocks of ranks whose parts shrink adds up
+WARPS = 4
 
 
-def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> Tensor:
-    """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`."""
+class Tiling(NamedTuple):
+    """The work of a program.
+
+    parts     of K
+    deep      numbers of K that shrink multiplies at once
+    joined    True: shrink adds up the parts; False: expand does
+    outputs   of a block of expand
+    """
+
+    parts: int
+    deep: int
+    joined: bool
+    outputs: int
+
+
+def tiling(weights: AdapterWeights, rows: AdapterRows, count: int) -> Tiling:
+    """Return the tiling for `count` rows. It depends on sizes alone, as a captured step needs it."""
+    modules, rank, width = weights.a.shape[-3:]
+    tiles, blocks = max(1, -(-count // rows.tile)), modules * -(-rank // 64)
+    deep = min(256 if rank <= 32 else 128, max(16 * WARPS, _power(width)))
+    parts = max(1, min(MOST_PARTS, width // (2 * deep), -(-WANTED // (tiles * blocks))))
+    parts = 1 << (parts.bit_length() - 1)  # a power of two, so that few kernels are compiled
+    outputs = 256 if rank <= 32 and weights.num_outputs * tiles > 1 << 16 else 128
+    outputs = min(outputs, max(16, _power(weights.most_outputs)))
+    read = 4 * parts * count * rank * -(-weights.num_outputs // outputs)
+    joined = parts > 1 and read > SUMMED and len(rows.tiles) * blocks <= COUNTERS
+    return Tiling(parts, deep, joined, outputs)
+
+
+def shrink(
+    x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, walk: Tiling | None = None
+) -> Tensor:
+    """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`.
+
+    If shrink adds up the parts, the result has one, in the dtype of B. walk: tiling to use; None: `tiling` chooses it
+    """
     (_, modules, rank, width), count = weights.a.shape, len(x)
-    block = max(16, 1 << (rank - 1).bit_length())
-    blocks = modules * -(-block // 64)
-    wanted = min(MOST_PARTS, max(1, width // PART), -(-PROGRAMS // max(1, -(-count // TILE) * blocks)))
-    parts = 1 << (wanted.bit_length() - 1)  # a power of two, so that few kernels are compiled
-    step = -(-width // parts)
-    inner = torch.empty(parts, len(rows.order), modules, rank, dtype=torch.float32, device=x.device)
+    walk = walk or tiling(weights, rows, count)
+    sums = torch.empty(walk.parts, len(rows.order), modules, rank, dtype=torch.float32, device=x.device)
+    inner = torch.empty_like(sums[:1], dtype=weights.b.dtype) if walk.joined else sums
     if not len(rows.tiles):
         return inner
-    of_module, in_pdl = x.stride(1) if x.dim() == 3 else 0, pdl.in_use()
-    _shrink_kernel[(blocks, len(rows.tiles), parts)](
+    block, in_pdl = min(64, max(16, _power(rank))), pdl.in_use()
+    _shrink_kernel[(modules * -(-rank // block), len(rows.tiles), walk.parts)](
         x,
         weights.a,
         weights.ranks,
         rows.order,
         rows.tiles,
-        inner,
+        sums,
+        inner if walk.joined else None,
+        _counters(weights, x.device) if walk.joined else None,
         first,
         count,
         width,
-        step,
+        -(-width // walk.parts),
         len(rows.order),
-        x.stride(0),
-        of_module,
-        *weights.a.stride(),
         modules,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        *weights.a.stride(),
         rank,
-        min(block, 64),
-        128 if width >= 128 else max(16, 1 << (width - 1).bit_length()),
-        TILE,
+        block,
+        walk.deep,
+        WARPS if rows.tile == 16 else 1,
+        rows.tile,
+        walk.parts if walk.joined else 1,
+        rows.early,
         in_pdl,
-        num_warps=4,
+        num_warps=WARPS,
         **pdl.options(in_pdl),
     )
     return inner
 
 
-def expand(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> None:
-    """Add the products B of inner to y in place. See `quire.kernels.lora`."""
+def expand(
+    y: Tensor,
+    inner: Tensor,
+    weights: AdapterWeights,
+    rows: AdapterRows,
+    first: int = 0,
+    walk: Tiling | None = None,
+) -> None:
+    """Add the products B of inner to y in place. See `quire.kernels.lora`; walk as for `shrink`."""
     if not len(rows.tiles):
         return
     parts, held, modules, rank = inner.shape
-    size = min(OUTPUTS, max(16, 1 << (weights.most_outputs - 1).bit_length()))
-    table, in_pdl = _blocks(weights, size, y.device), pdl.in_use()
-    _expand_kernel[(len(table), len(rows.tiles))](
+    walk = walk or tiling(weights, rows, len(y))
+    (table, align), in_pdl = _blocks(weights, walk.outputs, y.device), pdl.in_use()
+    _expand_kernel[(min(RESIDENT, len(table) * len(rows.tiles)),)](
         y,
         inner,
         weights.b,
         weights.ranks,
         rows.order,
         rows.tiles,
+        rows.used,
         table,
         first,
         len(y),
         held,
+        modules,
+        len(table),
+        len(rows.tiles),
         y.stride(0),
         *weights.b.stride(),
-        modules,
         rank,
-        max(16, 1 << (rank - 1).bit_length()),
-        size,
-        TILE,
+        max(16, _power(rank)),
+        walk.outputs,
+        rows.tile,
         parts,
+        align,
+        rows.early,
         in_pdl,
-        num_warps=4,
+        num_warps=WARPS,
+        num_stages=1,
         **pdl.options(in_pdl),
     )
 
 
-def _blocks(weights: AdapterWeights, size: int, device: torch.device) -> Tensor:
-    """Return [blocks, 4] int32: module, first output, outputs, and first row of B, of blocks within a run."""
+def _power(count: int) -> int:
+    """Return `count` rounded up to a power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def _counters(weights: AdapterWeights, device: torch.device) -> Tensor:
+    """Return [COUNTERS] int32 zeros, which kernels leave as zeros. They are a layer's own."""
+    if 0 not in weights.tables:
+        weights.tables[0] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return weights.tables[0]
+
+
+def _blocks(weights: AdapterWeights, size: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return blocks of outputs within a run, and the alignment by which their numbers are divided.
+
+    [blocks, 4] int32: module, first output, outputs, and first row of B; the last three divided by the alignment
+    """
+    align = 16 if all((run.first | run.rows | run.row) % 16 == 0 for run in weights.runs) else 1
     if size not in weights.tables:
         found = [
-            (run.module, run.first + at, min(size, run.rows - at), run.row + at)
+            (run.module, (run.first + at) // align, min(size, run.rows - at) // align, (run.row + at) // align)
             for run in weights.runs
             for at in range(0, run.rows, size)
         ]
         weights.tables[size] = torch.tensor(found, dtype=torch.int32).to(device)
-    return weights.tables[size]
+    return weights.tables[size], align
 
 
-@jit(do_not_specialize=["first", "count", "held"])
+@jit(do_not_specialize=["first", "count", "held", "modules"])
 def _shrink_kernel(
     x,
     a,
     ranks,
     order,
     tiles,
+    sums,
     inner,
+    counters,
     first,
     count,
     width,
     step,
     held,
+    modules,
     x_row,
     x_module,
     a_slot,
     a_module,
     a_rank,
     a_width,
-    MODULES: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    DEEP: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE: tl.constexpr,
+    JOINED: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (modules * blocks of ranks, tiles, parts). Shapes as in `quire.kernels.lora`; strides are in numbers.
 
-    count, held   rows of x, and of `inner`;  step  numbers of K of a part
+    count, held       rows of x, and of `sums`;  step  numbers of K of a part
+    sums              [parts, held, modules, RANK] float32
+    inner, counters   [held, modules, RANK]; [tiles * blocks of ranks] int32 zeros;  None: expand adds up the parts
+    DEEP, SPLIT       numbers of K of an iteration; parts of these, which warps multiply side by side
+    JOINED            parts that are added up here; 1: none
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     tile = tiles + tl.program_id(1) * 3
     slot, at, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     own = tl.load(ranks + tl.where(rows > 0, slot, 0))
-    module = tl.program_id(0) % MODULES
-    rank = tl.program_id(0) // MODULES * BLOCK_R + tl.arange(0, BLOCK_R)
-    if (rows == 0) | (own <= tl.program_id(0) // MODULES * BLOCK_R):
-        return
+    module = tl.program_id(0) % modules
+    lowest = tl.program_id(0) // modules * BLOCK_R
     lane = tl.arange(0, TILE)
     row = tl.load(order + at + lane, mask=lane < rows, other=-1) - first
-    here = (lane < rows) & (row >= 0) & (row < count)
     begin = tl.program_id(2) * step
     end = tl.minimum(begin + step, width)
-    xs = x + row[:, None].to(tl.int64) * x_row + module.to(tl.int64) * x_module
-    of_a = a + slot.to(tl.int64) * a_slot + module.to(tl.int64) * a_module + rank[None, :].to(tl.int64) * a_rank
-    acc = tl.zeros([TILE, BLOCK_R], tl.float32)
-    for k in range(begin, end, BLOCK_K):
-        col = k + tl.arange(0, BLOCK_K)
-        left = tl.load(xs + col[None, :], mask=here[:, None] & (col < end)[None, :], other=0.0)
-        right = tl.load(
-            of_a + col[:, None].to(tl.int64) * a_width, mask=(col < end)[:, None] & (rank < own)[None, :], other=0.0
-        )
+    part = tl.arange(0, SPLIT)[:, None, None] * (DEEP // SPLIT)
+    wide = part + tl.arange(0, DEEP // SPLIT)[None, None, :]
+    deep = part + tl.arange(0, DEEP // SPLIT)[None, :, None]
+    rank = lowest + tl.arange(0, BLOCK_R)
+    of_a = a + slot.to(tl.int64) * a_slot + module.to(tl.int64) * a_module
+    of_a += rank.to(tl.int64)[None, None, :] * a_rank
+    known = (rank < own)[None, None, :] & (rows > 0)
+    col = begin + deep
+    next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+    if (rows == 0) | (own <= lowest):
+        return
+    here = ((lane < rows) & (row >= 0) & (row < count))[None, :, None]
+    xs = x + row.to(tl.int64)[None, :, None] * x_row + module.to(tl.int64) * x_module + wide
+    acc = tl.zeros([SPLIT, TILE, BLOCK_R], tl.float32)
+    for k in range(begin, end, DEEP):
+        left = tl.load(xs + k, mask=here & (k + wide < end), other=0.0)
+        right, col = next_right, k + DEEP + deep
+        next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
         acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
-    to = inner + ((tl.program_id(2) * held + at + lane)[:, None].to(tl.int64) * MODULES + module) * RANK + rank[None, :]
-    tl.store(to, acc, mask=(lane < rows)[:, None] & (rank < RANK)[None, :])
+    result = tl.sum(acc, 0)
+    inside = (lane < rows)[:, None] & (rank < RANK)[None, :]
+    place = ((at + lane)[:, None] * modules + module).to(tl.int64) * RANK + rank[None, :]
+    each = held.to(tl.int64) * modules * RANK
+    tl.store(sums + tl.program_id(2) * each + place, result, mask=inside)
+    if JOINED > 1:
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        tl.debug_barrier()  # all of the part is written before it is counted
+        if tl.atomic_add(counter, 1, sem="acq_rel") == JOINED - 1:
+            tl.store(counter, 0)
+            result = tl.zeros([TILE, BLOCK_R], tl.float32)
+            for number in tl.static_range(JOINED):
+                result += tl.load(sums + number * each + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(inner + place, result.to(inner.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["first", "count", "held"])
+@jit
+def _fetch(
+    item,
+    total,
+    b,
+    ranks,
+    order,
+    tiles,
+    blocks,
+    num_blocks,
+    b_slot,
+    b_row,
+    b_rank,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Return all of a pair that no kernel of the step writes. The rank is 0 for a tile that changes nothing.
+
+    first index in `order`, ranks, rows of `order` [TILE], module, first output and outputs in units of ALIGN, and B
+    [BLOCK_R, BLOCK_N]
+    """
+    there = item < total
+    tile = tiles + item // num_blocks * 3
+    slot, at = tl.load(tile, mask=there, other=0), tl.load(tile + 1, mask=there, other=0)
+    rows = tl.load(tile + 2, mask=there, other=0)
+    block = blocks + item % num_blocks * 4
+    module, col = tl.load(block), tl.load(block + 1)
+    outputs, of_b = tl.load(block + 2), tl.load(block + 3) * ALIGN
+    own = tl.where(rows > 0, tl.load(ranks + tl.where(rows > 0, slot, 0)), 0)
+    lane, rank, n = tl.arange(0, TILE), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    row = tl.load(order + at + lane, mask=lane < rows, other=-1)
+    from_ = b + slot.to(tl.int64) * b_slot
+    from_ += (of_b + n)[None, :].to(tl.int64) * b_row + rank[:, None].to(tl.int64) * b_rank
+    whole = (own + 7) // 8 * 8  # so that 8 numbers are read at once
+    right = tl.load(from_, mask=(rank < whole)[:, None] & (n < outputs * ALIGN)[None, :], other=0.0)
+    return at, own, row, module, col, outputs, right
+
+
+@jit(do_not_specialize=["first", "count", "held", "modules", "num_blocks", "num_tiles"])
 def _expand_kernel(
     y,
     inner,
@@ -176,48 +320,60 @@ def _expand_kernel(
     ranks,
     order,
     tiles,
+    used,
     blocks,
     first,
     count,
     held,
+    modules,
+    num_blocks,
+    num_tiles,
     y_row,
     b_slot,
     b_row,
     b_rank,
-    MODULES: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of outputs, tiles). blocks: of `_blocks`"""
+    """Programs take pairs of a tile and a block of outputs in turn. blocks: of `_blocks`;  used: see `AdapterRows`"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    block = blocks + tl.program_id(0) * 4
-    module, col, outputs, of_b = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    tile = tiles + tl.program_id(1) * 3
-    slot, at, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    own = tl.load(ranks + tl.where(rows > 0, slot, 0))
-    if (rows == 0) | (own == 0):
-        return
-    lane, rank, n = tl.arange(0, TILE), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
-    row = tl.load(order + at + lane, mask=lane < rows, other=-1) - first
-    here = (lane < rows) & (row >= 0) & (row < count)
-    right = tl.load(
-        b + slot.to(tl.int64) * b_slot + (of_b + n)[None, :].to(tl.int64) * b_row + rank[:, None].to(tl.int64) * b_rank,
-        mask=(rank < own)[:, None] & (n < outputs)[None, :],
-        other=0.0,
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+    total = num_tiles * num_blocks
+    if used is not None:
+        total = tl.load(used) * num_blocks
+    begin = tl.program_id(0)
+    at, own, row, module, col, outputs, right = _fetch(
+        begin, total, b, ranks, order, tiles, blocks, num_blocks, b_slot, b_row, b_rank, BLOCK_R, BLOCK_N, TILE, ALIGN
     )
-    sums = tl.zeros([TILE, BLOCK_R], tl.float32)
-    for part in tl.static_range(PARTS):
-        from_ = inner + ((part * held + at + lane)[:, None].to(tl.int64) * MODULES + module) * RANK + rank[None, :]
-        sums += tl.load(from_, mask=(lane < rows)[:, None] & (rank < own)[None, :], other=0.0)
-    made = tl.dot(sums.to(right.dtype), right, input_precision="ieee")
-    to = y + row[:, None].to(tl.int64) * y_row + (col + n)[None, :]
-    inside = here[:, None] & (n < outputs)[None, :]
-    made += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to, made.to(y.dtype.element_ty), mask=inside)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+    lane, rank, n = tl.arange(0, TILE), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    for item in range(begin, total, tl.num_programs(0)):
+        own_row = row - first
+        here = (row >= 0) & (own_row >= 0) & (own_row < count) & (own > 0)
+        to = y + own_row[:, None].to(tl.int64) * y_row + (col * ALIGN + n)[None, :]
+        inside = here[:, None] & (n < outputs * ALIGN)[None, :]
+        made = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        sums = tl.zeros([TILE, BLOCK_R], tl.float32)
+        from_ = inner + ((at + lane)[:, None] * modules + module).to(tl.int64) * RANK + rank[None, :]
+        read = here[:, None] & (rank < (own + 7) // 8 * 8)[None, :]
+        for part in tl.static_range(PARTS):
+            sums += tl.load(from_ + part * held.to(tl.int64) * modules * RANK, mask=read, other=0.0).to(tl.float32)
+        left, right_now = sums.to(right.dtype), tl.where((rank < own)[:, None], right, 0.0)
+        following = item + tl.num_programs(0)
+        if following < total:  # B of the next pair is on its way beside the product
+            at, own, row, module, col, outputs, right = _fetch(
+                following, total, b, ranks, order, tiles, blocks, num_blocks, b_slot, b_row, b_rank, BLOCK_R, BLOCK_N,
+                TILE, ALIGN,
+            )  # fmt: skip
+        made += tl.dot(left, right_now, input_precision="ieee")
+        tl.store(to, made.to(y.dtype.element_ty), mask=inside)
