@@ -56,16 +56,14 @@ def tiling(weights: AdapterWeights, rows: AdapterRows, count: int) -> Tiling:
     deep = min(256 if rank <= 32 else 128, max(16 * WARPS, _power(width)))
     parts = max(1, min(MOST_PARTS, width // (2 * deep), -(-WANTED // (tiles * blocks))))
     parts = 1 << (parts.bit_length() - 1)  # a power of two, so that few kernels are compiled
-    outputs = 256 if rank <= 32 and weights.num_outputs * tiles > 1 << 16 else 128
+    outputs = 256 if rank <= 32 and rows.tile == 16 and weights.num_outputs * tiles > 1 << 16 else 128
     outputs = min(outputs, max(16, _power(weights.most_outputs)))
     read = 4 * parts * count * rank * -(-weights.num_outputs // outputs)
     joined = parts > 1 and read > SUMMED and len(rows.tiles) * blocks <= COUNTERS
     return Tiling(parts, deep, joined, outputs)
 
 
-def shrink(
-    x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, walk: Tiling | None = None
-) -> Tensor:
+def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, walk: Tiling | None = None) -> Tensor:
     """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`.
 
     If shrink adds up the parts, the result has one, in the dtype of B. walk: tiling to use; None: `tiling` chooses it
@@ -234,13 +232,25 @@ def _shrink_kernel(
     row = tl.load(order + at + lane, mask=lane < rows, other=-1) - first
     begin = tl.program_id(2) * step
     end = tl.minimum(begin + step, width)
-    part = tl.arange(0, SPLIT)[:, None, None] * (DEEP // SPLIT)
-    wide = part + tl.arange(0, DEEP // SPLIT)[None, None, :]
-    deep = part + tl.arange(0, DEEP // SPLIT)[None, :, None]
+    if SPLIT == 1:
+        wide, deep = tl.arange(0, DEEP)[None, :], tl.arange(0, DEEP)[:, None]
+        acc = tl.zeros([TILE, BLOCK_R], tl.float32)
+    else:
+        part = tl.arange(0, SPLIT)[:, None, None] * (DEEP // SPLIT)
+        wide = part + tl.arange(0, DEEP // SPLIT)[None, None, :]
+        deep = part + tl.arange(0, DEEP // SPLIT)[None, :, None]
+        acc = tl.zeros([SPLIT, TILE, BLOCK_R], tl.float32)
     rank = lowest + tl.arange(0, BLOCK_R)
     of_a = a + slot.to(tl.int64) * a_slot + module.to(tl.int64) * a_module
-    of_a += rank.to(tl.int64)[None, None, :] * a_rank
-    known = (rank < own)[None, None, :] & (rows > 0)
+    known = (rank < own) & (rows > 0)
+    here = (lane < rows) & (row >= 0) & (row < count)
+    of_ranks, of_rows = rank.to(tl.int64) * a_rank, row.to(tl.int64) * x_row
+    if SPLIT == 1:
+        known, here, of_ranks, of_rows = known[None, :], here[:, None], of_ranks[None, :], of_rows[:, None]
+    else:
+        known, here = known[None, None, :], here[None, :, None]
+        of_ranks, of_rows = of_ranks[None, None, :], of_rows[None, :, None]
+    of_a += of_ranks
     col = begin + deep
     next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
     if PDL:
@@ -248,15 +258,15 @@ def _shrink_kernel(
             tl.extra.cuda.gdc_wait()
     if (rows == 0) | (own <= lowest):
         return
-    here = ((lane < rows) & (row >= 0) & (row < count))[None, :, None]
-    xs = x + row.to(tl.int64)[None, :, None] * x_row + module.to(tl.int64) * x_module + wide
-    acc = tl.zeros([SPLIT, TILE, BLOCK_R], tl.float32)
+    xs = x + of_rows + module.to(tl.int64) * x_module + wide
     for k in range(begin, end, DEEP):
         left = tl.load(xs + k, mask=here & (k + wide < end), other=0.0)
         right, col = next_right, k + DEEP + deep
         next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
         acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
-    result = tl.sum(acc, 0)
+    result = acc
+    if SPLIT > 1:
+        result = tl.sum(acc, 0)
     inside = (lane < rows)[:, None] & (rank < RANK)[None, :]
     place = ((at + lane)[:, None] * modules + module).to(tl.int64) * RANK + rank[None, :]
     each = held.to(tl.int64) * modules * RANK
