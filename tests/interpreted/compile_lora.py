@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.lora import TILE, AdapterRows, AdapterWeights, OutputRun
+from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun, most_tiles, tile_of
 from quire.kernels.lora import triton as lora
 
 from ..support.full import full_rows
@@ -29,8 +29,10 @@ def launch(tokens: int, rank: int, width: int, sizes: tuple[int, ...], out: torc
     weights = AdapterWeights(
         empty(slots, len(sizes), rank, width), empty(slots, sum(sizes), rank), empty(slots, dtype=torch.int32), runs
     )
-    tiles = -(-tokens // TILE) + min(tokens, 1024)
-    rows = AdapterRows(*(empty(tokens, dtype=torch.int32) for _ in range(2)), empty(tiles, 3, dtype=torch.int32), used=empty(1, dtype=torch.int32), early=True)
+    tile = tile_of(tokens)
+    tiles = most_tiles(tokens, slots, tile)
+    tables = (empty(*shape, dtype=torch.int32) for shape in ((tokens,), (tokens,), (tiles, 3)))
+    rows = AdapterRows(*tables, used=empty(1, dtype=torch.int32), early=True, tile=tile)
     inner = lora.shrink(empty(tokens, width), weights, rows)
     lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
 

@@ -23,7 +23,7 @@ from quire.contracts.step import StepPlan
 from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.kernels import triton_runtime
-from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun, ref
+from quire.kernels.lora import TALL, AdapterRows, AdapterWeights, OutputRun, grouped, ref
 from quire.kernels.lora import triton as lora
 from quire.kernels.lora.inputs import LoraInputs, make_inputs
 from quire.kernels.step.state import Limits
@@ -90,6 +90,30 @@ def test_tiles_behind_those_of_the_step_are_empty() -> None:
     lora.expand(y, lora.shrink(x, given.weights, rows), given.weights, rows)
     torch.testing.assert_close(y[: len(MIXED)], expected, rtol=1e-5, atol=1e-5)
     assert not y[len(MIXED) :].any()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_parts_of_inputs_and_programs_that_take_turns(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As matrices of a real size have them; the counters of parts are zeros again behind a step."""
+    monkeypatch.setattr(lora, "RESIDENT", 3)
+    given = make_inputs(MIXED, (40, 24), 250, 16, ranks=[3, 16, 1])
+    tiles = torch.cat([given.rows.tiles, torch.zeros(2, 3, dtype=torch.int32)])
+    rows = replace(given.rows, tiles=tiles, used=torch.tensor([len(given.rows.tiles)], dtype=torch.int32))
+    walk = lora.Tiling(parts=3, deep=64, joined=joined, outputs=16)
+    found = [given.y.clone() for _ in range(2)]
+    for y in found:
+        lora.expand(y, lora.shrink(given.x, given.weights, rows, walk=walk), given.weights, rows, walk=walk)
+    torch.testing.assert_close(found[0], truth(given), rtol=1e-5, atol=1e-5)
+    assert torch.equal(*found)
+
+
+def test_rows_of_long_prompts_in_taller_tiles() -> None:
+    given = make_inputs([1] * 40 + [-1] + [0] * 70, (40, 24), 70, 16, ranks=[3, 16])
+    rows = grouped(given.rows.slots.numpy(), given.rows.slots.device, TALL)
+    assert [count for _, _, count in rows.tiles.tolist()] == [64, 6, 40]
+    y = given.y.clone()
+    lora.expand(y, lora.shrink(given.x, given.weights, rows), given.weights, rows)
+    torch.testing.assert_close(y, truth(given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 3])

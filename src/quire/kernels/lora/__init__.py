@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 TILE = 16  # rows of an adapter that a program takes: the smallest side of a product on a GPU
+TALL, LONG = 64, 1024  # rows of a tile in steps with so many rows: matrices are read less often
 
 
 class OutputRun(NamedTuple):
@@ -106,6 +107,16 @@ def group_rows(slots: I32) -> tuple[I32, Groups]:
 def tiles_of(groups: Groups, tile: int = TILE) -> list[tuple[int, int, int]]:
     """Return the tiles of groups, see `AdapterRows`."""
     return [(slot, first, min(tile, end - first)) for slot, begin, end in groups for first in range(begin, end, tile)]
+
+
+def tile_of(rows: int) -> int:
+    """Return the rows of a tile in a step of `rows` rows."""
+    return TALL if rows >= LONG else TILE
+
+
+def most_tiles(rows: int, groups: int, tile: int = TILE) -> int:
+    """Return the most tiles of `rows` rows in at most `groups` groups."""
+    return (rows + min(rows, groups) * (tile - 1)) // tile
 
 
 def grouped(slots: I32, device: torch.device, tile: int = TILE) -> AdapterRows:

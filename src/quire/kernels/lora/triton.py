@@ -1,7 +1,7 @@
 """Products of adapters in two launches for any mixture of adapters and ranks.
 
     shrink   a program takes a tile of rows of one adapter, a module, and a part of K
-    expand   a program takes pairs of a tile and a block of outputs in turn; it fetches B of the next pair beside a product
+    expand   a program takes pairs of a tile and a block of outputs in turn, and fetches B of the next pair meanwhile
 
 The parts of K are added up in their order: by the program of shrink that ends last, or, where they are few numbers, by
 expand. Tiles come from a table that the step writes, so grids depend on sizes alone. Ranks beyond those of the slot's
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.lora import AdapterRows, AdapterWeights
+from quire.kernels.lora import TILE, AdapterRows, AdapterWeights
 from quire.kernels.triton_runtime import jit, tl
 
 RESIDENT = 396  # programs of expand: 3 on each of 132 multiprocessors
@@ -52,14 +52,15 @@ class Tiling(NamedTuple):
 def tiling(weights: AdapterWeights, rows: AdapterRows, count: int) -> Tiling:
     """Return the tiling for `count` rows. It depends on sizes alone, as a captured step needs it."""
     modules, rank, width = weights.a.shape[-3:]
-    tiles, blocks = max(1, -(-count // rows.tile)), modules * -(-rank // 64)
+    tiles, size = max(1, -(-count // rows.tile)), max(16, _power(rank))
+    blocks = modules * -(-rank // 64)
     deep = min(256 if rank <= 32 else 128, max(16 * WARPS, _power(width)))
     parts = max(1, min(MOST_PARTS, width // (2 * deep), -(-WANTED // (tiles * blocks))))
     parts = 1 << (parts.bit_length() - 1)  # a power of two, so that few kernels are compiled
-    outputs = 256 if rank <= 32 and rows.tile == 16 and weights.num_outputs * tiles > 1 << 16 else 128
-    outputs = min(outputs, max(16, _power(weights.most_outputs)))
+    many = rows.tile == TILE and weights.num_outputs * tiles > 1 << 16
+    outputs = min(256 if many and size <= 32 else 128, 8192 // size, max(16, _power(weights.most_outputs)))
     read = 4 * parts * count * rank * -(-weights.num_outputs // outputs)
-    joined = parts > 1 and read > SUMMED and len(rows.tiles) * blocks <= COUNTERS
+    joined = parts > 1 and (read > SUMMED or rank > 64) and len(rows.tiles) * blocks <= COUNTERS
     return Tiling(parts, deep, joined, outputs)
 
 
@@ -96,7 +97,7 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
         rank,
         block,
         walk.deep,
-        WARPS if rows.tile == 16 else 1,
+        WARPS if rows.tile == TILE else 1,
         rows.tile,
         walk.parts if walk.joined else 1,
         rows.early,
@@ -146,7 +147,7 @@ def expand(
         align,
         rows.early,
         in_pdl,
-        num_warps=WARPS,
+        num_warps=WARPS if rank <= 128 else 2 * WARPS,
         num_stages=1,
         **pdl.options(in_pdl),
     )
