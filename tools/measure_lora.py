@@ -11,7 +11,7 @@ us per layer, medians of --runs replays:
     plain   with --base: norms, products and activations in bfloat16, as layers launch them, without attention
     with    with --base: the same and adapters; in brackets what they add, and the share of a step that stays, for a
             step in which "plain" and --rest us per layer of other kernels (attention, sampling) were there before
-    fork    "with", but shrink runs beside the product on another stream
+    fork    "with", but shrink runs beside the product on another stream, launched before it;  after: behind it
     each    with --each: a chain of shrink alone and one of expand alone, for each linear layer
 
 --forms: names of FORMS, changes of the default. Each is compared with the reference before it is timed; a wrong or
@@ -22,7 +22,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.activation.triton import gated
 from quire.kernels.linear import cuda as linear
-from quire.kernels.lora import TILE, AdapterRows, AdapterWeights, OutputRun, group_rows, ref, tiles_of
+from quire.kernels.lora import TALL, TILE, AdapterRows, AdapterWeights, OutputRun, group_rows, ref, tiles_of
 from quire.kernels.lora import triton as lora
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.streams import Fork, side_stream
@@ -48,25 +47,32 @@ EPS = 1e-5
 
 
 class Form(NamedTuple):
-    """A way to launch the products. walk: changes the tiling; tile, early: of `AdapterRows`; pdl: dependent launches"""
+    """A way to launch the products.
+
+    walk          changes the tiling
+    tile, early   of `AdapterRows`
+    pdl           dependent launches are used
+    fused         the activation is part of expand
+    """
 
     walk: Callable[[lora.Tiling], lora.Tiling] = lambda one: one
     tile: int = TILE
     early: bool = True
     pdl: bool = True
+    fused: bool = True
 
 
 FORMS = {
     "default": Form(),
-    "joined": Form(lambda one: one._replace(joined=one.parts > 1)),
-    "apart": Form(lambda one: one._replace(joined=False)),
-    "fewer": Form(lambda one: one._replace(parts=max(1, one.parts // 2), joined=one.joined and one.parts > 2)),
+    "unfused": Form(fused=False),
+    "fewer": Form(lambda one: one._replace(parts=max(1, one.parts // 2))),
     "more": Form(lambda one: one._replace(parts=min(32, 2 * one.parts))),
     "narrow": Form(lambda one: one._replace(outputs=max(16, one.outputs // 2))),
     "wide": Form(lambda one: one._replace(outputs=2 * one.outputs)),
     "shallow": Form(lambda one: one._replace(deep=one.deep // 2)),
     "deep": Form(lambda one: one._replace(deep=2 * one.deep)),
-    "tall": Form(tile=64),
+    "staged": Form(lambda one: one._replace(stages=one.stages + 1)),
+    "tall": Form(tile=TALL),
     "late": Form(early=False),
     "undependent": Form(pdl=False),
 }
@@ -100,10 +106,17 @@ class Steps:
         slots, order_, tiles_, used = sent
         return AdapterRows(slots, order_, tiles_, groups if known else (), used, form.early, form.tile)
 
-    def add(self, y: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows, form: Form) -> None:
-        """Add the products of adapters to y."""
+    def add(self, y: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows, form: Form) -> Tensor:
+        """Add the products of adapters to y, or return the activation of the sum."""
         walk = form.walk(lora.tiling(weights, rows, len(x)))
-        lora.expand(y, lora.shrink(x, weights, rows, walk=walk), weights, rows, walk=walk)
+        return self.expand(y, lora.shrink(x, weights, rows, walk=walk), weights, rows, form)
+
+    def expand(self, y: Tensor, inner: Tensor, weights: AdapterWeights, rows: AdapterRows, form: Form) -> Tensor:
+        """Add the products of B to y, or return the activation of the sum."""
+        if form.fused and lora.fuses(weights):
+            return lora.expand_gated(y, inner, weights, rows, "silu")
+        lora.expand(y, inner, weights, rows, walk=form.walk(lora.tiling(weights, rows, len(y))))
+        return y
 
     def check(self, form: Form) -> None:
         """Compare the products of the last layer with the reference, and with themselves."""
@@ -112,8 +125,10 @@ class Steps:
             x, found = self.x[LINEARS[name][0]], [self.y[name].clone() for _ in range(3)]
             truth = self.y[name].double()
             ref.expand(truth, ref.shrink(x, weights, known), weights, known)
-            for y in found:
-                self.add(y, x, weights, rows, form)
+            found = [self.add(y, x, weights, rows, form) for y in found]
+            if found[0].shape != truth.shape:
+                gate, up = truth.chunk(2, 1)
+                truth = torch.nn.functional.silu(gate) * up
             torch.testing.assert_close(found[0].double(), truth, rtol=3e-2, atol=3e-2)
             assert all(torch.equal(found[0], y) for y in found[1:]), f"{name}: results change"
 
@@ -139,7 +154,7 @@ class Steps:
                 if half == "shrink":
                     lora.shrink(x, layer[name], rows, walk=walk)
                 else:
-                    lora.expand(y, found, layer[name], rows, walk=walk)
+                    self.expand(y, found, layer[name], rows, form)
 
         return run
 
@@ -156,43 +171,37 @@ class Steps:
 
         return run
 
-    def adapted(self, form: Form, *, fork: bool = False) -> Callable[[], None]:
-        """Return the linear layers with adapters, as layers launch them."""
+    def adapted(self, form: Form, order: str) -> Callable[[], None]:
+        """Return the linear layers with adapters, as layers launch them. order: see `ORDERS`"""
         rows = self.rows(form)
 
         def around(product: Callable[[], Tensor], x: Tensor, weights: AdapterWeights) -> Tensor:
             walk = form.walk(lora.tiling(weights, rows, len(x)))
-            with Fork(side_stream(x.device) if fork else None) as forked:
+            with Fork(None if order == "with" else side_stream(x.device)) as forked:
+                y = product() if order == "after" else None
                 with forked.beside:
                     inner = lora.shrink(x, weights, rows, walk=walk)
-                y = product()
-            lora.expand(y, inner, weights, rows, walk=walk)
-            return y
+                y = product() if y is None else y
+            return self.expand(y, inner, weights, rows, form)
+
+        def layer(h: Tensor, base: dict[str, Tensor], own: dict[str, AdapterWeights]) -> Tensor:
+            given, attended = rms_norm(h, self.norm, EPS), self.x[HIDDEN]
+            around(lambda: linear.run(given, base["qkv"], None), given, own["qkv"])
+            h = around(lambda: linear.run_add(attended, base["output"], None, h), attended, own["output"])
+            normed = rms_norm(h, self.norm, EPS)
+            both = around(lambda: linear.run(normed, base["gate_up"], None), normed, own["gate_up"])
+            inner = both if both.shape[1] == INNER else gated(both)
+            return around(lambda: linear.run_add(inner, base["down"], None, h), inner, own["down"])
 
         def run() -> None:
-            h, attended = self.x[HIDDEN].clone(), self.x[HIDDEN]
+            h = self.x[HIDDEN].clone()
             for base, own in zip(self.base, self.weights, strict=True):
-                given = rms_norm(h, self.norm, EPS)
-                around(lambda x=given, w=base: linear.run(x, w["qkv"], None), given, own["qkv"])  # type: ignore[misc]
-                h = around(
-                    lambda to=h, w=base: linear.run_add(attended, w["output"], None, to),  # type: ignore[misc]
-                    attended,
-                    own["output"],
-                )
-                given = rms_norm(h, self.norm, EPS)
-                both = around(
-                    lambda x=given, w=base: linear.run(x, w["gate_up"], None),  # type: ignore[misc]
-                    given,
-                    own["gate_up"],
-                )
-                inner = gated(both)
-                h = around(
-                    lambda x=inner, to=h, w=base: linear.run_add(x, w["down"], None, to),  # type: ignore[misc]
-                    inner,
-                    own["down"],
-                )
+                h = layer(h, base, own)
 
         return run
+
+
+ORDERS = ("with", "fork", "after")  # of shrink and the product: one behind the other; beside it, launched before, after
 
 
 def adapters(layers: int, rank: int) -> list[dict[str, AdapterWeights]]:
@@ -278,10 +287,10 @@ def report(row: str, steps: Steps, form: Form, floor: float, plain: float | None
     print(f"{row}: alone {alone:7.2f} us (floor {floor:.2f})", end="", flush=True)
     if plain is not None:
         whole = plain + asked.rest
-        for title, fork in (("with", False), ("fork", True)):
-            found = timed(steps.adapted(form, fork=fork), asked.layers, asked.runs)
+        for order in ORDERS:
+            found = timed(steps.adapted(form, order), asked.layers, asked.runs)
             share = whole / (whole + found - plain)
-            print(f", {title} {found:7.2f} (+{found - plain:.2f}, {share:.3f})", end="", flush=True)
+            print(f", {order} {found:7.2f} (+{found - plain:.2f}, {share:.3f})", end="", flush=True)
     print()
     for name in LINEARS if asked.each else ():
         halves = [timed(steps.one(form, name, half), asked.layers, asked.runs) for half in ("shrink", "expand")]

@@ -34,7 +34,10 @@ def launch(tokens: int, rank: int, width: int, sizes: tuple[int, ...], out: torc
     tables = (empty(*shape, dtype=torch.int32) for shape in ((tokens,), (tokens,), (tiles, 3)))
     rows = AdapterRows(*tables, used=empty(1, dtype=torch.int32), early=True, tile=tile)
     inner = lora.shrink(empty(tokens, width), weights, rows)
-    lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
+    if lora.fuses(weights):
+        lora.expand_gated(empty(tokens, sum(sizes)), inner, weights, rows, "silu")
+    else:
+        lora.expand(empty(tokens, sum(sizes), dtype=out), inner, weights, rows)
 
 
 def fits(made: Made) -> None:

@@ -23,7 +23,8 @@ from quire.contracts.step import StepPlan
 from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.kernels import triton_runtime
-from quire.kernels.lora import TALL, AdapterRows, AdapterWeights, OutputRun, grouped, ref
+from quire.kernels.activation.ref import gated
+from quire.kernels.lora import TALL, AdapterRows, AdapterWeights, OutputRun, grouped, ref, triton_gated
 from quire.kernels.lora import triton as lora
 from quire.kernels.lora.inputs import LoraInputs, make_inputs
 from quire.kernels.step.state import Limits
@@ -92,14 +93,14 @@ def test_tiles_behind_those_of_the_step_are_empty() -> None:
     assert not y[len(MIXED) :].any()
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_parts_of_inputs_and_programs_that_take_turns(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_inputs_and_programs_that_take_turns(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As matrices of a real size have them; the counters of parts are zeros again behind a step."""
     monkeypatch.setattr(lora, "RESIDENT", 3)
     given = make_inputs(MIXED, (40, 24), 250, 16, ranks=[3, 16, 1])
     tiles = torch.cat([given.rows.tiles, torch.zeros(2, 3, dtype=torch.int32)])
     rows = replace(given.rows, tiles=tiles, used=torch.tensor([len(given.rows.tiles)], dtype=torch.int32))
-    walk = lora.Tiling(parts=3, deep=64, joined=joined, outputs=16)
+    walk = lora.Tiling(parts, deep=64, stages=1, outputs=16)
     found = [given.y.clone() for _ in range(2)]
     for y in found:
         lora.expand(y, lora.shrink(given.x, given.weights, rows, walk=walk), given.weights, rows, walk=walk)
@@ -114,6 +115,20 @@ def test_rows_of_long_prompts_in_taller_tiles() -> None:
     y = given.y.clone()
     lora.expand(y, lora.shrink(given.x, given.weights, rows), given.weights, rows)
     torch.testing.assert_close(y, truth(given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [MIXED, [-1] * 3, [1] * 40 + [0] * 3], ids=["mixed", "none", "many"])
+def test_the_activation_behind_an_adapted_product(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an adapter, or with one that does not change the layer, are computed, too."""
+    monkeypatch.setattr(triton_gated, "RESIDENT", 3)
+    given = make_inputs(slots, (200, 200), 70, 16, ranks=[3, 16, 0])
+    assert lora.fuses(given.weights)
+    assert not lora.fuses(replace(given.weights, runs=given.weights.runs[:1]))
+    before = given.y.clone()
+    inner = lora.shrink(given.x, given.weights, given.rows)
+    found = lora.expand_gated(given.y, inner, given.weights, given.rows, "silu")
+    torch.testing.assert_close(found, gated(truth(given), "silu"), rtol=1e-5, atol=1e-5)
+    assert torch.equal(given.y, before)
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -248,4 +263,4 @@ def test_a_gpus_engine_answers_as_a_cpus(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
-    assert compiled("compile_lora") == {"_shrink_kernel", "_expand_kernel"}
+    assert compiled("compile_lora") == {"_shrink_kernel", "_expand_kernel", "_gated_kernel"}

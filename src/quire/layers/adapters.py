@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.contracts.adapters import Adapter
 from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
+from quire.kernels.streams import Fork, side_stream
 
 
 class AdaptedProduct:
@@ -23,18 +24,37 @@ class AdaptedProduct:
         self.weights, self._kernel = weights, kernel
 
     def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
-        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter.
-
-        A x comes first: the product reads its weight ahead meanwhile (`quire.kernels.pdl`).
-        """
-        inner = self._kernel.shrink(x, self.weights, rows)
-        y = product()
+        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter."""
+        y, inner = self._beside(product, x, rows)
         self._kernel.expand(y, inner, self.weights, rows)
         return y
+
+    def gated(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows, act: str, activation: Any) -> Tensor:
+        """Return the activation [T, I] of `around`. activation: the kernels of `quire.kernels.activation`"""
+        y, inner = self._beside(product, x, rows)
+        if self._kernel.fuses(self.weights):
+            fused: Tensor = self._kernel.expand_gated(y, inner, self.weights, rows, act)
+            return fused
+        self._kernel.expand(y, inner, self.weights, rows)
+        gated: Tensor = activation.gated(y, act)
+        return gated
+
+    def _beside(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> tuple[Tensor, Any]:
+        """Return product() and A x. In a captured step A x runs beside the product."""
+        with Fork(side_stream(x.device) if _captured(x) else None) as fork:
+            with fork.beside:
+                inner = self._kernel.shrink(x, self.weights, rows)
+            y = product()
+        return y, inner
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows, first: int = 0) -> None:
         """Add B (A x) to y [T, N] in place. x: [T, K], or [T, modules, K], of the step's rows from `first` on"""
         self._kernel.expand(y, self._kernel.shrink(x, self.weights, rows, first), self.weights, rows, first)
+
+
+def _captured(x: Tensor) -> bool:
+    """Return True while a CUDA graph is captured. In an eager step a fork would cost more than it hides."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class AdaptedExpansion:

@@ -110,7 +110,7 @@ class AdapterLoader:
 class StepAdapters(StepFeature):
     """Tells layers the adapter of each row, and begins the loads of plans.
 
-    captured    most tokens of a captured step, which reads the rows' adapters at fixed addresses; None: none is captured
+    captured    most tokens of a captured step, which reads tables at fixed addresses; None: no step is captured
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StepAdapters(StepFeature):
         self._rows, self._heads = NONE, NONE  # adapters of the rows of the step, and of its sampled rows
         self._tile = TILE
         kinds = {"dtype": torch.int32, "device": device}
-        self._slots, self._order = (zeros(tokens, **kinds) for _ in range(2))
+        self._slots, self._order = zeros(tokens, **kinds) - 1, zeros(tokens, **kinds)
         self._tiles = zeros(most_tiles(tokens, min(num_slots, loader.num_slots)), 3, **kinds)
         self._used, self._sent = zeros(1, **kinds), NONE
 
@@ -143,12 +143,14 @@ class StepAdapters(StepFeature):
     def _changes(self, captured: int) -> list[Change]:
         if np.array_equal(self._sent, self._rows):
             return []
+        slots = np.full(max(len(self._rows), len(self._sent)), -1, np.int32)  # none behind the rows of the step
+        slots[: len(self._rows)] = self._rows
         self._sent, self._tile = self._rows, tile_of(len(self._rows)) if len(self._rows) > captured else TILE
         order, groups = group_rows(self._rows)
         tiles, made = np.zeros((len(self._tiles), 3), np.int32), tiles_of(groups, self._tile)
         tiles[: len(made)] = made
         return [
-            Change(self._slots, 0, self._rows),
+            Change(self._slots, 0, slots),
             Change(self._order, 0, order),
             Change(self._tiles, 0, tiles.ravel()),
             Change(self._used, 0, np.array([len(made)], np.int32)),

@@ -6,6 +6,8 @@ shrink(x [T, K] or [T, modules, K], weights, rows, first=0) -> inner
 expand(y [T, N], inner, weights, rows, first=0)
     Adds to y in place: y[t, n] += sum over j of B[slot, n', j] * inner[t, m, j], for the rows n of each run: m is its
     module, and n' the row of B that belongs to n. Rows without an adapter stay as they are, bit by bit.
+expand_gated(y [T, 2I], inner, weights, rows, act) -> [T, I]
+    The activation of gate and up (`quire.kernels.activation`) behind `expand`, where `fuses(weights)` is True.
 
 y has x's dtype or float32. B has the adapter's scale in it. The products depend on x alone, so `shrink` may run beside
 the product of the layer. x and y are the rows first .. first + T - 1 of the step.
@@ -68,7 +70,7 @@ class AdapterWeights:
 class AdapterRows:
     """Rows of a step, grouped by adapter. On a GPU its tensors keep their addresses from step to step.
 
-    slots    [T] int32, slot of each row; -1: the row has no adapter
+    slots    [T] int32, slot of each row; -1: the row has no adapter, or is padding
     order    [T] int32, the rows with an adapter first, slot by slot
     tiles    [most, 3] int32: slot, first index in `order`, and rows of each tile of at most `tile` rows; 0 rows: none
     groups   (slot, first index in `order`, end), known to the host; (): in a captured step, which reads `tiles`

@@ -3,13 +3,12 @@
     shrink   a program takes a tile of rows of one adapter, a module, and a part of K
     expand   a program takes pairs of a tile and a block of outputs in turn, and fetches B of the next pair meanwhile
 
-The parts of K are added up in their order: by the program of shrink that ends last, or, where they are few numbers, by
-expand. Tiles come from a table that the step writes, so grids depend on sizes alone. Ranks beyond those of the slot's
-adapter, rounded up to 8, do not count. Sums are float32; they are rounded to the dtype of B before the second product,
-as B was.
+The parts of K are added up in their order, by the program of shrink that ends last. Tiles come from a table that the
+step writes, so grids depend on sizes alone. Ranks beyond those of the slot's adapter, rounded up to 8, do not count.
+Sums are float32; they are rounded to the dtype of B before the second product, as B was.
 
-With programmatic dependent launch both kernels read the tables and their first matrix before the kernel before them has
-ended (`AdapterRows.early`), and the product of the layer, which is launched between them, does so with its weight.
+With programmatic dependent launch both kernels read the tables, and fetch matrices, before the kernel before them has
+ended (`AdapterRows.early`).
 
 Floor: the matrices of each adapter of the step are read once. Llama-3.1-8B, rank 16: 84 MB in bfloat16, 19 us at
 4.3 TB/s, beside two launches for each of 128 layers.
@@ -24,13 +23,15 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.lora import TILE, AdapterRows, AdapterWeights
+from quire.kernels.lora.triton_gated import expand_gated as expand_gated
+from quire.kernels.lora.triton_gated import fuses as fuses
 from quire.kernels.triton_runtime import jit, tl
 
 RESIDENT = 396  # programs of expand: 3 on each of 132 multiprocessors
-WANTED = 128  # programs of shrink, where all rows have one adapter
+WANTED = 192  # programs of shrink, where all rows have one adapter
 MOST_PARTS = 16
-SUMMED = 4 << 20  # bytes of parts that expand reads at most
-COUNTERS = 4096  # of a layer: tiles times blocks of ranks whose parts shrink adds up
+MOST_AHEAD = 1024  # numbers of K that a program of shrink fetches to the L2 cache before its predecessor has ended
+COUNTERS = 8192  # of a layer: tiles times blocks of ranks
 WARPS = 4
 
 
@@ -38,14 +39,14 @@ class Tiling(NamedTuple):
     """The work of a program.
 
     parts     of K
-    deep      numbers of K that shrink multiplies at once
-    joined    True: shrink adds up the parts; False: expand does
+    deep      numbers of K of an iteration
+    stages    iterations in flight
     outputs   of a block of expand
     """
 
     parts: int
     deep: int
-    joined: bool
+    stages: int
     outputs: int
 
 
@@ -54,27 +55,27 @@ def tiling(weights: AdapterWeights, rows: AdapterRows, count: int) -> Tiling:
     modules, rank, width = weights.a.shape[-3:]
     tiles, size = max(1, -(-count // rows.tile)), max(16, _power(rank))
     blocks = modules * -(-rank // 64)
-    deep = min(256 if rank <= 32 else 128, max(16 * WARPS, _power(width)))
+    deep = min(256 if size <= 32 and rows.tile == TILE else 128, max(16, _power(width)))
     parts = max(1, min(MOST_PARTS, width // (2 * deep), -(-WANTED // (tiles * blocks))))
     parts = 1 << (parts.bit_length() - 1)  # a power of two, so that few kernels are compiled
+    parts = parts if len(rows.tiles) * blocks <= COUNTERS else 1
     many = rows.tile == TILE and weights.num_outputs * tiles > 1 << 16
     outputs = min(256 if many and size <= 32 else 128, 8192 // size, max(16, _power(weights.most_outputs)))
-    read = 4 * parts * count * rank * -(-weights.num_outputs // outputs)
-    joined = parts > 1 and (read > SUMMED or rank > 64) and len(rows.tiles) * blocks <= COUNTERS
-    return Tiling(parts, deep, joined, outputs)
+    return Tiling(parts, deep, 3, outputs)
 
 
 def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, walk: Tiling | None = None) -> Tensor:
-    """Return the products A x, [parts, T, modules, R] float32, a row for each index of `rows.order`.
+    """Return the products A x, [T, modules, R] in the dtype of B, a row for each index of `rows.order`.
 
-    If shrink adds up the parts, the result has one, in the dtype of B. walk: tiling to use; None: `tiling` chooses it
+    walk: tiling to use; None: `tiling` chooses it
     """
     (_, modules, rank, width), count = weights.a.shape, len(x)
     walk = walk or tiling(weights, rows, count)
-    sums = torch.empty(walk.parts, len(rows.order), modules, rank, dtype=torch.float32, device=x.device)
-    inner = torch.empty_like(sums[:1], dtype=weights.b.dtype) if walk.joined else sums
+    inner = torch.empty(len(rows.order), modules, rank, dtype=weights.b.dtype, device=x.device)
     if not len(rows.tiles):
         return inner
+    alone, step = walk.parts == 1, -(-width // walk.parts)
+    sums = None if alone else torch.empty(walk.parts, *inner.shape, dtype=torch.float32, device=x.device)
     block, in_pdl = min(64, max(16, _power(rank))), pdl.in_use()
     _shrink_kernel[(modules * -(-rank // block), len(rows.tiles), walk.parts)](
         x,
@@ -83,12 +84,12 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
         rows.order,
         rows.tiles,
         sums,
-        inner if walk.joined else None,
-        _counters(weights, x.device) if walk.joined else None,
+        inner,
+        None if alone else _counters(weights, x.device),
         first,
         count,
         width,
-        -(-width // walk.parts),
+        step,
         len(rows.order),
         modules,
         x.stride(0),
@@ -97,9 +98,10 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
         rank,
         block,
         walk.deep,
-        WARPS if rows.tile == TILE else 1,
+        walk.stages,
+        _power(-(-min(step, MOST_AHEAD) // 64)) if weights.a.stride(3) == 1 else 0,
         rows.tile,
-        walk.parts if walk.joined else 1,
+        walk.parts,
         rows.early,
         in_pdl,
         num_warps=WARPS,
@@ -119,8 +121,7 @@ def expand(
     """Add the products B of inner to y in place. See `quire.kernels.lora`; walk as for `shrink`."""
     if not len(rows.tiles):
         return
-    parts, held, modules, rank = inner.shape
-    walk = walk or tiling(weights, rows, len(y))
+    (_, modules, rank), walk = inner.shape, walk or tiling(weights, rows, len(y))
     (table, align), in_pdl = _blocks(weights, walk.outputs, y.device), pdl.in_use()
     _expand_kernel[(min(RESIDENT, len(table) * len(rows.tiles)),)](
         y,
@@ -133,7 +134,6 @@ def expand(
         table,
         first,
         len(y),
-        held,
         modules,
         len(table),
         len(rows.tiles),
@@ -143,7 +143,6 @@ def expand(
         max(16, _power(rank)),
         walk.outputs,
         rows.tile,
-        parts,
         align,
         rows.early,
         in_pdl,
@@ -206,19 +205,20 @@ def _shrink_kernel(
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DEEP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,
     TILE: tl.constexpr,
-    JOINED: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (modules * blocks of ranks, tiles, parts). Shapes as in `quire.kernels.lora`; strides are in numbers.
+    """Grid (modules * blocks of ranks, tiles, PARTS). Shapes as in `quire.kernels.lora`; strides are in numbers.
 
     count, held       rows of x, and of `sums`;  step  numbers of K of a part
-    sums              [parts, held, modules, RANK] float32
-    inner, counters   [held, modules, RANK]; [tiles * blocks of ranks] int32 zeros;  None: expand adds up the parts
-    DEEP, SPLIT       numbers of K of an iteration; parts of these, which warps multiply side by side
-    JOINED            parts that are added up here; 1: none
+    sums              [PARTS, held, modules, RANK] float32; None with one part
+    inner             [held, modules, RANK], output;  counters  [tiles * blocks of ranks] int32 zeros, or None
+    DEEP, STAGES      numbers of K of an iteration; iterations in flight
+    LINES             lines of 64 numbers of A that are fetched to the L2 cache before `gdc_wait`, of each rank
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -229,58 +229,61 @@ def _shrink_kernel(
     own = tl.load(ranks + tl.where(rows > 0, slot, 0))
     module = tl.program_id(0) % modules
     lowest = tl.program_id(0) // modules * BLOCK_R
-    lane = tl.arange(0, TILE)
+    lane, rank = tl.arange(0, TILE), lowest + tl.arange(0, BLOCK_R)
     row = tl.load(order + at + lane, mask=lane < rows, other=-1) - first
     begin = tl.program_id(2) * step
     end = tl.minimum(begin + step, width)
-    if SPLIT == 1:
-        wide, deep = tl.arange(0, DEEP)[None, :], tl.arange(0, DEEP)[:, None]
-        acc = tl.zeros([TILE, BLOCK_R], tl.float32)
-    else:
-        part = tl.arange(0, SPLIT)[:, None, None] * (DEEP // SPLIT)
-        wide = part + tl.arange(0, DEEP // SPLIT)[None, None, :]
-        deep = part + tl.arange(0, DEEP // SPLIT)[None, :, None]
-        acc = tl.zeros([SPLIT, TILE, BLOCK_R], tl.float32)
-    rank = lowest + tl.arange(0, BLOCK_R)
     of_a = a + slot.to(tl.int64) * a_slot + module.to(tl.int64) * a_module
-    known = (rank < own) & (rows > 0)
-    here = (lane < rows) & (row >= 0) & (row < count)
-    of_ranks, of_rows = rank.to(tl.int64) * a_rank, row.to(tl.int64) * x_row
-    if SPLIT == 1:
-        known, here, of_ranks, of_rows = known[None, :], here[:, None], of_ranks[None, :], of_rows[:, None]
-    else:
-        known, here = known[None, None, :], here[None, :, None]
-        of_ranks, of_rows = of_ranks[None, None, :], of_rows[None, :, None]
-    of_a += of_ranks
-    col = begin + deep
-    next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
+    of_a += rank[None, :].to(tl.int64) * a_rank
     if PDL:
         if EARLY:
+            if (rows > 0) & (own > lowest):
+                _prefetch(of_a, begin, end, tl.minimum(own, RANK) - lowest, a_rank, LINES, BLOCK_R)
             tl.extra.cuda.gdc_wait()
     if (rows == 0) | (own <= lowest):
         return
-    xs = x + of_rows + module.to(tl.int64) * x_module + wide
-    for k in range(begin, end, DEEP):
-        left = tl.load(xs + k, mask=here & (k + wide < end), other=0.0)
-        right, col = next_right, k + DEEP + deep
-        next_right = tl.load(of_a + col.to(tl.int64) * a_width, mask=known & (col < end), other=0.0)
+    here, known = (lane < rows) & (row >= 0) & (row < count), rank < own
+    xs = x + row[:, None].to(tl.int64) * x_row + module.to(tl.int64) * x_module
+    acc = tl.zeros([TILE, BLOCK_R], tl.float32)
+    for k in tl.range(begin, end, DEEP, num_stages=STAGES):
+        col = k + tl.arange(0, DEEP)
+        left = tl.load(xs + col[None, :], mask=here[:, None] & (col < end)[None, :], other=0.0)
+        right = tl.load(
+            of_a + col[:, None].to(tl.int64) * a_width, mask=(col < end)[:, None] & known[None, :], other=0.0
+        )
         acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
-    result = acc
-    if SPLIT > 1:
-        result = tl.sum(acc, 0)
     inside = (lane < rows)[:, None] & (rank < RANK)[None, :]
     place = ((at + lane)[:, None] * modules + module).to(tl.int64) * RANK + rank[None, :]
-    each = held.to(tl.int64) * modules * RANK
-    tl.store(sums + tl.program_id(2) * each + place, result, mask=inside)
-    if JOINED > 1:
+    if PARTS == 1:
+        tl.store(inner + place, acc.to(inner.dtype.element_ty), mask=inside)
+    else:
+        each = held.to(tl.int64) * modules * RANK
+        tl.store(sums + tl.program_id(2) * each + place, acc, mask=inside)
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         tl.debug_barrier()  # all of the part is written before it is counted
-        if tl.atomic_add(counter, 1, sem="acq_rel") == JOINED - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1:
             tl.store(counter, 0)
             result = tl.zeros([TILE, BLOCK_R], tl.float32)
-            for number in tl.static_range(JOINED):
-                result += tl.load(sums + number * each + place, mask=inside, other=0.0, cache_modifier=".cg")
+            for part in tl.static_range(PARTS):
+                result += tl.load(sums + part * each + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(inner + place, result.to(inner.dtype.element_ty), mask=inside)
+
+
+@jit
+def _prefetch(of_a, begin, end, ranks, a_rank, LINES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Fetch lines of 64 numbers of A to the L2 cache, from `begin` on. of_a: pointers [1, BLOCK_R]; ranks: of them"""
+    if LINES > 0:
+        col = tl.minimum(begin + tl.arange(0, LINES)[:, None] * 64, end - 1)
+        back = tl.maximum(tl.arange(0, BLOCK_R) - ranks + 1, 0)  # of ranks that the adapter lacks: to its last one
+        at = of_a - back[None, :].to(tl.int64) * a_rank + col.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit
@@ -323,7 +326,7 @@ def _fetch(
     return at, own, row, module, col, outputs, right
 
 
-@jit(do_not_specialize=["first", "count", "held", "modules", "num_blocks", "num_tiles"])
+@jit(do_not_specialize=["first", "count", "modules", "num_blocks", "num_tiles"])
 def _expand_kernel(
     y,
     inner,
@@ -335,7 +338,6 @@ def _expand_kernel(
     blocks,
     first,
     count,
-    held,
     modules,
     num_blocks,
     num_tiles,
@@ -347,7 +349,6 @@ def _expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -374,12 +375,9 @@ def _expand_kernel(
         to = y + own_row[:, None].to(tl.int64) * y_row + (col * ALIGN + n)[None, :]
         inside = here[:, None] & (n < outputs * ALIGN)[None, :]
         made = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        sums = tl.zeros([TILE, BLOCK_R], tl.float32)
         from_ = inner + ((at + lane)[:, None] * modules + module).to(tl.int64) * RANK + rank[None, :]
         read = here[:, None] & (rank < (own + 7) // 8 * 8)[None, :]
-        for part in tl.static_range(PARTS):
-            sums += tl.load(from_ + part * held.to(tl.int64) * modules * RANK, mask=read, other=0.0).to(tl.float32)
-        left, right_now = sums.to(right.dtype), tl.where((rank < own)[:, None], right, 0.0)
+        left, right_now = tl.load(from_, mask=read, other=0.0), tl.where((rank < own)[:, None], right, 0.0)
         following = item + tl.num_programs(0)
         if following < total:  # B of the next pair is on its way beside the product
             at, own, row, module, col, outputs, right = _fetch(
