@@ -33,7 +33,7 @@ def expand_gated(y: Tensor, inner: Tensor, weights: AdapterWeights, rows: Adapte
     out, size, in_pdl = y.new_empty(count, both // 2), max(16, 1 << (rank - 1).bit_length()), pdl.in_use()
     if not count:
         return out
-    block = min(128, 4096 // size, max(16, 1 << (both // 2 - 1).bit_length()))
+    block = min(128 if rows.tile == TILE else 64, 4096 // size, max(16, 1 << (both // 2 - 1).bit_length()))
     blocks = -(-both // 2 // block)
     pairs = len(rows.tiles) * blocks + -(-count // TILE) * -(-blocks // SPAN)
     gate, up = weights.runs
@@ -188,18 +188,19 @@ def _gated_kernel(
         up = ups.to(tl.float32) + tl.dot(of_up, up_now, input_precision="ieee")
         tl.store(to, gated_of(gate, up, ACT).to(out.dtype.element_ty), mask=inside)
     spans = tl.cdiv(blocks, SPAN)
-    lane = tl.arange(0, 16)
     for item in range(programs - 1 - begin, tl.cdiv(count, 16) * spans, programs):  # the last ones have no other pair
-        row = item // spans * 16 + lane
-        slot = tl.load(slots + row, mask=row < count, other=-1)
+        other = item // spans * 16 + tl.arange(0, 16)
+        slot = tl.load(slots + other, mask=other < count, other=-1)
         changes = tl.load(ranks + slot, mask=slot >= 0, other=0)
-        here = (row < count) & (changes == 0)
-        if tl.max(here.to(tl.int32), 0) > 0:
-            given = y + row[:, None].to(tl.int64) * y_row
-            to = out + row[:, None].to(tl.int64) * width
+        plain = (other < count) & (changes == 0)
+        if tl.max(plain.to(tl.int32), 0) > 0:
+            source = y + other[:, None].to(tl.int64) * y_row
+            target = out + other[:, None].to(tl.int64) * width
             for block in range(item % spans * SPAN, tl.minimum(item % spans * SPAN + SPAN, blocks)):
-                n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-                inside = here[:, None] & (n < width)[None, :]
-                gate = tl.load(given + n[None, :], mask=inside, other=0.0).to(tl.float32)
-                up = tl.load(given + width + n[None, :], mask=inside, other=0.0).to(tl.float32)
-                tl.store(to + n[None, :], gated_of(gate, up, ACT).to(out.dtype.element_ty), mask=inside)
+                col = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                there = plain[:, None] & (col < width)[None, :]
+                plain_gate = tl.load(source + col[None, :], mask=there, other=0.0).to(tl.float32)
+                plain_up = tl.load(source + width + col[None, :], mask=there, other=0.0).to(tl.float32)
+                tl.store(
+                    target + col[None, :], gated_of(plain_gate, plain_up, ACT).to(out.dtype.element_ty), mask=there
+                )
