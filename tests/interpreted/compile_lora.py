@@ -52,6 +52,6 @@ def main() -> None:
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for rank in (16, 64, *full_rows((128, 256))):
             for tokens in (64, *full_rows((1, 256, 2048))):
-                for name in ("qkv", "down", *full_rows(("output", "gate_up"))):
+                for name in ("qkv", "gate_up", "down", *full_rows(("output",))):
                     launch(tokens, rank, *LAYERS[name])
     launch(64, 16, 4096, (128256,), torch.float32)

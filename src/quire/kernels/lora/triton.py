@@ -381,8 +381,21 @@ def _expand_kernel(
         following = item + tl.num_programs(0)
         if following < total:  # B of the next pair is on its way beside the product
             at, own, row, module, col, outputs, right = _fetch(
-                following, total, b, ranks, order, tiles, blocks, num_blocks, b_slot, b_row, b_rank, BLOCK_R, BLOCK_N,
-                TILE, ALIGN,
-            )  # fmt: skip
+                following,
+                total,
+                b,
+                ranks,
+                order,
+                tiles,
+                blocks,
+                num_blocks,
+                b_slot,
+                b_row,
+                b_rank,
+                BLOCK_R,
+                BLOCK_N,
+                TILE,
+                ALIGN,
+            )
         made += tl.dot(left, right_now, input_precision="ieee")
         tl.store(to, made.to(y.dtype.element_ty), mask=inside)

@@ -159,9 +159,23 @@ def _gated_kernel(
         total = tl.load(used) * blocks
     begin, programs = tl.program_id(0), tl.num_programs(0)
     at, own, row, first, gate_b, up_b = _fetch(
-        begin, total, blocks, width, b, ranks, order, tiles, gate_row, up_row, b_slot, b_row, b_rank, BLOCK_R, BLOCK_N,
+        begin,
+        total,
+        blocks,
+        width,
+        b,
+        ranks,
+        order,
+        tiles,
+        gate_row,
+        up_row,
+        b_slot,
+        b_row,
+        b_rank,
+        BLOCK_R,
+        BLOCK_N,
         TILE,
-    )  # fmt: skip
+    )
     if PDL:
         if EARLY:
             tl.extra.cuda.gdc_wait()
@@ -181,9 +195,23 @@ def _gated_kernel(
         following = item + programs
         if following < total:  # B of the next pair is on its way beside the products
             at, own, row, first, gate_b, up_b = _fetch(
-                following, total, blocks, width, b, ranks, order, tiles, gate_row, up_row, b_slot, b_row, b_rank,
-                BLOCK_R, BLOCK_N, TILE,
-            )  # fmt: skip
+                following,
+                total,
+                blocks,
+                width,
+                b,
+                ranks,
+                order,
+                tiles,
+                gate_row,
+                up_row,
+                b_slot,
+                b_row,
+                b_rank,
+                BLOCK_R,
+                BLOCK_N,
+                TILE,
+            )
         gate = gates.to(tl.float32) + tl.dot(of_gate, gate_now, input_precision="ieee")
         up = ups.to(tl.float32) + tl.dot(of_up, up_now, input_precision="ieee")
         tl.store(to, gated_of(gate, up, ACT).to(out.dtype.element_ty), mask=inside)
