@@ -24,7 +24,7 @@ from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.kernels import triton_runtime
 from quire.kernels.activation.ref import gated
-from quire.kernels.lora import TALL, AdapterRows, AdapterWeights, OutputRun, grouped, ref, triton_gated
+from quire.kernels.lora import TALL, AdapterRows, AdapterWeights, OutputRun, grouped, ref, tile_of, triton_gated
 from quire.kernels.lora import triton as lora
 from quire.kernels.lora.inputs import LoraInputs, make_inputs
 from quire.kernels.step.state import Limits
@@ -115,6 +115,21 @@ def test_rows_of_long_prompts_in_taller_tiles() -> None:
     y = given.y.clone()
     lora.expand(y, lora.shrink(given.x, given.weights, rows), given.weights, rows)
     torch.testing.assert_close(y, truth(given), rtol=1e-5, atol=1e-5)
+
+
+def test_tables_of_all_sizes_are_made_ahead() -> None:
+    """A captured step of any size finds them: the host writes no memory while a graph is captured."""
+    a, b, ranks = (torch.empty(*shape, device="meta") for shape in ((1, 2, 16, 64), (1, 16384, 16), (1,)))
+    weights = AdapterWeights(a, b, ranks, tuple(OutputRun(half, 8192 * half, 8192, 8192 * half) for half in range(2)))
+    lora.prepare(weights)
+    sizes = set()
+    for count in (1, 256, 4096):
+        rows = AdapterRows(
+            *(torch.empty(count, device="meta") for _ in range(2)), torch.empty(1, 3), tile=tile_of(count)
+        )
+        sizes.add(lora.tiling(weights, rows, count).outputs)
+    assert len(sizes) == 2
+    assert {0, *sizes} == weights.tables.keys()
 
 
 @pytest.mark.parametrize("slots", [MIXED, [-1] * 3, [1] * 40 + [0] * 3], ids=["mixed", "none", "many"])

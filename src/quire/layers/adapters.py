@@ -22,6 +22,7 @@ class AdaptedProduct:
 
     def __init__(self, kernel: Any, weights: AdapterWeights) -> None:
         self.weights, self._kernel = weights, kernel
+        kernel.prepare(weights)
 
     def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
         """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter."""

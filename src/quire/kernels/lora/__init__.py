@@ -6,6 +6,8 @@ shrink(x [T, K] or [T, modules, K], weights, rows, first=0) -> inner
 expand(y [T, N], inner, weights, rows, first=0)
     Adds to y in place: y[t, n] += sum over j of B[slot, n', j] * inner[t, m, j], for the rows n of each run: m is its
     module, and n' the row of B that belongs to n. Rows without an adapter stay as they are, bit by bit.
+prepare(weights)
+    Called once for a layer, before its first product.
 expand_gated(y [T, 2I], inner, weights, rows, act) -> [T, I]
     The activation of gate and up (`quire.kernels.activation`) behind `expand`, where `fuses(weights)` is True.
 

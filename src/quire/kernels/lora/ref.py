@@ -19,6 +19,10 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
     return inner
 
 
+def prepare(weights: AdapterWeights) -> None:
+    """Do nothing: there are no tables."""
+
+
 def fuses(weights: AdapterWeights) -> bool:
     """Return False: the activation follows in a call of its own."""
     return False

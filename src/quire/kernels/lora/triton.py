@@ -55,13 +55,27 @@ def tiling(weights: AdapterWeights, rows: AdapterRows, count: int) -> Tiling:
     modules, rank, width = weights.a.shape[-3:]
     tiles, size = max(1, -(-count // rows.tile)), max(16, _power(rank))
     blocks = modules * -(-rank // 64)
-    deep = min(256 if size <= 32 and rows.tile == TILE else 128, max(16, _power(width)))
+    deep = (512 if size <= 32 and rows.tile == TILE else 256) // weights.a.itemsize
+    deep = min(deep, max(16, _power(width)))
     parts = max(1, min(MOST_PARTS, width // (2 * deep), -(-WANTED // (tiles * blocks))))
     parts = 1 << (parts.bit_length() - 1)  # a power of two, so that few kernels are compiled
     parts = parts if len(rows.tiles) * blocks <= COUNTERS else 1
     many = rows.tile == TILE and weights.num_outputs * tiles > 1 << 16
-    outputs = min(256 if many and size <= 32 else 128, 8192 // size, max(16, _power(weights.most_outputs)))
-    return Tiling(parts, deep, 3, outputs)
+    return Tiling(parts, deep, 3, _outputs(weights)[many])
+
+
+def _outputs(weights: AdapterWeights) -> tuple[int, int]:
+    """Return the outputs of a block: for few pairs of a tile and a block, and for many."""
+    size = max(16, _power(weights.rank))
+    most = min(8192 // size, max(16, _power(weights.most_outputs)))
+    return min(128, most), min(256 if size <= 32 else 128, most)
+
+
+def prepare(weights: AdapterWeights) -> None:
+    """Make the tables that kernels read: no memory can be written from the host while a CUDA graph is captured."""
+    _counters(weights, weights.b.device)
+    for size in _outputs(weights):
+        _blocks(weights, size, weights.b.device)
 
 
 def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0, walk: Tiling | None = None) -> Tensor:
