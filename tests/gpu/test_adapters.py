@@ -42,6 +42,12 @@ def test_any_mixture(dtype: torch.dtype, sizes: tuple[int, ...], width: int, ran
     bound = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found.double(), wide, rtol=bound, atol=bound * 4)
     assert torch.equal(found[given.rows.slots < 0], given.y[given.rows.slots < 0])
+    if lora.fuses(given.weights):
+        inner = lora.shrink(given.x, given.weights, given.rows)
+        fused = lora.expand_gated(given.y, inner, given.weights, given.rows, "silu")
+        gate, up = wide.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(fused.double(), expected, rtol=bound, atol=bound * 8)
     again = given.y.clone()
     lora.expand(again, lora.shrink(given.x, given.weights, given.rows), given.weights, given.rows)
     assert torch.equal(found, again), "sums are always added in the same order"

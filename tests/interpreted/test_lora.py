@@ -23,10 +23,22 @@ from quire.contracts.step import StepPlan
 from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
 from quire.kernels import triton_runtime
+from quire.kernels.activation.ref import gated
 from quire.kernels.experts import ref as experts_ref
 from quire.kernels.experts import scaled, triton, weight_only
 from quire.kernels.experts.inputs import Case, make, make_quantized, packed_by
-from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun, grouped, native, pairs, ref
+from quire.kernels.lora import (
+    TALL,
+    AdapterRows,
+    AdapterWeights,
+    OutputRun,
+    grouped,
+    native,
+    pairs,
+    ref,
+    tile_of,
+    triton_gated,
+)
 from quire.kernels.lora import triton as lora
 from quire.kernels.lora.inputs import LoraInputs, make_inputs
 from quire.kernels.native.library import missing
@@ -97,6 +109,59 @@ def test_tiles_behind_those_of_the_step_are_empty() -> None:
     assert not y[len(MIXED) :].any()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_inputs_and_programs_that_take_turns(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As matrices of a real size have them; the counters of parts are zeros again behind a step."""
+    monkeypatch.setattr(lora, "RESIDENT", 3)
+    given = make_inputs(MIXED, (40, 24), 250, 16, ranks=[3, 16, 1])
+    tiles = torch.cat([given.rows.tiles, torch.zeros(2, 3, dtype=torch.int32)])
+    rows = replace(given.rows, tiles=tiles, used=torch.tensor([len(given.rows.tiles)], dtype=torch.int32))
+    walk = lora.Tiling(parts, deep=64, stages=1, outputs=16)
+    found = [given.y.clone() for _ in range(2)]
+    for y in found:
+        lora.expand(y, lora.shrink(given.x, given.weights, rows, walk=walk), given.weights, rows, walk=walk)
+    torch.testing.assert_close(found[0], truth(given), rtol=1e-5, atol=1e-5)
+    assert torch.equal(*found)
+
+
+def test_rows_of_long_prompts_in_taller_tiles() -> None:
+    given = make_inputs([1] * 40 + [-1] + [0] * 70, (40, 24), 70, 16, ranks=[3, 16])
+    rows = grouped(given.rows.slots.numpy(), given.rows.slots.device, TALL)
+    assert [count for _, _, count in rows.tiles.tolist()] == [64, 6, 40]
+    y = given.y.clone()
+    lora.expand(y, lora.shrink(given.x, given.weights, rows), given.weights, rows)
+    torch.testing.assert_close(y, truth(given), rtol=1e-5, atol=1e-5)
+
+
+def test_tables_of_all_sizes_are_made_ahead() -> None:
+    """A captured step of any size finds them: the host writes no memory while a graph is captured."""
+    a, b, ranks = (torch.empty(*shape, device="meta") for shape in ((1, 2, 16, 64), (1, 16384, 16), (1,)))
+    weights = AdapterWeights(a, b, ranks, tuple(OutputRun(half, 8192 * half, 8192, 8192 * half) for half in range(2)))
+    lora.prepare(weights)
+    sizes = set()
+    for count in (1, 256, 4096):
+        rows = AdapterRows(
+            *(torch.empty(count, device="meta") for _ in range(2)), torch.empty(1, 3), tile=tile_of(count)
+        )
+        sizes.add(lora.tiling(weights, rows, count).outputs)
+    assert len(sizes) == 2
+    assert {0, *sizes} == {size for size, _ in weights.tables}
+
+
+@pytest.mark.parametrize("slots", [MIXED, [-1] * 3, [1] * 40 + [0] * 3], ids=["mixed", "none", "many"])
+def test_the_activation_behind_an_adapted_product(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an adapter, or with one that does not change the layer, are computed, too."""
+    monkeypatch.setattr(triton_gated, "RESIDENT", 3)
+    given = make_inputs(slots, (200, 200), 70, 16, ranks=[3, 16, 0])
+    assert lora.fuses(given.weights)
+    assert not lora.fuses(replace(given.weights, runs=given.weights.runs[:1]))
+    before = given.y.clone()
+    inner = lora.shrink(given.x, given.weights, given.rows)
+    found = lora.expand_gated(given.y, inner, given.weights, given.rows, "silu")
+    torch.testing.assert_close(found, gated(truth(given), "silu"), rtol=1e-5, atol=1e-5)
+    assert torch.equal(given.y, before)
+
+
 EXPERTS: dict[str, Any] = {"plain": triton, "fp8 block": scaled, "int8 token": scaled, "w4 128": weight_only}
 
 
@@ -122,6 +187,9 @@ def test_routed_experts(kind: str, alone: bool, monkeypatch: pytest.MonkeyPatch)
     zeroed = [replace(one, a=one.a.nan_to_num(), b=one.b.nan_to_num()) for one in sides]
     residual, rows = torch.randn_like(x), grouped(slots.numpy().astype(np.int32), x.device)
     monkeypatch.setattr(pairs, "MOST_GROUPS", 1 if alone else 4096)
+    if alone:  # factors of pairs count once, not in each part of K
+        tiling = lora.tiling
+        monkeypatch.setattr(lora, "tiling", lambda *sizes: tiling(*sizes)._replace(parts=2, deep=16))
     found = []
     for one, (own_lora, made) in ((kernel, (lora, sides)), (experts_ref, (ref, zeroed))):
         packed = packed_by(one, [pair[0] for pair in matrices], [pair[1] for pair in matrices])
@@ -265,5 +333,5 @@ def test_a_gpus_engine_answers_as_a_cpus(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
-    own = {"_shrink_kernel", "_expand_kernel", "_groups_kernel", "_tiles_kernel", "_sort_kernel"}
+    own = {"_shrink_kernel", "_expand_kernel", "_gated_kernel", "_groups_kernel", "_tiles_kernel", "_sort_kernel"}
     assert compiled("compile_lora") == own

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.lora import AdapterRows, AdapterWeights, ref
+from quire.kernels.lora.ref import fuses as fuses
+from quire.kernels.lora.ref import prepare as prepare
 from quire.kernels.native.library import loaded
 
 TYPES = (torch.float32, torch.bfloat16)
