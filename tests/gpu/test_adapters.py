@@ -89,8 +89,10 @@ def test_routed_experts(kind: str, alone: bool, tokens: int, monkeypatch: pytest
         adapters = AdaptedExperts(own_lora, *made).of_step(rows)
         for _ in range(2):
             found.append(one.run_adapted(x, (weights, ids, places), packed, residual.clone(), adapters))
-    error = (found[0].float() - found[2].float()).norm() / found[2].float().norm()
-    assert error < (0.02 if kind == "plain" else 0.06), error
+    plain = experts_ref.run(x, weights, ids, packed, places, residual.clone())
+    error, moved = ((found[2].float() - one.float()).norm() / found[2].float().norm() for one in (found[0], plain))
+    bound = 0.02 if kind == "plain" else 0.15  # the kernels of 8 bits differ from the reference by 0.1 without adapters
+    assert error < min(bound, moved / 1.5), (error, moved)
     assert torch.equal(found[0], found[1]), "sums are always added in the same order"
 
 

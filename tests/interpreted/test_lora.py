@@ -196,9 +196,9 @@ def test_routed_experts(kind: str, alone: bool, monkeypatch: pytest.MonkeyPatch)
         adapters = AdaptedExperts(own_lora, *made).of_step(rows)
         found.append(one.run_adapted(x, (weights, ids, places), packed, residual.clone(), adapters))
     plain = experts_ref.run(x, weights, ids, packed, places, residual.clone())
-    assert not torch.allclose(found[1], plain, atol=0.1)
-    error = (found[0].float() - found[1].float()).norm() / found[1].float().norm()
-    assert error < (1e-5 if kind == "plain" else 0.06), error
+    error, moved = ((found[1].float() - one.float()).norm() / found[1].float().norm() for one in (found[0], plain))
+    bound = 1e-5 if kind == "plain" else 0.15  # the kernels of 8 bits differ from the reference by 0.1 without adapters
+    assert error < min(bound, moved / 1.5), (error, moved)
 
 
 @pytest.mark.parametrize("first", [0, 3])
