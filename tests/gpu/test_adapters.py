@@ -46,8 +46,11 @@ def test_any_mixture(dtype: torch.dtype, sizes: tuple[int, ...], width: int, ran
         inner = lora.shrink(given.x, given.weights, given.rows)
         fused = lora.expand_gated(given.y, inner, given.weights, given.rows, "silu")
         gate, up = wide.chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(fused.double(), expected, rtol=bound, atol=bound * 8)
+        opened = torch.nn.functional.silu(gate)
+        # An error of a factor counts as often as the other factor, which is up to 100: of up opened, and of gate up.
+        allowed = bound * (8 + (opened * up).abs() + 4 * (opened.abs() + up.abs()))
+        over = ((fused.double() - opened * up).abs() / allowed).max()
+        assert over <= 1, over
     again = given.y.clone()
     lora.expand(again, lora.shrink(given.x, given.weights, given.rows), given.weights, given.rows)
     assert torch.equal(found, again), "sums are always added in the same order"
