@@ -110,7 +110,7 @@ def engine(folder: Path, **options: Any) -> LLM:
         "max_num_seqs": 8,
         "max_logprobs": -1,
         "use_tqdm_on_load": False,
-        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 128 << 20,
     }
     return LLM(str(folder), **defaults | options)
 

@@ -223,7 +223,7 @@ def test_steps_of_a_gpu(
     cuda_runner: object, monkeypatch: pytest.MonkeyPatch, family: str, sizes: tuple[int, ...]
 ) -> None:
     """Chunks, decodes beside them and slots that change hands give the tokens of the references; steps are padded."""
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
     limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
     plain, runner = (recurrent_runner(*one, family) for one in (("cpu", LIMITS), ("cuda", limits)))

@@ -279,7 +279,7 @@ def rank_main(rank: int, ranks: int, each: int, fault: str, folder: str) -> None
 def run_parts(rank: int, ranks: int, each: int, fault: str, folder: Path) -> None:
     """Run all parts with a fault, or with none."""
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    torch.set_deterministic_debug_mode("error")  # torch.empty gives NaN
     triton_exchange.WIDE = 128  # several tiles of columns
     meet = sleepy(triton_exchange._meet, rank)
     triton_exchange._meet = meet

@@ -39,10 +39,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

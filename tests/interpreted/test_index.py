@@ -45,10 +45,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, number in small.items():
         monkeypatch.setattr(triton, name, number)
     monkeypatch.setattr(triton, "WHOLE", 128)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.mark.parametrize(("case", "top_k", "decode_len"), STEPS, ids=str)

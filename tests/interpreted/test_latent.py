@@ -57,11 +57,11 @@ CASES = (
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3).isnan().all()
     torch.manual_seed(4)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def on_device(meta: AttentionMeta, decode_len: int | None = None) -> AttentionMeta:
@@ -398,7 +398,7 @@ def test_a_runner_of_a_gpu_gives_the_naive_one_s_tokens(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Steps of every kind, launched ahead; everything is expanded, prompts of more than 4 rows, or nothing."""
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     args = parse_checkpoint_config(CONFIG | {"num_hidden_layers": 1})
     models = make_model(args, "cuda"), make_model(args, reference=True)
     for block in [block for model in models for block in model.layers]:

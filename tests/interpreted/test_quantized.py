@@ -349,9 +349,9 @@ def test_experts_of_mxfp4_in_words_hold_their_numbers() -> None:
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 ALONE = (

@@ -222,7 +222,7 @@ def captured(mix: Any, given: Rows) -> Iterator[tuple[Tensor, ...]]:
 
 def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written; of a fixture."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

@@ -1,9 +1,13 @@
 """Repairs of Triton's interpreter, for this process: NumPy 2.4 refuses a loop's bound, and calls take too long."""
 
+import ast
 import dataclasses
 import functools
+import linecache
 from collections.abc import Callable
 from typing import Any
+
+from .triton_operators import block_of, operators, targets
 
 
 @functools.cache
@@ -50,9 +54,11 @@ def repair_interpreter() -> None:
     interpreter._patch_lang_tensor, interpreter._patch_lang = with_scalar_bounds, once
     interpreter._get_np_dtype = lambda kind: known(kind) if type(kind) is interpreter.tl.dtype else numpy_type(kind)
     _leave_out_what_is_not_asserted(interpreter)
+    _check_widths_once(interpreter)
+    _parse_files_once(interpreter)
     _keep_types(core)
     _compare_at_once(core, interpreter.TritonSemantic)
-    _call_at_once(interpreter, _operators(interpreter))
+    _call_at_once(interpreter, operators(interpreter))
 
 
 def _leave_out_what_is_not_asserted(interpreter: Any) -> None:
@@ -60,6 +66,51 @@ def _leave_out_what_is_not_asserted(interpreter: Any) -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _check_widths_once(interpreter: Any) -> None:
+    """Check once that numbers of a width fit a type: each tensor would ask it."""
+    fits, seen = interpreter._validate_np_data_size, set[tuple[int, int]]()
+
+    def init(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (key := (data.itemsize, id(dtype))) not in seen:
+            if not fits(data, dtype):
+                raise ValueError(f"numbers of {8 * data.itemsize} bits for {dtype}")
+            seen.add(key)
+
+    interpreter.TensorHandle.__init__ = init
+
+
+def _parse_files_once(interpreter: Any) -> None:
+    """Rewrite a kernel's function from the tree of its file: Triton would read its lines twice, and parse these."""
+    rewriter = interpreter.FunctionRewriter
+    rewrite = rewriter.rewrite_ast
+
+    @functools.cache
+    def functions_of(path: str) -> dict[tuple[int, str], ast.FunctionDef]:
+        """Return the functions of a file, outside all others, by their first line and name."""
+        tree = ast.parse("".join(linecache.getlines(path)))
+        found = (one for one in tree.body if isinstance(one, ast.FunctionDef))
+        return {(min([one.lineno, *(d.lineno for d in one.decorator_list)]), one.name): one for one in found}
+
+    class Assignments(interpreter.ASTTransformer):
+        def visit_Assign(self, node: ast.Assign) -> ast.AST:
+            value, made = node.value, super().visit_Assign(node)
+            made.value = ast.copy_location(made.value, value)
+            for one in (made.value.func, made.value.func.value, made.value.args[1]):
+                ast.copy_location(one, value)
+            return made
+
+    def rewrite_tree(self: Any) -> Any:
+        code = self.fn.__code__
+        node = functions_of(code.co_filename).pop((code.co_firstlineno, self.fn.__name__), None)
+        if node is None:
+            return rewrite(self)
+        node.decorator_list, self.filename = [], code.co_filename
+        return self._compile_and_exec(ast.Module([Assignments().visit(node)], []))
+
+    rewriter.rewrite_ast = rewrite_tree
 
 
 def _keep_types(core: Any) -> None:
@@ -102,48 +153,17 @@ def _keep_types(core: Any) -> None:
     core.block_type.to_ir = lambda self, builder: self  # what the interpreter's builder makes anew
 
 
-_SPREAD: dict[tuple[int, int], tuple[Any, ...]] = {}  # by ids of two shapes, which are kept: what `_targets` returns
-_BLOCKS: dict[tuple[Any, ...], Any] = {}  # types of blocks, by numbers and sizes
-
-
-def _targets(left: Any, right: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return the sizes to which two shapes are spread, None for one that has them, or that does not fit the other.
-
-    Shapes fit where both have as many axes, or one has none. Shapes that are alike are one object.
-    """
-    key = id(left), id(right)
-    if (found := _SPREAD.get(key)) is None:
-        ours, theirs = ([size.value for size in one] for one in (left, right))
-        if len(ours) == len(theirs):
-            both = [max(pair) if 1 in pair else pair[0] for pair in zip(ours, theirs, strict=True)]
-            sizes = zip(ours, theirs, both, strict=True)
-            fits = all(one in (1, size) and other in (1, size) for one, other, size in sizes)
-        else:
-            both, fits = ours or theirs, not ours or not theirs
-        to = (tuple(both) if fits and one != both else None for one in (ours, theirs))
-        found = _SPREAD[key] = left, right, *to
-    return found[2:]
-
-
-def _block(core: Any, scalar: Any, sizes: tuple[int, ...]) -> Any:
-    """Return the type of a block."""
-    key = scalar.name, getattr(scalar, "address_space", None), sizes
-    if (kind := _BLOCKS.get(key)) is None:
-        kind = _BLOCKS[key] = core.block_type(scalar, list(sizes))
-    return kind
-
-
 def _compare_at_once(core: Any, semantic: Any) -> None:
     """Leave tensors as they are that have the type and the shape already. Shapes that are alike are one object."""
     cast, spread, equal = semantic.cast, semantic.broadcast_impl_value, core.dtype.__eq__
-    to_tensor = semantic.to_tensor
+    to_tensor, numbers = semantic.to_tensor, dict[tuple[type, float], Any]()
     check, tensor, words = semantic.binary_op_type_checking_impl, core.tensor, (core.int32, core.int64)
 
     def cast_others(self: Any, given: Any, kind: Any, *more: Any) -> Any:
         return given if given.type.scalar is kind.scalar else cast(self, given, kind, *more)
 
     def spread_one(self: Any, given: Any, sizes: tuple[int, ...]) -> Any:
-        kind = _block(core, given.dtype, sizes)
+        kind = block_of(core, given.dtype, sizes)
         if given.type.is_block():
             return tensor(self.builder.create_broadcast(given.handle, sizes), kind)
         return tensor(self.builder.create_splat(kind, given.handle), kind)
@@ -151,7 +171,7 @@ def _compare_at_once(core: Any, semantic: Any) -> None:
     def spread_others(self: Any, left: Any, right: Any) -> Any:
         if left.shape is right.shape:
             return left, right
-        one, other = _targets(left.shape, right.shape)
+        one, other = targets(left.shape, right.shape)
         if (one is other is None) or left.type.scalar.is_ptr() or right.type.scalar.is_ptr():
             return spread(self, left, right)
         return (
@@ -169,155 +189,21 @@ def _compare_at_once(core: Any, semantic: Any) -> None:
         return check(self, left, right, *given, **named)
 
     def to_tensor_others(self: Any, given: Any, check_type: bool = True) -> Any:
-        """Every assignment in a kernel calls this."""
-        return given if type(given) is tensor else to_tensor(self, given, check_type)
+        """Every assignment in a kernel calls this. Tensors of a number share its array, which nothing writes to."""
+        if type(given) is tensor:
+            return given
+        if type(given) is not int and type(given) is not float:
+            return to_tensor(self, given, check_type)
+        if (made := numbers.get((type(given), given))) is None:
+            made = to_tensor(self, given, check_type)
+            if given == given:
+                numbers[type(given), given] = made
+        return tensor(type(made.handle)(made.handle.data, made.handle.dtype), made.type)
 
     semantic.to_tensor = to_tensor_others
     semantic.cast, semantic.broadcast_impl_value = cast_others, spread_others
     semantic.binary_op_type_checking_impl = check_others
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-
-
-def _operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return what makes an operator of tensors, or `load`, from Triton's own one, by name.
-
-    Numbers of one type, and whole ones of 32 and 64 bits, are computed by one call of NumPy, which also spreads shapes.
-    Triton would check types several times, and write both sides spread first. All else goes Triton's way, and so does
-    all with its debugging.
-    """
-    core, np = interpreter.tl.core, interpreter.np
-    builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
-    tensor, constexpr = core.tensor, core.constexpr
-    words = [core.int32, core.int64]
-    whole = [*words, core.int8, core.int16, core.uint8, core.uint16, core.uint32, core.uint64]
-    numbers = [*whole, core.float16, core.float32, core.float64]
-    wide = np.dtype(np.int64)
-    constants: dict[tuple[Any, ...], Any] = {}
-
-    def constant(value: Any, dtype: Any) -> Any:
-        """A number in a tensor's type, None where Triton may choose another type."""
-        if type(value) is int:
-            known = any(dtype is one for one in (*words, core.float32)) and abs(value) < 1 << 31
-        else:
-            known = type(value) is float and dtype is core.float32 and (not value or 2**-126 <= abs(value) < 2**127)
-        return handle(np.array([value or 0], np.dtype(dtype.name.replace("fp", "float"))), dtype) if known else None
-
-    def right(left: Any, other: Any, dtype: Any) -> tuple[Any, Any]:
-        """Return the numbers of the right side and the type of a result of such numbers; None for Triton's way."""
-        if type(other) is tensor:
-            kind = left.type
-            if left.shape is not other.shape:
-                one, more = _targets(left.shape, other.shape)
-                if (sizes := more if one is None else one) is None:
-                    return None, None
-                kind = _block(core, dtype, sizes)
-            elif dtype is not left.dtype:
-                kind = kind.with_element_ty(dtype)
-            return other.handle, kind
-        if type(other) is constexpr:
-            other = other.value
-        key = type(other), other, id(left.dtype)
-        if key not in constants:
-            constants[key] = constant(other, left.dtype)
-        return constants[key], left.type
-
-    def operator(function: Any, dtypes: list[Any], compared: bool = False) -> Callable[[Any], Any]:
-        known, long = {id(one) for one in dtypes}, {id(one) for one in words}
-
-        def make(slow: Any) -> Any:
-            def call(self: Any, other: Any) -> Any:
-                left, dtype = self.handle, self.dtype
-                number, expected = left.dtype.scalar, left.data.dtype
-                if id(dtype) not in known:
-                    return slow(self, other)
-                if type(other) is tensor and other.dtype is not dtype:
-                    if id(dtype) not in long or id(other.dtype) not in long:
-                        return slow(self, other)
-                    number = dtype = core.int64
-                    expected = wide
-                given, kind = right(self, other, dtype)
-                if given is None:
-                    return slow(self, other)
-                found = function(left.data, given.data)
-                if compared:
-                    kind = kind.with_element_ty(core.int1)
-                elif found.dtype != expected:
-                    return slow(self, other)
-                return tensor(handle(found, number), kind)
-
-            return call
-
-        return make
-
-    def reverse(function: Any) -> Callable[[Any], Any]:
-        """An operator whose left side is a number of Python."""
-        known = {id(one) for one in numbers}
-
-        def make(slow: Any) -> Any:
-            def call(self: Any, other: Any) -> Any:
-                if id(self.dtype) not in known or type(other) is tensor:
-                    return slow(self, other)
-                given, kind = right(self, other, self.dtype)
-                if given is None:
-                    return slow(self, other)
-                found = function(given.data, self.handle.data)
-                return tensor(handle(found, self.dtype), kind) if found.dtype == given.data.dtype else slow(self, other)
-
-            return call
-
-        return make
-
-    def loaded(slow: Any) -> Any:
-        def call(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
-            """Masks as large as the pointers, and zeros elsewhere."""
-            value = other.value if type(other) is constexpr else other
-            zeros = value is None or (type(value) in (int, float) and not value)
-            if named or type(pointer) is not tensor or type(pointer.dtype) is not core.pointer_type or not zeros:
-                return slow(pointer, mask, other, **named)
-            if mask is None:
-                if value is not None:
-                    return slow(pointer, mask, other)
-            elif type(mask) is not tensor or mask.dtype is not core.int1 or mask.shape is not pointer.shape:
-                return slow(pointer, mask, other)
-            dtype, data = pointer.dtype.element_ty, pointer.handle.data
-            if dtype is core.int1 or type(dtype) is core.pointer_type:
-                return slow(pointer, mask, other)
-            here = np.ones(data.shape, bool) if mask is None else mask.handle.data
-            kind = interpreter._get_np_dtype(dtype)
-            found = interpreter._interpreter.load(data, here, np.zeros(data.shape, kind), kind)
-            return tensor(handle(found, dtype), pointer.type.with_element_ty(dtype))
-
-        return call
-
-    def added(slow: Any) -> Any:
-        add, offsets = operator(np.add, numbers)(slow), {id(one) for one in (*words, core.int16, core.int8)}
-
-        def call(self: Any, other: Any) -> Any:
-            if type(self.dtype) is not core.pointer_type:
-                return add(self, other)
-            if type(other) is not tensor or id(other.dtype) not in offsets:
-                return slow(self, other)
-            given, kind = right(self, other, self.dtype)
-            return slow(self, other) if given is None else tensor(builder.create_addptr(self.handle, given), kind)
-
-        return call
-
-    if builder.options.debug:
-        return {}
-    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-    compared |= {"eq": np.equal, "ne": np.not_equal}
-    bits = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-    return {
-        "__add__": added,
-        "__sub__": operator(np.subtract, numbers),
-        "__mul__": operator(np.multiply, numbers),
-        "__radd__": reverse(np.add),
-        "__rsub__": reverse(np.subtract),
-        "__rmul__": reverse(np.multiply),
-        "load": loaded,
-        **{f"__{name}__": operator(function, numbers, compared=True) for name, function in compared.items()},
-        **{f"__{name}__": operator(function, [*whole, core.int1]) for name, function in bits.items()},
-    }
 
 
 def _call_at_once(interpreter: Any, operators: dict[str, Callable[[Any], Any]]) -> None:

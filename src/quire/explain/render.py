@@ -36,7 +36,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
         )
     )
     if full:
-        _layer(tree, plan["layers"], full=True)
+        for name, alike in folded_layers(plan["layers"]):
+            _layer(tree, name, alike, full=True)
         return tree
     model = plan["model"]
     for line in (
@@ -48,8 +49,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
         add(tree, line)
     _kernels(add(tree, "kernels, and why not others"), plan)
     layers = add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
-    for _, alike in groupby(plan["layers"], key=_likeness):
-        _layer(layers, list(alike))
+    for name, alike in folded_layers(plan["layers"]):
+        _layer(layers, name, alike)
     _memory(tree, plan["memory"], plan["ranks"])
     if (drafts := plan["speculation"]) is not None:
         branch = add(tree, f"speculation: {drafts['drafter']}")
@@ -82,18 +83,24 @@ def _tree(plan: Plan, full: bool) -> Tree:
     return tree
 
 
+def folded_layers(layers: Sequence[Plan]) -> Iterator[tuple[str, list[Plan]]]:
+    """Yield layers of a described plan, neighbours that are alike together, with a name such as "layers 0-47"."""
+    for _, some in groupby(layers, key=_likeness):
+        alike = list(some)
+        first, last = alike[0]["layer"], alike[-1]["layer"]
+        yield f"layers {first}-{last}" if len(alike) > 1 else f"{'layer ' * first.isdecimal()}{first}", alike
+
+
 def _likeness(layer: Plan) -> tuple[Any, ...]:
     weights = [(one["name"].split(".", 2)[-1], *one["shape"], one["dtype"], one["run"]) for one in layer["weights"]]
     return layer["kind"], *weights
 
 
-def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
+def _layer(tree: Tree, name: str, alike: Sequence[Plan], full: bool = False) -> None:
     layer, more = alike[0], len(alike) > 1
-    name = f"layers {layer['layer']}-{alike[-1]['layer']}" if more else layer["layer"]
     branch = add(
         tree,
-        f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
-        f"{size(layer['bytes'])}{' each' * more}",
+        f"{name}: {layer['kind']}; {layer['parameters']:,} parameters, {size(layer['bytes'])}{' each' * more}",
     )
     for one in layer["weights"]:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]

@@ -1,6 +1,7 @@
 """A model of transformers without weights: parameters on the meta device, buffers with their numbers."""
 
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Skeleton:
     def config(self) -> Any:
         """The configuration, an object of transformers."""
         return self.base.config
+
+    def stays_float(self, name: str) -> bool:
+        """True for a parameter of the model that transformers keeps in float32, whatever the model's dtype is."""
+        words = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return any(re.search(word.replace("*", ".*"), name) for word in words)
 
 
 def missing_library() -> str:
@@ -163,6 +169,10 @@ def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> Any:
         raise refused(words, f"transformers cannot build it ({_line(error)})") from None
     finally:
         torch.set_default_dtype(before)
+    empty = [name for name, one in model.named_buffers() if one.is_meta]
+    if empty:
+        words = {"model_type": config.model_type}
+        raise refused(words, f"its constructor computes {empty[0]} from weights, which are not there yet")
     return model.eval().requires_grad_(False)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.speculation import Speculation
+from quire.distributed.expert_moves import ExpertRanks
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
@@ -16,7 +17,6 @@ from quire.kernels.select import Choice, KernelNeeds, select
 from quire.kernels.states import BothViews, StateView
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import InPlaceUpload, Upload
-from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.choose import make_drafter
 from quire.spec.drafter import Drafter
@@ -211,6 +211,8 @@ def _exchanging(
         as_planned = not limits.bounds or not model.last or limits.joint == (passes is not None)
         assert as_planned, "replicas make the passes that were planned"
         yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
-    if groups.movers is not None:
-        layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]
-        yield RankBalancing(layers, groups.movers)
+    if groups.movers is not None and model.args.moe is not None:
+        every = model.args.expert_layers
+        layers = {every.index(number): block.experts for number, block in model.blocks.items() if number in every}
+        shape, ranks = (len(every), model.args.moe.routing.num_experts), ExpertRanks(groups.movers, groups.stage)
+        yield RankBalancing(layers, shape, model.device, ranks)

@@ -19,7 +19,7 @@ MOST_ROWS = 16  # with more rows Python's time between two kernels is small besi
 # Kernels of a layer, at most: one with an input of its own and quantized activations has about 27, adapters add two for
 # each linear layer.
 KERNELS = 48
-NATIVE = ("native", "panels")  # implementations whose calls are recorded
+NATIVE = ("native", "panels", "invariant_cpu")  # implementations whose calls are recorded
 # Rows of a step; True: decodes read a common prefix once; sequences with states; True: some rows have an adapter.
 Kind = tuple[int, bool, int, bool]
 

@@ -76,6 +76,7 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
         (["version"], "there is no command 'version': it is `quire --version`"),
         (["serve", "--port", "99999"], "argument --port: '99999' is not a port: give 1 to 65535"),
         (["complete", "--device", "gpu"], "'gpu': only NVIDIA GPUs are supported: give cuda or cpu"),
+        (["explain", "--device", "xpu"], "docs/add-a-platform.md tells what another platform would bring"),
         (["complete", "--device", "cuda:1"], "give cuda; the environment variable CUDA_VISIBLE_DEVICES"),
     ],
 )

@@ -83,28 +83,29 @@ def run_adapted(
     adapters: ExpertAdapters | None,
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
-    weights, ids, expert_map = routed
     if isinstance(packed, list):
-        return run_each(x, weights, ids, packed, expert_map, residual, _quantized, adapters)
-    return run_each(x, weights, ids, packed[0], expert_map, residual, _expert, adapters)
+        return run_each(x, routed, packed, residual, _quantized, adapters)
+    return run_each(x, routed, packed[0], residual, _expert, adapters)
 
 
 def run_each(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Sequence[ExpertWeights[Any]],
-    expert_map: Tensor | None,
     residual: Tensor | None,
     expert: Callable[..., Tensor],
     adapters: ExpertAdapters | None = None,
+    *,
+    combine: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank
     expert   function (rows [n, H] of x, weights of the expert) -> [n, H] in x's dtype, without routing weights. With
              adapters a third argument adds their products (`Between`)
+    combine  function (weights [T, k], outputs [T, k, H]) -> weighted sums [T, H] float32; None: PyTorch's product
     """
+    weights, ids, expert_map = routed
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]
@@ -116,7 +117,8 @@ def run_each(
             pairs = order[start:end]
             between = () if adapters is None else (adapters.of_expert(place, pairs // ids.shape[1]),)
             parts[pairs] = expert(rows[start:end], own, *between)
-    y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
+    parts = parts.view(*ids.shape, x.shape[1])
+    y = (weights[:, None] @ parts.float()).squeeze(1) if combine is None else combine(weights, parts)
     return (y if residual is None else y.add_(residual)).to(x.dtype)
 
 

@@ -41,13 +41,12 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+    return run_each(x, (weights, ids, expert_map), packed, residual, expert)
 
 
 def run_adapted(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
-    weights, ids, expert_map = routed
-    return run_each(x, weights, ids, packed, expert_map, residual, _adapted, adapters)
+    return run_each(x, routed, packed, residual, _adapted, adapters)
 
 
 def way(x: Tensor, packed: Packed) -> str:
@@ -55,7 +54,8 @@ def way(x: Tensor, packed: Packed) -> str:
     return panels.way(x, packed[0][0]) if packed else ""
 
 
-def _expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+def expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+    """Return the outputs [n, H] of an expert for rows x, without routing weights."""
     first, second = (None if one is None else one.to(x.dtype) for one in (own.gate_up_bias, own.down_bias))
     return panels.run(panels.run_gated(x, own.gate_up, first, own.act), own.down, second)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated, gated_of, squared_of
+from quire.kernels.activation.triton import gated, gated_of, pointwise_of
 from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
@@ -413,7 +413,7 @@ def _few_up_kernel(
         one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
         if GATED:
             two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
-    value = gated_of(one, two, ACT) if GATED else squared_of(one)
+    value = gated_of(one, two, ACT) if GATED else pointwise_of(one, ACT)
     tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
 
 
@@ -671,7 +671,7 @@ def _product_kernel(
             own = tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
             up += own[:, None] if TALL else own[None, :]
     if FIRST:
-        acc = gated_of(acc, up, ACT) if GATED else squared_of(acc)
+        acc = gated_of(acc, up, ACT) if GATED else pointwise_of(acc, ACT)
     if TALL:
         acc = tl.trans(acc)
     to = first + row

@@ -28,6 +28,7 @@ FUNCTIONS = {
     "quire_heads": "pppppppp" + "llllllll" + "fiiii",
     "quire_norm": "pppppp" + "llll" + "fiiii",
     "quire_gated": "ppp" + "llll" + "iii",
+    "quire_pointwise": "pp" + "lll" + "iii",
     "quire_opened": "ppp" + "llll" + "ii",
     "quire_delta": "ppppp" + "pppp" + "ppppp" + "lllll" + "llllll" + "ff" + "iiiiii",
     "quire_mamba": "pppp" + "pppppp" + "pppppp" + "llll" + "lllll" + "fff" + "iiiii",
