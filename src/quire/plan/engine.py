@@ -375,7 +375,7 @@ def _experts(
     args = model.args
     plans = moe_plans(
         args,
-        needs_of_kinds(args, rank, _adapted(config, needs), model.quantization),
+        needs_of_kinds(args, rank, needs, model.quantization, adapted=config.adapters.of_experts),
         probe,
         parallel=parallel,
         forced=forced,
@@ -389,11 +389,6 @@ def _experts(
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
-
-
-def _adapted(config: EngineConfig, needs: KernelNeeds) -> KernelNeeds:
-    """Return the needs of experts, with the feature of kernels that adapters may change."""
-    return replace(needs, features=needs.features | {"adapters"}) if config.adapters.of_experts else needs
 
 
 def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:

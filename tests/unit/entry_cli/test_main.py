@@ -99,7 +99,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(
         (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
         (["bench", "kernels", "--models", "nothing"], "--models 'nothing': no such configuration"),
         (["serve", "-dcp", "2"], "-dcp 2: contexts are not divided among devices: use -tp"),
-        (["serve", "-dp", "4", "-dpl", "2"], "leave it out, and start each host with --nnodes 2"),
+        (["serve", "-dp", "4", "-dpl", "3"], "give a number that divides 4"),
         (["serve", "-dp", "2", "--nnodes", "2", "--node-rank", "1"], "only host 0 has an engine core"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),

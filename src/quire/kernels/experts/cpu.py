@@ -83,18 +83,15 @@ def run_adapted(
     adapters: ExpertAdapters | None,
 ) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
-    weights, ids, expert_map = routed
     if isinstance(packed, list):
-        return run_each(x, weights, ids, packed, expert_map, residual, _quantized, adapters)
-    return run_each(x, weights, ids, packed[0], expert_map, residual, _expert, adapters)
+        return run_each(x, routed, packed, residual, _quantized, adapters)
+    return run_each(x, routed, packed[0], residual, _expert, adapters)
 
 
 def run_each(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Sequence[ExpertWeights[Any]],
-    expert_map: Tensor | None,
     residual: Tensor | None,
     expert: Callable[..., Tensor],
     adapters: ExpertAdapters | None = None,
@@ -108,6 +105,7 @@ def run_each(
              adapters a third argument adds their products (`Between`)
     combine  function (weights [T, k], outputs [T, k, H]) -> weighted sums [T, H] float32; None: PyTorch's product
     """
+    weights, ids, expert_map = routed
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]

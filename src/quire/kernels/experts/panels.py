@@ -41,13 +41,12 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, expert)
+    return run_each(x, (weights, ids, expert_map), packed, residual, expert)
 
 
 def run_adapted(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters) -> Tensor:
     """Compute `run` with adapters. See `quire.kernels.experts`."""
-    weights, ids, expert_map = routed
-    return run_each(x, weights, ids, packed, expert_map, residual, _adapted, adapters)
+    return run_each(x, routed, packed, residual, _adapted, adapters)
 
 
 def way(x: Tensor, packed: Packed) -> str:

@@ -31,7 +31,7 @@ RANKS: tuple[Row, ...] = (
         "leave it out, or ask for several ranks (-tp, -pp, -dp)"),
     Row("local replicas", "other replicas", REFUSED,
         "data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the {dp} replicas (-dp)",
-        "leave it out, and start each host with --nnodes {fitting_hosts}, --node-rank and --master-addr"),
+        "give a number that divides {dp}, or leave it out"),
     Row("local replicas", "Ray", IDLE, "data_parallel_size_local changes nothing: Ray chooses the nodes of replicas"),
     Row("collective checks", "captured exchanges", REFUSED,
         "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture that",
