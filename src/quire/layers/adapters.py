@@ -14,8 +14,8 @@ from quire.contracts.adapters import Adapter
 from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
 from quire.kernels.streams import Fork, side_stream
 
-# Rows of a captured step whose A x is launched behind the layer's product, not before it; both run side by side. Decode
-# steps of Llama-3.1-8B on an H200, rank 16, us added per layer, launched before and behind: 1 row 29.2 and 34.5; 64 rows
+# Rows of a captured step whose A x is launched behind the layer's product, not before it; both run side by side.
+# Llama-3.1-8B on an H200, rank 16, us added per layer of a decode step, before and behind: 1 row 29.2 and 34.5; 64 rows
 # 19.9 and 6.4, with 16 adapters 35.9 and 27.6; 256 rows 44.1 and 45.3 (tools/measure_lora.py).
 BEHIND = range(17, 129)
 
