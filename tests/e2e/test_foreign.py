@@ -4,6 +4,7 @@ Logits of every position are within 1e-4, and 64 greedy tokens are equal, with c
 """
 
 import copy
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.args.layers import ForeignArgs
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.worker.recordings import LayerRecordings
@@ -120,6 +121,21 @@ def test_embeddings(foreign: Callable[[str], Oracle], engine: Callable[..., LLM]
     with torch.no_grad():
         last = truth.model.base_model(torch.tensor(prompts[:1])).last_hidden_state[0, -1]
     np.testing.assert_allclose(np.array(out.outputs.embedding), (last / last.norm()).numpy(), atol=ATOL, rtol=0)
+
+
+@only_full
+def test_grammars_and_host_memory() -> None:
+    """The bundled model, which has a tokenizer: answers under a grammar are those of Quire's own layers."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+    options = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "kv_offload_gb": 0.05}
+    answers = []
+    for impl in ("quire", "transformers"):
+        with LLM(model_impl=impl, num_threads=1, use_tqdm_on_load=False, **options) as llm:
+            found = llm.generate(["Data:", "JSON of it:"], params, use_tqdm=False)
+            answers.append([one.outputs[0].text for one in found])
+    assert answers[0] == answers[1]
+    assert all(isinstance(json.loads(text)["a"], int) for text in answers[0])
 
 
 @pytest.mark.parametrize("family", [*OWN[:1], *full_rows(OWN[1:])])

@@ -1,6 +1,7 @@
 """A model of transformers without weights: parameters on the meta device, buffers with their numbers."""
 
-import importlib
+import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 from quire.contracts.errors import UnsupportedModel
 
 NAME = "quire"  # of our attention among transformers' implementations
+OLDEST = (5, 23)  # version of transformers, as of the extra
 INSTALL = "pip install 'quire[transformers]'"
 OWN_CODE = "its code lies inside the repository (auto_map), and code of a checkpoint is never run (trust_remote_code)"
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe", "chunked_attention"}
@@ -46,9 +48,12 @@ class Skeleton:
 
 
 def missing_library() -> str:
-    """Return the reason why transformers cannot be imported, with the command that installs it; "" if it can."""
+    """Return the reason why transformers cannot be used, with the command that installs it; "" if it can."""
     if importlib.util.find_spec("transformers") is None:
         return f"transformers is not installed: {INSTALL}"
+    found = importlib.metadata.version("transformers")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+        return f"transformers {found} is older than {OLDEST[0]}.{OLDEST[1]}: {INSTALL}"
     return ""
 
 

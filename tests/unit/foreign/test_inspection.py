@@ -1,6 +1,8 @@
 """The inspection of transformers' modules: equal operations are found, and others are not taken for equal."""
 
+import importlib.metadata
 import json
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import fx, nn
 from quire.args.foreign import ForeignLinear, ForeignTensor
 from quire.args.layers import ForeignArgs
 from quire.contracts.errors import UnsupportedModel
+from quire.foreign import skeleton as skeletons
 from quire.foreign.arguments import model_args
 from quire.foreign.capture import OWN_MASK, Calls, _call, mask_window
 from quire.foreign.heads import ProvenHeads
@@ -211,3 +214,19 @@ def test_norms_and_linear_layers_are_told_by_numbers() -> None:
     assert norm_form(nn.RMSNorm(12, eps=1e-4)) == NormForm(1e-4, plus_one=False, centered=False)
     assert norm_form(OddNorm()) is None
     assert is_linear(nn.Linear(3, 4)) and not is_linear(OddLinear(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("5.17.0", "5.17.0 is older than 5.23"), ("5.23.0", ""), ("6.0.0rc1", "")]
+)
+def test_an_old_library_is_refused_with_the_command(version: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    found = skeletons.missing_library()
+    assert (words in found and skeletons.INSTALL in found) if words else found == ""
+
+
+def test_the_oldest_library_is_that_of_the_extra() -> None:
+    extra = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extra["transformers"] == [f"transformers>={skeletons.OLDEST[0]}.{skeletons.OLDEST[1]},<6"]
