@@ -1,4 +1,4 @@
-"""The model that all rungs of the ladder share: quire-tiny (a Qwen3) as plain functions over a dict of tensors, in float32.
+"""The model that all rungs of the ladder share: quire-tiny (a Qwen3) as plain functions over float32 tensors.
 
 Only attention differs from rung to rung: each gives `forward` a function that gets the rotated queries, keys and
 values of the new tokens, keeps keys and values somewhere, and returns what every query has read.
