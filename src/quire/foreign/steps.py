@@ -85,7 +85,7 @@ class ChosenExperts(Ours):
     def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts."""
         x, ids, weights = values
-        out = self.experts(x.contiguous(), weights.float(), ids.to(torch.int32), None)
+        out = self.experts(x.contiguous(), weights.float(), ids.to(torch.int32), None, adapters=run.ctx.adapters)
         return out if self.tp is None else self.tp.all_reduce(out)
 
 

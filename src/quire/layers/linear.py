@@ -145,6 +145,10 @@ class GatedLinear(Linear):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
+        if ctx.adapters is not None and self.adapted is not None and self.scale == 1:
+            return self.adapted.gated(
+                lambda: self.kernel.run(x, *self.packed), x, ctx.adapters, self.act, self.activation
+            )
         if not self.fused or self.adapts(ctx):
             rows = super().forward(x, ctx)
             if self.scale != 1:

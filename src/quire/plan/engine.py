@@ -375,7 +375,7 @@ def _experts(
     args = model.args
     plans = moe_plans(
         args,
-        needs_of_kinds(args, rank, needs, model.quantization),
+        needs_of_kinds(args, rank, needs, model.quantization, adapted=config.adapters.of_experts),
         probe,
         parallel=parallel,
         forced=forced,

@@ -125,7 +125,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state, groups, captured=chosen["recorder"] == "graphs"),
+        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -174,17 +174,17 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 
 
 def _own(
-    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, *, captured: bool
+    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, captured: int | None
 ) -> Iterator[StepFeature]:
     """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
 
-    captured   steps are in CUDA graphs
+    captured   most tokens of a step in a CUDA graph; None: steps are in none
     """
     adapters: StepAdapters | None = None
     if model.adapters is not None:
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
-        yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured=captured))
+        yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured))
     yield PromptEmbeds()
     if model.kernels.blend is not None:
         yield Blending(model, kv, groups)

@@ -148,7 +148,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         SHARED | {"routing": "uniform", "enable_lora": True},
         {"foreign": True},
-        {(one, "layers of transformers") for one in ("-ep", "routing", "adapters")},
+        {(one, "layers of transformers") for one in ("-ep", "routing")},
     ),
     (
         {"pipeline_parallel_size": 2},
@@ -181,6 +181,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
     ),
     (EXAMPLES["adapters"] | EXAMPLES["routing"], {}, {("adapters", "routing")}),
+    (
+        EXAMPLES["adapters"] | MOVES | SHARED | {"lora_target_modules": ("all-linear", "experts")},
+        {},
+        {("adapters of experts", one) for one in ("lock-step", "EPLB")},
+    ),
     (
         {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4, "lora_target_modules": ("q_proj",)}
         | {"fully_sharded_loras": True},

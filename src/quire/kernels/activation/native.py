@@ -9,7 +9,11 @@ from quire.kernels.native.library import loaded
 
 def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
-    gate, up = gate_up.chunk(2, 1) if up is None else (gate_up, up)
+    if up is None:  # two views: a recording knows no operation with two results
+        middle = -(-gate_up.shape[1] // 2)
+        gate, up = gate_up[:, :middle], gate_up[:, middle:]
+    else:
+        gate = gate_up
     for side in (gate, up):
         if side.dtype not in (torch.float32, torch.bfloat16) or not side.is_cpu or side.stride(1) != 1:
             raise ValueError(

@@ -26,6 +26,9 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     `residual` is added; the result may overwrite its memory. An id that comes twice in a row counts twice.
     Feature "join": one more argument, the `Fork.join` of a side stream that computes the residual (contiguous). `run`
     calls it before it reads the residual.
+run_adapted(x, (weights, ids, expert_map), packed, residual, adapters[, join]) -> [T, H]
+    Feature "adapters": `run` for a step in which some rows have adapters of experts (`quire.kernels.lora.routed`).
+    Rows without an adapter have the results of `run`, within rounding.
 quantize_rows(x, wire) -> x as `QuantizedRows`
     Feature "quantized rows", of weights whose scheme has a `wire`: `run` takes such rows as x, too, and returns the
     bits that it returns for the x that they were made of. Rows without an expert here may hold anything.

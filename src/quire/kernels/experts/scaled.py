@@ -21,10 +21,11 @@ from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
-from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
+from quire.kernels.experts.triton import Product, _find_tile, _place, _sort, run_apart, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import (
@@ -170,6 +171,30 @@ def run(
     return y
 
 
+def run_adapted(
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    first, second, act, first_bias, second_bias = packed
+
+    def multiplied(stack: Stack, bias: Tensor | None, parts: int, width: int) -> Product:
+        def product(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            pairs, (_, outputs, inputs) = len(rows), stack.values.shape
+            given = _rows(F.pad(rows, (0, inputs - rows.shape[1])), stack)
+            y = rows.new_empty(pairs, outputs)
+            cut = tiles(pairs, spread, False)
+            _product(given, stack, bias, order, starts, scales.shape[1], scales, y, None, False, "", cut)
+            return y if outputs == width else y.unflatten(1, (parts, -1))[..., : width // parts].flatten(1)
+
+        return product
+
+    products = (
+        multiplied(first, first_bias, 2, 2 * adapters.inner),
+        multiplied(second, second_bias, 1, x.shape[1]),
+    )
+    return run_apart(x, routed, products, act, len(first.values), residual, adapters, *join)
+
+
 def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:
     """Return x with `more` columns of zeros."""
     if isinstance(x, Tensor):
@@ -274,7 +299,7 @@ def many(
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
     """
-    first, second, (tokens, k), pairs = packed.gate_up, packed.down, ids.shape, ids.numel()
+    first, second, pairs = packed.gate_up, packed.down, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
@@ -284,11 +309,7 @@ def many(
     else:
         cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
         products(given, packed, order, starts, weights, parts, cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
-    )
+    sum_pairs(parts, ids, expert_map, residual, y, join)
 
 
 def in_gluon(packed: Packed) -> bool:

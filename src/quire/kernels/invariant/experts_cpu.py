@@ -19,7 +19,7 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, panels.expert, combine=_in_order)
+    return run_each(x, (weights, ids, expert_map), packed, residual, panels.expert, combine=_in_order)
 
 
 def _in_order(weights: Tensor, parts: Tensor) -> Tensor:

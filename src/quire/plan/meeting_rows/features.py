@@ -317,6 +317,9 @@ ADAPTERS: Mapping[str, Feature] = {
     "modules of adapters": Feature(
         given("lora_target_modules"), "modules that adapters may change", "--lora-target-modules"
     ),
+    "adapters of experts": Feature(
+        lambda i: i.config.adapters.of_experts, "adapters of routed experts", "--lora-target-modules"
+    ),
     "sharded adapters": Feature(
         given("fully_sharded_loras"), "adapters both of whose matrices are cut", "--fully-sharded-loras"
     ),

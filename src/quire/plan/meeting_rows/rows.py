@@ -188,9 +188,12 @@ INVARIANCE: tuple[Row, ...] = (
         "numbers beside it", NO_INVARIANCE),
 )  # fmt: skip
 ADAPTERS: tuple[Row, ...] = (
-    Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
-        "leave out --enable-lora"),
     Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
+    Row("adapters of experts", "lock-step", MISSING,
+        "rows travel to the experts of other replicas without their adapters, whose slots differ by replica",
+        "leave experts out of lora_target_modules, or leave out --enable-expert-parallel"),
+    Row("adapters of experts", "EPLB", MISSING, "experts move between ranks without the matrices of adapters",
+        "leave experts out of lora_target_modules, or leave out --enable-eplb"),
     Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
     Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
     Row("held adapters", "no adapters", IDLE, "max_cpu_loras changes nothing without enable_lora"),
@@ -198,8 +201,8 @@ ADAPTERS: tuple[Row, ...] = (
     Row("sharded adapters", "no adapters", IDLE, "fully_sharded_loras changes nothing without enable_lora"),
     Row("sharded adapters", "no slices", IDLE, "fully_sharded_loras changes nothing with tensor_parallel_size=1"),
     Row("sharded adapters", "-tp", MISSING,
-        "the ranks cut one matrix of an adapter, as they cut the layer, and each has the other one whole",
-        "leave it out"),
+        "each rank has one matrix of an adapter whole, and cutting it, too, would add an exchange between the ranks to "
+        "each linear layer", "leave it out: answers are the same, and --max-loras decides the memory of adapters"),
 )  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
