@@ -38,7 +38,7 @@ def configure(parser: flags.FlagParser) -> None:
         "--cost", action="store_true", help="show what a step costs: bytes, operations and a forecast, kernel by kernel"
     )
     part.add_argument(
-        "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff '-tp 4 -q fp8'"
+        "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff='-q fp8 -tp 4'"
     )
     part.add_argument("--svg", metavar="FOLDER", type=Path, help="write drawings of the plan to this folder")
     parser.add_argument(
