@@ -80,6 +80,7 @@ def test_every_option_of_an_engine_is_read() -> None:
     [
         (["--from", "flag"], "add one"),
         (["--tensor", "x"], "add --from load"),
+        (["--from", "start", "--after", "x"], "a trace of a request"),
         (["--from", "load", "--out", "x.json"], "has no times"),
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
     ],

@@ -32,6 +32,9 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
+    parser.add_argument(
+        "--after", metavar="TEXT", default="", help="answer this text before: the request finds its cache"
+    )
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
     parser.add_argument(
         "--from",
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tensor is not None and args.begin != "load":
         raise ConfigError("--tensor names what --from load shows: add --from load.")
+    if args.after and args.begin != "request":
+        raise ConfigError("--after is for a trace of a request: leave it or --from out.")
     if args.begin == "flag":
         return _print_flags(args)
     if args.out is not None and args.begin == "load":
@@ -78,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked)
+        found = trace(
+            llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked, after=args.after
+        )
     print(*render(found, None if args.full else set()), sep="\n")
     _write(args.out, events(found, found.begin))
     return 0
