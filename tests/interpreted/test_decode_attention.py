@@ -147,3 +147,5 @@ def test_layer() -> None:
     assert not decode_attention.fits(qkv, kv, meta)
     assert decode_attention.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=2))
     assert not decode_attention.fits(qkv[:2], kv, replace(meta, max_query_len=2, decode_len=1))
+    part = replace(meta, max_query_len=2, decode_len=2, prompts=((0, 1, 0, 63),))
+    assert not decode_attention.fits(qkv[:2], kv, part), "another sequence may read the block that a prompt fills"

@@ -165,6 +165,7 @@ def test_replicas_of_each_host_tell_the_hosts(given: dict[str, Any], found: tupl
         ({"data_parallel_start_rank": 2}, "give data_parallel_size_local"),
         ({"data_parallel_size_local": 2, "data_parallel_start_rank": 1}, "begin at multiples of 2, below 4"),
         ({"data_parallel_size_local": 2, "data_parallel_start_rank": 4}, "begin at multiples of 2, below 4"),
+        ({"data_parallel_size_local": 1, "data_parallel_start_rank": 1, "nnodes": 8}, "a replica has several hosts"),
         (
             {"data_parallel_size_local": 1, "data_parallel_start_rank": 3, "nnodes": 4, "node_rank": 2},
             "is that of host 3, and node_rank is 2",

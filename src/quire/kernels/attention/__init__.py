@@ -11,7 +11,8 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
     sinks      [Hq]: one more score per head. It takes part in the softmax and adds nothing to the result
 
 Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends. So a sequence may read blocks
-that another sequence of the same step fills. Keys past a sequence's length may be anything, NaN too. Kernels of a GPU
+that another sequence of the same step fills, if the step has parts of prompts: decodes fill blocks for later steps
+alone, and `kernels/joined/` writes and reads in one launch. Keys past a sequence's length may be anything, NaN too. Kernels of a GPU
 multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
 the largest number.
 

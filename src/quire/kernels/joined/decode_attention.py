@@ -66,13 +66,18 @@ class HeadInputs:
 
 
 def fits(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
-    """Return True if `attention` can take the projection qkv [T, Hq + 2 Hkv, D] of a step."""
+    """Return True if `attention` can take the projection qkv [T, Hq + 2 Hkv, D] of a step.
+
+    Not in a step with parts of prompts: another sequence of the step may read the blocks that they fill, and here a
+    sequence attends before the others have written (see the contract in `kernels.attention`).
+    """
     tokens, heads, dim = qkv.shape
     kv_heads, rows = kv.k.shape[1], meta.max_query_len or 0
     return (
         0 < tokens <= MOST_ROWS
         and 0 < rows <= min(meta.decode_len, MOST_DRAFTED)
         and meta.shared is None
+        and not meta.prompts
         and meta.row_positions is None
         and dim in TILINGS
         and kv.k.dtype == qkv.dtype
