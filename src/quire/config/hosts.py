@@ -54,8 +54,8 @@ def hosts_of_replicas(hosts: HostsConfig, replicas: int) -> HostsConfig:
         )
     if first and hosts.nnodes > replicas // local:
         raise ConfigError(
-            f"data_parallel_start_rank={first}: with nnodes={hosts.nnodes} a replica has several hosts: leave it out, and "
-            "give --node-rank."
+            f"data_parallel_start_rank={first}: with nnodes={hosts.nnodes} a replica has several hosts: leave it "
+            "out, and give --node-rank."
         )
     rank = first // local
     if hosts.node_rank not in (0, rank) and first:

@@ -12,9 +12,9 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
 
 Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends. So a sequence may read blocks
 that another sequence of the same step fills, if the step has parts of prompts: decodes fill blocks for later steps
-alone, and `kernels/joined/` writes and reads in one launch. Keys past a sequence's length may be anything, NaN too. Kernels of a GPU
-multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
-the largest number.
+alone, and `kernels/joined/` writes and reads in one launch. Keys past a sequence's length may be anything, NaN too.
+Kernels of a GPU multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces
+any other value by the largest number.
 
 A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value is its code times a scale of `KVView`.
 
