@@ -163,9 +163,9 @@ class Shown(torch.nn.Module):
         super().__init__()
         self.what, self.layer = what, layer
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rest: Tensor, **more: Any) -> Tensor:
         show(f"into {self.what.partition(':')[0]}", x)
-        y: Tensor = self.layer(x, *rest)
+        y: Tensor = self.layer(x, *rest, **more)
         show(self.what, y)
         return y
 
