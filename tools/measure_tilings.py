@@ -4,8 +4,8 @@ There each kernel reads its first weights while the one before it ends.
 
     python tools/measure_tilings.py [--models qwen3-0.6b,qwen3-8b,qwen3-8b-fp8] [--context 640] [--layers 28] [--json F]
 
-A CUDA graph has the five kernels of --layers layers with weights of their own: projection, attention, output, gate and
-up, down. One kernel after the other gets each of its tilings, the others keep their best so far. A tiling must be 1%
+A CUDA graph has the kernels of --layers layers with weights of their own: projection, (heads,) attention, output, gate
+and up, down. One kernel after the other gets each of its tilings, the others keep their best so far. A tiling must be 1%
 faster than the best so far, in three turns of both. Prints us a layer for each tiling, and the best.
 
 Attention alone: `--only attention`. The best tilings belong into `gemv.tiles`, `scaled_few.walk_of` and
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention import triton as attention
+from quire.kernels.heads import triton as heads
 from quire.kernels.joined import decode_attention
 from quire.kernels.linear import gemv, scaled, scaled_few
 from quire.kernels.linear.epilogue import Epilogue
@@ -41,7 +43,12 @@ FP8 = Scheme(values="e4m3", block=(128, 128), inputs="group")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense layer. eight_bits: weights are FP8 in blocks."""
+    """Sizes of a layer.
+
+    inner        of a dense MLP; 0: the chain has attention and its products alone
+    eight_bits   weights are FP8 in blocks
+    joined       heads are prepared in the kernel of attention
+    """
 
     hidden: int
     inner: int
@@ -49,22 +56,27 @@ class Shape:
     kv_heads: int
     dim: int = 128
     eight_bits: bool = False
+    joined: bool = True
 
     def products(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each product; of gate and up, outputs of one of both."""
-        return {
+        found = {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.dim, self.hidden),
             "output": (self.hidden, self.heads * self.dim),
-            "gate_up": (self.inner, self.hidden),
-            "down": (self.hidden, self.inner),
         }
+        if self.inner:
+            found |= {"gate_up": (self.inner, self.hidden), "down": (self.hidden, self.inner)}
+        return found
 
 
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 3072, 16, 8),
-    "qwen3-8b": Shape(4096, 12288, 32, 8),
-    "qwen3-8b-fp8": Shape(4096, 12288, 32, 8, eight_bits=True),
+    "qwen3-8b": Shape(4096, 12288, 32, 8, joined=False),
+    "qwen3-8b-fp8": Shape(4096, 12288, 32, 8, eight_bits=True, joined=False),
+    "qwen3-30b-a3b": Shape(2048, 0, 32, 4, joined=False),
+    "qwen3-30b-a3b-fp8": Shape(2048, 0, 32, 4, eight_bits=True, joined=False),
     "tiny": Shape(128, 256, 4, 2, 64),
+    "tiny-apart": Shape(128, 0, 4, 2, 64, joined=False),
     "tiny-fp8": Shape(128, 256, 4, 2, 64, eight_bits=True),
 }
 Tilings = dict[str, Any]
@@ -129,12 +141,20 @@ class Chain:
     def run(self, tilings: Tilings) -> Tensor:
         """Launch the chain with these tilings. Return the states [1, hidden]."""
         hidden, shape, meta = self.start.clone(), self.shape, replace(self.meta, plans={})
-        decode_attention.TILINGS[shape.dim] = tilings["attention"]
+        if shape.joined:
+            decode_attention.TILINGS[shape.dim] = tilings["attention"]
         for layer, kv in zip(self.layers, self.caches, strict=True):
             qkv = self._product(hidden, layer["qkv"], tilings["qkv"], norm=True).view(1, -1, shape.dim)
-            heads = decode_attention.HeadInputs(self.head_norm, 1e-6, self.angle, self.angle)
-            out = decode_attention.attention(qkv, heads, kv, meta, shape.dim**-0.5).view(1, -1)
-            self._product(out, layer["output"], tilings["output"], residual=hidden)
+            if shape.joined:
+                given = decode_attention.HeadInputs(self.head_norm, 1e-6, self.angle, self.angle)
+                out = decode_attention.attention(qkv, given, kv, meta, shape.dim**-0.5)
+            else:
+                assert isinstance(meta.kv_slots, Tensor)
+                q = heads.prepare(qkv, self.head_norm, 1e-6, self.angle, self.angle, kv, meta.kv_slots)
+                out = attention.paged_attention(q, kv, meta, shape.dim**-0.5)
+            self._product(out.view(1, -1), layer["output"], tilings["output"], residual=hidden)
+            if not shape.inner:
+                continue
             inner = self._product(hidden, layer["gate_up"], tilings["gate_up"], norm=True, act="silu")
             self._product(inner, layer["down"], tilings["down"], residual=hidden)
         return hidden
@@ -160,6 +180,8 @@ class Chain:
 
     def others(self, name: str) -> Iterator[Any]:
         """Yield tilings of a kernel that may be better."""
+        if name not in self.first() or not self.shape.joined and name == "attention":
+            return
         if name == "attention":
             for keys, warps, programs in itertools.product((32, 64, 128), (4, 8), (1, 2, 3)):
                 if keys * self.shape.dim // warps <= 4096:  # registers
