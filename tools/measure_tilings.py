@@ -5,8 +5,8 @@ There each kernel reads its first weights while the one before it ends.
     python tools/measure_tilings.py [--models qwen3-0.6b,qwen3-8b,qwen3-8b-fp8] [--context 640] [--layers 28] [--json F]
 
 A CUDA graph has the kernels of --layers layers with weights of their own: projection, (heads,) attention, output, gate
-and up, down. One kernel after the other gets each of its tilings, the others keep their best so far. A tiling must be 1%
-faster than the best so far, in three turns of both. Prints us a layer for each tiling, and the best.
+and up, down. One kernel after the other gets each of its tilings, the others keep their best so far. A tiling must be
+1% faster than the best so far, in three turns of both. Prints us a layer for each tiling, and the best.
 
 Attention alone: `--only attention`. The best tilings belong into `gemv.tiles`, `scaled_few.walk_of` and
 `decode_attention.TILINGS`, whose rules must then be measured as a whole by tools/measure_launches.py.
