@@ -94,12 +94,12 @@ def _parse_files_once(interpreter: Any) -> None:
         found = (one for one in tree.body if isinstance(one, ast.FunctionDef))
         return {(min([one.lineno, *(d.lineno for d in one.decorator_list)]), one.name): one for one in found}
 
-    class Assignments(interpreter.ASTTransformer):
-        def visit_Assign(self, node: ast.Assign) -> ast.AST:
+    class Assignments(interpreter.ASTTransformer):  # type: ignore[misc]
+        def visit_Assign(self, node: ast.Assign) -> Any:
             value, made = node.value, super().visit_Assign(node)
-            made.value = ast.copy_location(made.value, value)
-            for one in (made.value.func, made.value.func.value, made.value.args[1]):
-                ast.copy_location(one, value)
+            call = ast.copy_location(made.value, value)
+            for part in (call.func, call.func.value, call.args[1]):
+                ast.copy_location(part, value)
             return made
 
     def rewrite_tree(self: Any) -> Any:

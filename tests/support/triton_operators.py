@@ -46,7 +46,7 @@ def operators(interpreter: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 class Operators:
-    """What makes operators and functions. Types are compared by identity: the language has one object of each."""
+    """Makers of operators and functions. Types are compared by identity: the language has one object of each."""
 
     def __init__(self, interpreter: Any) -> None:
         core, np = interpreter.tl.core, interpreter.np
