@@ -7,6 +7,25 @@ as they are there; every size above that of `CONFIG` is reduced to it, so that 1
 
 Prints the shape of the logits of a batch, compares the two forms of latent attention, and follows one token through a
 layer of experts.
+
+Names in DeepSeek's published code (inference/model.py of DeepSeek-V3), and here, for layer 1:
+
+    Transformer.embed                embed.weight
+    Block.attn_norm, Block.ffn_norm  layers.1.attention_norm.weight, layers.1.mlp_norm.weight
+    MLA.wq_a, MLA.wkv_a              layers.1.attention.down.weight
+    MLA.q_norm, MLA.wq_b             layers.1.attention.q_norm.weight, layers.1.attention.q.weight
+    MLA.kv_norm                      layers.1.attention.kv_norm.weight
+    MLA.wkv_b                        layers.1.attention.kv_up.weight
+    MLA.wo                           layers.1.attention.output.weight
+    MLA.kv_cache, MLA.pe_cache       `kernels/latent/__init__.py` (`LatentView.latent`, `LatentView.rope`)
+    attn_impl = naive, absorb        `layers/latent.py` (`LatentAttention`): most_absorbed = 0, infinity
+    Gate.weight, Gate.bias           layers.1.mlp.router.weight, layers.1.mlp.router.correction
+    Gate.topk, Gate.n_groups         `args/experts.py` (`Routing.top_k`, `Routing.num_groups`)
+    Gate.route_scale                 `args/experts.py` (`Routing.scaling`)
+    Expert.w1, Expert.w3             layers.1.mlp.experts.gate_up
+    Expert.w2                        layers.1.mlp.experts.down
+    MoE.shared_experts               layers.1.mlp.shared.gate_up.weight, layers.1.mlp.shared.down.weight
+    Transformer.norm, .head          norm.weight, head.weight
 """
 
 import sys
@@ -144,9 +163,9 @@ class Shown(torch.nn.Module):
         super().__init__()
         self.what, self.layer = what, layer
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rest: Tensor, **more: Any) -> Tensor:
         show(f"into {self.what.partition(':')[0]}", x)
-        y: Tensor = self.layer(x, *rest)
+        y: Tensor = self.layer(x, *rest, **more)
         show(self.what, y)
         return y
 

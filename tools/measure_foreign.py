@@ -33,7 +33,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = Path(quire.bench.__file__).parent / "models" / asked.model
     gpu, engines = torch.cuda.is_available(), {}
-    room = {"gpu_memory_utilization": 0.4} if gpu else {"num_threads": asked.threads, "kv_cache_memory_bytes": 1 << 29}
+    room = {"kv_cache_memory_bytes": 16 << 30 if gpu else 1 << 29} | ({} if gpu else {"num_threads": asked.threads})
     clock = time.perf_counter if gpu else time.process_time
     for impl in IMPLS:
         began = time.perf_counter()

@@ -62,9 +62,11 @@ verify` has nothing to compare.
 
 `--model-impl transformers` runs a family of the table this way, `--model-impl quire` refuses all others. Refused
 with the reason: code of a checkpoint (`trust_remote_code` stays off), recurrent layers, cross-attention, encoders,
-masks of a model's own, positions derived from the length of a cache (Llama 4), rope types dynamic and longrope.
-Experts run by Quire's kernels, and the module chooses them. `-tp` needs layers whose heads are prepared by Quire;
-`-pp` needs nothing.
+masks of a model's own, positions derived from the length of a cache (Llama 4), rope types dynamic and longrope,
+ways that depend on the number of tokens of a step, weights that more than embedding and head share.
+Experts run by Quire's kernels, and the module chooses them. `-tp` needs layers whose heads are prepared by Quire,
+with nothing but views between attention and the projection behind it; `-pp` needs nothing. `quire quantize` takes
+such models.
 
 Compared like the families above, with random tiny checkpoints: {}.
 """

@@ -51,7 +51,14 @@ def scores(output: RequestOutput) -> np.ndarray:
     return np.array([[row[i].logprob for i in range(len(row))] for row in rows])
 
 
-def check(case: Merged, engine: Callable[..., LLM], prompts: Sequence[list[int]], greedy: Any, llm: LLM) -> None:
+def check(
+    case: Merged,
+    engine: Callable[..., LLM],
+    prompts: Sequence[list[int]],
+    greedy: Any,
+    llm: LLM,
+    atol: float = ATOL,
+) -> None:
     """Compare the greedy tokens of mixed batches, twice, then the log-probabilities of all prompt tokens."""
     pairs = mixed(len(case.adapters), prompts)
     given, asked = [prompts[prompt] for prompt, _ in pairs], [case.requests[number] for _, number in pairs]
@@ -64,4 +71,4 @@ def check(case: Merged, engine: Callable[..., LLM], prompts: Sequence[list[int]]
     found = llm.generate(given, SCORED, use_tqdm=False, lora_request=asked)
     for (prompt, number), output in zip(pairs, found, strict=True):
         if len(prompts[prompt]) > 1:
-            np.testing.assert_allclose(scores(output), scores(truth[number][prompt]), atol=ATOL, rtol=0)
+            np.testing.assert_allclose(scores(output), scores(truth[number][prompt]), atol=atol, rtol=0)

@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 
+from ..support import eagle
 from ..support.adapters import everything, merge, named, write_adapter
+from ..support.addresses import free_address
 from ..support.full import full_rows, only_full
 from ..support.prediction_layers import predicting
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from .adapters import LORA, SCORED, check, mixed, scores
+from .adapters import ATOL, LORA, SCORED, Merged, check, mixed, scores
 
 Engine = Callable[..., LLM]
 ROUNDED = ("fp8-block", "ct-fp8-channel", "ct-int8-channel", "ct-int8-tensor")  # formats of activations too
@@ -81,6 +84,62 @@ def test_drafts_of_a_prediction_layer_are_the_bases(
         assert output.outputs[0].token_ids == expected[number][prompt].outputs[0].token_ids, (prompt, number)
     runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
     assert runs and 0 < sum(accepted) < drafts
+
+
+@pytest.mark.parametrize("method", full_rows(["draft_model", "eagle", "eagle3"]))
+def test_drafters_of_their_own_are_the_bases(
+    method: str, merged: Any, engine: Engine, prompts: Any, greedy: Any, tmp_path: Path
+) -> None:
+    """A draft model that is the base, and heads that guess: each adapter takes what agrees with its own tokens."""
+    if method == "draft_model":
+        case = merged(count=2)
+        drafter = case.folder
+    else:
+        target = eagle.model(tmp_path / "target", bundled_model(), 0.04)
+        drafter = eagle.write(tmp_path / "head", method, eagle.knowing(method, target))
+        case = Merged(target, tmp_path, 2)
+    drafts = {"method": method, "model": str(drafter), "num_speculative_tokens": 2}
+    llm = engine(case.folder, **LORA, max_loras=2, speculative_config=drafts)
+    check(case, engine, prompts, greedy, llm, 20 * ATOL)  # weights of heads' models are large
+    runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert runs and 0 < sum(accepted) < made
+
+
+@only_full
+def test_prefill_and_decode_apart(merged: Any, engine: Engine, greedy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode node reads the blocks of the adapter that the prefill node computed, and no others."""
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", "a key that both engines know")
+    case = merged(count=2)
+    both = {**LORA, "max_loras": 2, "kv_offload_gb": 0.01, "block_size": 16}
+    role = lambda name: {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}  # noqa: E731
+    first = engine(case.folder, **both, **role("kv_producer"), kv_share=free_address())
+    second = engine(case.folder, **both, **role("kv_consumer"), kv_peers=(first.engine.config.share.kv_share,))
+    prompt = [(7 * at) % 90 + 3 for at in range(70)]
+    expected = [one[0].outputs[0].token_ids for one in case.answers(engine, [prompt], greedy(8))]
+    asked = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
+    for number, request in enumerate(case.requests):
+        (made,) = first.generate([prompt], asked, lora_request=[request], use_tqdm=False)
+        params = SamplingParams(
+            max_tokens=8, temperature=0.0, ignore_eos=True, kv_transfer_params=made.kv_transfer_params
+        )
+        (found,) = second.generate([prompt], params, lora_request=[request], use_tqdm=False)
+        assert found.outputs[0].token_ids == expected[number] and found.num_cached_tokens == 64, number
+
+
+@only_full
+def test_prompts_as_embeddings(merged: Any, engine: Engine, greedy: Any) -> None:
+    """An adapter reads embeddings as it reads the tokens that have them; blocks belong to prompt and adapter."""
+    case = merged(count=2)
+    llm = engine(case.folder, **LORA, max_loras=2, enable_prompt_embeds=True)
+    prompt = [(7 * at) % 90 + 3 for at in range(40)]
+    with torch.inference_mode():
+        given = {"prompt_embeds": llm.engine.runner.model.embed(torch.tensor(prompt)).clone()}  # type: ignore[union-attr]
+    expected = [one[0].outputs[0].token_ids for one in case.answers(engine, [prompt], greedy(8))]
+    for turn in range(2):
+        for number, request in enumerate(case.requests):
+            (found,) = llm.generate([given], greedy(8), lora_request=[request], use_tqdm=False)
+            assert found.outputs[0].token_ids == expected[number]
+            assert bool(found.num_cached_tokens) == bool(turn)
 
 
 def test_blocks_of_tiers_belong_to_the_adapter(merged: Any, engine: Engine, greedy: Any) -> None:
@@ -147,6 +206,47 @@ def test_ranks_that_have_experts(
 ) -> None:
     case = merged(family, count=2)
     check(case, engine, prompts, greedy, engine(case.folder, **LORA, max_loras=2, **ranks))
+
+
+EXPERTS: dict[str, Any] = {"lora_target_modules": ("all-linear", "experts")}
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked", "ranks"),
+    [
+        ("gpt_oss", True, {}),
+        *full_rows(
+            [
+                ("mixtral", False, {}),
+                ("qwen3_moe", True, {}),
+                ("deepseek_v3", False, {}),
+                ("llama4_text", True, {}),
+                ("qwen3_5_moe_text", True, {}),
+                ("nemotron_moe", False, {}),
+                ("lfm2_moe", False, {}),
+                ("gemma4_moe", True, {}),
+                ("qwen2_moe", True, {"tensor_parallel_size": 2}),
+                ("gpt_oss", True, {"tensor_parallel_size": 2}),
+                ("qwen3_moe", False, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+                ("mixtral", True, {"pipeline_parallel_size": 2}),
+                ("mixtral", False, {"data_parallel_size": 2}),
+                ("qwen3_moe", True, {"model_impl": "transformers"}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_adapters_of_routed_experts(
+    family: str, stacked: bool, ranks: dict[str, Any], merged: Any, engine: Engine, prompts: Any, greedy: Any
+) -> None:
+    """Matrices for each expert, or for parameters that have those of all experts."""
+    each: dict[str, Any] = {"chosen": lambda name: "embed" not in name}
+    if stacked:
+        each = {"stacked": True, "alpha_pattern": {"down_proj": 5}}
+    if "model_impl" in ranks:  # the module routes by itself
+        each["chosen"] = lambda name: everything(name) and not name.endswith(".gate.weight")
+    case = merged(family, count=2, **each)
+    check(case, engine, prompts, greedy, engine(case.folder, **LORA, **EXPERTS, max_loras=2, **ranks))
 
 
 @only_full

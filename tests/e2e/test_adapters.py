@@ -6,6 +6,7 @@ Batches mix the base model and adapters of several ranks. `--full` runs every fa
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.explain.trace import trace
-from quire.kernels.lora import ref
+from quire.kernels.lora import native
 from quire.layers.linear import GatedLinear
 
 from ..support.adapters import named, write_adapter
@@ -76,15 +77,15 @@ def test_two_rows_that_change_their_adapters_are_noticed(
 ) -> None:
     """The comparison is red for an engine that mixes up two rows of a step."""
 
-    def swapped(x: Any, weights: Any, rows: Any, first: int = 0, shrink: Any = ref.shrink) -> Any:
-        order = rows.order.clone()
+    def swapped(x: Any, weights: Any, rows: Any, first: int = 0, shrink: Any = native.shrink) -> Any:
+        slots = rows.slots.clone()
         if len(rows.groups) > 1:
-            first, second = rows.groups[0][1], rows.groups[1][1]
-            order[[first, second]] = order[[second, first]]
-        return shrink(x, weights, type(rows)(rows.slots, order, rows.tiles, rows.groups), first)
+            pair = rows.order[[rows.groups[0][1], rows.groups[1][1]]].long()
+            slots[pair] = slots[pair.flip(0)]
+        return shrink(x, weights, replace(rows, slots=slots), first)
 
     case = merged(count=2)
-    monkeypatch.setattr(ref, "shrink", swapped)
+    monkeypatch.setattr(native, "shrink", swapped)
     with pytest.raises(AssertionError):
         check(case, engine, prompts[:3], greedy, engine(case.folder, **LORA, max_loras=2))
 
@@ -153,7 +154,10 @@ def test_steps_without_an_adapter_are_those_of_an_engine_without(
         return (span.name == name) + sum(count(inner, name) for inner in span.inside)
 
     found = trace(llm, prompts[2], max_tokens=2, lora_request=case.requests[1])
-    assert count(found, "lora.ref.shrink") == count(found, "lora.ref.expand") == 2 * (3 * 4 + 1)
+    assert count(found, "lora.native.shrink") == count(found, "lora.native.expand") == 2 * (3 * 4 + 1)
+    llm.generate(prompts[:4], greedy(12), use_tqdm=False, lora_request=case.requests[1])
+    more = llm.engine.runner.describe()["steps"]  # type: ignore[union-attr]
+    assert more["replayed"] > steps[1]["replayed"] + 5, "steps with an adapter are recorded, too"
 
 
 def test_errors_name_the_fix(merged: Any, engine: Callable[..., LLM], prompts: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.plan.layout import layout
+
+from ..support.named_code import NAMED, missing
 
 ROOT = Path(__file__).parents[2]
 # Of DeepSeek-V2-Lite: what is reduced, what stays as it is, and what no reader of ours knows.
@@ -38,6 +44,16 @@ def test_deepseek_on_a_cpu() -> None:
     assert 0 < apart < 1e-4
     assert any("into routed experts" in line and line.endswith("[256, 256]") for line in lines)
     assert "weights sum to 2.500" in run.stdout
+
+
+def test_names_beside_those_of_the_published_code() -> None:
+    """The parameters of a layer with experts are all in the table, under names that they have."""
+    example = runpy.run_path(str(ROOT / "examples" / "deepseek_cpu.py"))
+    table = example["__doc__"].partition("for layer 1:\n")[2]
+    own = {param.name for param in layout(parse_checkpoint_config(example["CONFIG"]))}
+    named = set(re.findall(r"(?<=[ ,])(?:layers\.1\.[\w.]+|(?:embed|norm|head)\.weight)", table))
+    assert named == {name for name in own if not name.startswith(("layers.0.", "layers.2."))}
+    assert len(NAMED.findall(table)) == 4 and missing(table) == []
 
 
 def test_deepseek_of_a_folder_is_reduced(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 Logits of every position are within 1e-4, and 64 greedy tokens are equal, with chunks, preemption and cached prefixes.
 """
 
+import copy
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.args.layers import ForeignArgs
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.worker.recordings import LayerRecordings
@@ -19,6 +22,7 @@ from quire.worker.recordings import LayerRecordings
 from ..support.engines import core_of
 from ..support.foreign_models import MODELS, foreign_config, make_foreign
 from ..support.full import FULL, full_rows, only_full
+from ..support.quantized_checkpoints import FORMS, QUANTIZED, quantize_checkpoint
 from ..support.tiny_models import Oracle, Tiny
 
 NUM_TOKENS, ATOL = 64 if FULL else 24, 1e-4
@@ -42,9 +46,13 @@ def check(llm: LLM, truth: Oracle, prompts: list[list[int]], greedy: Callable[..
     whole = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     scored = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=-1), use_tqdm=False)
     for ids, one in zip(whole, scored, strict=True):
-        assert one.prompt_logprobs is not None
-        table = np.array([[row[i].logprob for i in range(len(row))] for row in one.prompt_logprobs[1:] if row])
-        np.testing.assert_allclose(table, truth.logprobs(ids)[:-1], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(table_of(one), truth.logprobs(ids)[:-1], atol=ATOL, rtol=0)
+
+
+def table_of(scored: RequestOutput) -> np.ndarray:
+    """Return the log-probabilities of all tokens behind each token of a prompt but the last."""
+    assert scored.prompt_logprobs is not None
+    return np.array([[row[i].logprob for i in range(len(row))] for row in scored.prompt_logprobs[1:] if row])
 
 
 @pytest.mark.parametrize("name", [*CHOSEN, *full_rows(MORE)])
@@ -73,6 +81,61 @@ def test_layers_without_foreign_operations_are_recorded(
     recorder = llm.engine.worker.programs.recorder
     if isinstance(recorder, LayerRecordings):  # where native kernels can be built
         assert recorder.counts["replayed"] > 3 and not recorder.obstacles
+
+
+@pytest.mark.parametrize("form", ["awq", *full_rows(["ct-w4-group", "gptq-order", "ct-mxfp4", "ct-nvfp4"])])
+def test_quantized_weights(
+    form: str, foreign: Callable[[str], Oracle], engine: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Heads of GPT-NeoX lie apart in a stored matrix, and are rows of packed words."""
+    plain = foreign("gpt_neox")
+    means = quantize_checkpoint(plain.folder, tmp_path / "quantized", FORMS[form])
+    truth = Oracle(tmp_path / "quantized", copy.deepcopy(plain.model))
+    changed = {name: one for name, one in means.items() if QUANTIZED.search(name)}
+    assert changed and not truth.model.load_state_dict(changed, strict=False).unexpected_keys
+    llm, ids = engine(truth.folder, max_logprobs=-1), [5, 9, 33, 70, 2, 8, 44, 12, 90]
+    (scored,) = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=-1), use_tqdm=False)
+    np.testing.assert_allclose(table_of(scored), truth.logprobs(ids)[:-1], atol=ATOL, rtol=0)
+
+
+@only_full
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_drafts(
+    method: str,
+    foreign: Callable[[str], Oracle],
+    engine: Callable[..., LLM],
+    prompts: list[list[int]],
+    greedy: Callable[..., SamplingParams],
+) -> None:
+    truth = foreign("gpt_neox")
+    drafter = {"method": "ngram"} if method == "ngram" else {"model": str(truth.folder)}
+    llm = engine(truth.folder, speculative_config=drafter | {"num_speculative_tokens": 3})
+    got = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in got] == truth.greedy(prompts, NUM_TOKENS)
+
+
+@only_full
+def test_embeddings(foreign: Callable[[str], Oracle], engine: Callable[..., LLM], prompts: list[list[int]]) -> None:
+    truth = foreign("gpt_neox")
+    (out,) = engine(truth.folder).embed(prompts[:1], use_tqdm=False)
+    with torch.no_grad():
+        last = truth.model.base_model(torch.tensor(prompts[:1])).last_hidden_state[0, -1]
+    np.testing.assert_allclose(np.array(out.outputs.embedding), (last / last.norm()).numpy(), atol=ATOL, rtol=0)
+
+
+@only_full
+def test_grammars_and_host_memory() -> None:
+    """The bundled model, which has a tokenizer: answers under a grammar are those of Quire's own layers."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+    options = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "kv_offload_gb": 0.05}
+    answers = []
+    for impl in ("quire", "transformers"):
+        with LLM(model_impl=impl, num_threads=1, use_tqdm_on_load=False, **options) as llm:
+            found = llm.generate(["Data:", "JSON of it:"], params, use_tqdm=False)
+            answers.append([one.outputs[0].text for one in found])
+    assert answers[0] == answers[1]
+    assert all(isinstance(json.loads(text)["a"], int) for text in answers[0])
 
 
 @pytest.mark.parametrize("family", [*OWN[:1], *full_rows(OWN[1:])])

@@ -118,6 +118,15 @@ def test_a_prompt_in_chunks_has_several_prefill_steps() -> None:
     ]
 
 
+def test_a_request_after_another_one_finds_its_blocks(llm: LLM) -> None:
+    text = "The quire is a stack of folded pages, and a page is a block of tokens. " * 4
+    plain, warm = trace(llm, text, max_tokens=2), trace(llm, text, max_tokens=2, after=text + "More.")
+    cached, length = map(int, re.search(r"; (\d+) of (\d+) tokens", warm.name).groups())  # type: ignore[union-attr]
+    assert 0 < cached < length and "prefix cache" not in plain.name
+    prefills = [next(step.phase for step in steps(one)) for one in (plain, warm)]
+    assert prefills == [f"step 0: prefill, {length} tokens", f"step 0: prefill, {length - cached} tokens"]
+
+
 def test_drafts_and_their_acceptance_are_told() -> None:
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     with LLM(async_depth=1, speculative_config=drafting, **OPTIONS) as llm:

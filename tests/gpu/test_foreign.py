@@ -19,7 +19,7 @@ NAMES = ("starcoder2", "gpt_neox", "hunyuan_v1_dense", "opt", "falcon", "vaultge
 
 def tokens(folder: Path, prompts: list[list[int]], **options: object) -> list[list[int]]:
     """Return greedy answers, and check that steps were replayed from CUDA graphs."""
-    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "gpu_memory_utilization": 0.3}
+    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 128 << 20}
     with LLM(str(folder), **(defaults | options)) as llm:
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         out = llm.generate(prompts, params, use_tqdm=False)

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper, triton, triton_plan
+from quire.kernels.joined import decode_attention
 
 from ..support.full import FULL
-from .compiling import AbsentGpu
+from .compiling import AbsentGpu, Made
 
 _, SHARED, _, MIXED, PROMPT = STEPS = (
     (64, 1, False),
@@ -41,16 +43,45 @@ def launch(
                 module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
 
 
+def check(made: Made) -> None:
+    """Decodes from the projection on keep their numbers in registers, and read keys and values before they wait."""
+    if made.name == "_headed_kernel":
+        before, _, _ = made.ptx.rpartition("griddepcontrol.wait")
+        before = before.rpartition("griddepcontrol.wait")[0] if before.count("griddepcontrol.wait") > 1 else before
+        tile = 2 * made.constants["TILE"] * made.constants["D"] * 2 // (16 * 32 * made.options["num_warps"])
+        assert made.stack == 0 and made.loads_ahead >= tile, (made.stack, made.loads_ahead, made)
+        assert before.count("ld.global.v4") >= tile and before.count("ldmatrix") >= 8, made
+
+
+def launch_headed(heads: tuple[int, int], dim: int, tokens: int, *, normed: bool = True, **options: Any) -> None:
+    """Launch decodes from the projection on."""
+    empty = lambda *size: torch.empty(size, dtype=torch.bfloat16, device="meta")  # noqa: E731
+    ints = lambda *size: torch.empty(size, dtype=torch.int32, device="meta")  # noqa: E731
+    arena = empty(9, 28, 2, heads[1], 128, dim)
+    norm = empty(sum(heads), dim) if normed else None
+    given = decode_attention.HeadInputs(norm, 1e-6, empty(tokens, dim), empty(tokens, dim))
+    meta = AttentionMeta(ints(tokens + 1), ints(tokens), ints(99, 512), ints(tokens).long(), ints(tokens), 1)
+    qkv = empty(tokens, heads[0] + 2 * heads[1], dim)
+    decode_attention.attention(qkv, given, KVView(arena[:, 3, 0], arena[:, 3, 1]), meta, 0.1, **options)
+
+
 def absent_gpu(room: int = AbsentGpu.HOPPER) -> None:
     """Stand for a Hopper GPU, or for one with less shared memory."""
-    gpu = AbsentGpu(room=room)
+    gpu = AbsentGpu(check, room=room)
     gpu.describe_to(triton_plan, triton, hopper)
+    setattr(pdl, "in_use", lambda: True)  # noqa: B010
 
 
 def decodes() -> None:
-    """Decode steps with a shared prefix on a large GPU; with --full also others."""
+    """Decode steps with a shared prefix on a large GPU, and from the projection on; with --full also others."""
     absent_gpu()
     launch(128, (32, 8), 128, (SHARED,))
+    launch_headed((32, 8), 128, 1)
+    launch_headed((64, 8), 64, 16, normed=False, window=128, sinks=torch.empty(64, device="meta"))
+    if FULL:
+        launch_headed((16, 8), 128, 16)
+        launch_headed((32, 4), 128, 4)
+        launch_headed((16, 8), 256, 1, soft_cap=50.0)
 
 
 def prompts() -> None:

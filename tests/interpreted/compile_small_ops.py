@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation import ACTS
+from quire.kernels.activation import ACTS, POINTWISE
 from quire.kernels.activation import triton as activation
 from quire.kernels.attention import KVView
 from quire.kernels.heads import triton as heads
@@ -31,6 +31,8 @@ def launch(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab:
     norm.rms_norm(x, scale, EPS)
     for act in ACTS:
         activation.gated(empty(rows, 2 * inner), act)
+    for act in POINTWISE:
+        activation.pointwise(empty(rows, inner), act)
     activation.opened(*empty(rows, 2 * inner).chunk(2, 1))
     arena = empty(9, 28, 2, kv_heads, 64, dim)
     head_norm, kv = empty(q_heads + kv_heads, dim) if normed else None, KVView(arena[:, 3, 0], arena[:, 3, 1])

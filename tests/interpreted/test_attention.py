@@ -530,7 +530,7 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) ->
 @pytest.mark.parametrize(
     ("part", "kernels"),
     [
-        ("decodes", {"decode_kernel", "prefix_kernel", "_plan_kernel"}),
+        ("decodes", {"decode_kernel", "prefix_kernel", "_plan_kernel", "_headed_kernel"}),
         ("prompts", {"decode_kernel", "prefill_kernel", "hopper.prefill_kernel", "_plan_kernel"}),
         ("small", {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel", "merge_kernel"}),
         ("wide", {"decode_kernel", "prefill_kernel", "hopper.prefill_kernel", "_plan_kernel"}),

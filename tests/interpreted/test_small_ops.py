@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.args.rope import RopeArgs
 from quire.kernels import triton_runtime
-from quire.kernels.activation import ACTS
+from quire.kernels.activation import ACTS, POINTWISE
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import ref as activation_ref
 from quire.kernels.activation import triton as activation
@@ -94,6 +94,17 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype, act: str) -> None:
     assert activation.gated(gate_up[:0], act).shape == (0, shape[1] // 2)
     gate, up = gate_up.chunk(2, 1)
     assert torch.equal(activation.gated(gate.contiguous(), act, up), activation.gated(gate_up, act))
+
+
+@pytest.mark.parametrize("act", POINTWISE)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_pointwise(dtype: torch.dtype, act: str) -> None:
+    x = activation_inputs.make((2, 1050), dtype)
+    close(activation.pointwise(x, act), activation_ref.pointwise(x, act))
+    assert torch.equal(activation.pointwise(x[:, :100], act), activation.pointwise(x, act)[:, :100])
+    assert activation.pointwise(torch.full((1, 3), torch.nan, dtype=dtype), act).isnan().all()
+    assert activation.pointwise(x[:0], act).shape == (0, 1050)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -253,6 +264,7 @@ def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
         "_norm_kernel",
         "_heads_kernel",
         "_gated_kernel",
+        "_pointwise_kernel",
         "_opened_kernel",
         "_rotation_kernel",
     }

@@ -132,7 +132,7 @@ class CheckedExecutor(MockExecutor):
         alone = dict[int, list[int]]()
         assert chunk.sources.shape == (len(self._sizes), len(positions)), "a source in each group"
         for position, places, shift in zip(positions.tolist(), chunk.sources.T, chunk.shifts.tolist(), strict=True):
-            digests = alone.setdefault(shift, [FIRST])
+            digests = alone.setdefault(shift, [state.first])
             while len(digests) <= position - shift + 1:
                 digests.append(chain(digests[-1], state.tokens[shift + len(digests) - 1]))
             for group, (place, size) in enumerate(zip(places.tolist(), self._sizes, strict=True)):

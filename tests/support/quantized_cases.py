@@ -227,6 +227,8 @@ def activated(product: Tensor, act: str) -> Tensor:
     gate, up = product.chunk(2, 1)
     if act == "silu":
         return F.silu(gate) * up
+    if act == "gelu":
+        return F.gelu(gate) * up
     if act == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
     gate = gate.clamp(max=7)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-QUANTIZED = re.compile(r"((?<!weights_)proj|proj_with_mqa|w[123]|indexer\.(wq_b|wk))\.weight$")
+QUANTIZED = re.compile(r"((?<!weights_)proj|proj_with_mqa|w[123]|query_key_value|indexer\.(wq_b|wk))\.weight$")
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of 8 neighbouring rows in a word: row j lies in bits 4 * AWQ_PLACES[j]
 Stored = dict[str, Tensor]
 

@@ -55,12 +55,17 @@ class ForeignNorm(msgspec.Struct, frozen=True, kw_only=True, tag="norm"):
 
 
 class ForeignTensor(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
-    """A parameter that operations of PyTorch read. shard: "rows": ranks share its first dimension (sinks of heads)."""
+    """A parameter that operations of PyTorch read.
+
+    shard   "rows": ranks share its first dimension (sinks of heads)
+    dtype   as of `Param`: "float32" for every dtype of the model; "": the model's
+    """
 
     name: str
     stored: str
     shape: tuple[int, ...]
     shard: str = ""
+    dtype: str = ""
 
 
 ForeignLeaf = ForeignLinear | ForeignNorm | ForeignTensor
@@ -69,7 +74,7 @@ ForeignLeaf = ForeignLinear | ForeignNorm | ForeignTensor
 class ForeignGate(msgspec.Struct, frozen=True, kw_only=True):
     """An activation between two linear layers that a kernel of Quire computes.
 
-    act      word of `quire.kernels.activation`
+    act      word of `quire.kernels.activation`: of `ACTS`, or of `POINTWISE` where there is no gate
     source   name of the linear layer before it: gate and up, or up alone
     reads    name of the linear layer behind it
     gated    False: there is no gate

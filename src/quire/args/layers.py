@@ -167,7 +167,7 @@ NONE = NoneArgs()
 class DenseArgs(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     """Sizes of an MLP: numbers between its projections, biases of all of them, and the activation.
 
-    act          activation of the gate, of `quire.kernels.activation`; "relu2": there is no gate, see `squared` there
+    act          activation of the gate, of `quire.kernels.activation`; "relu2": there is no gate, see `pointwise` there
     gate_scale   factor on the gate before its activation
     """
 

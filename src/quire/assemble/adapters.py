@@ -1,13 +1,15 @@
 """Assembly of adapters (LoRA): the memory of their slots, and the products of a model's linear layers."""
 
 from functools import partial
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
-from quire.adapters.slots import SlotPlan, adapter_rules
+from quire.adapters.slots import EXPERTS, AdaptedLinear, SlotPlan, adapter_rules
 from quire.contracts.errors import ConfigError
 from quire.kernels.lora import AdapterWeights, OutputRun
-from quire.layers.adapters import AdaptedExpansion, AdaptedProduct, AdapterBank, attach
+from quire.layers.adapters import AdaptedExpansion, AdaptedExperts, AdaptedProduct, AdapterBank, attach
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.plan.engine import EnginePlan
@@ -35,21 +37,38 @@ def add_slots(model: Decoder, plan: EnginePlan, slots: SlotPlan) -> AdapterBank:
     return bank
 
 
-def products_of(model: Decoder, bank: AdapterBank, slots: SlotPlan) -> dict[str, AdaptedProduct | AdaptedExpansion]:
-    """Return the products of adapters by the names of the linear layers of a model."""
-    products: dict[str, AdaptedProduct | AdaptedExpansion] = {}
+def products_of(
+    model: Decoder, bank: AdapterBank, slots: SlotPlan
+) -> dict[str, AdaptedProduct | AdaptedExpansion | AdaptedExperts]:
+    """Return the products of adapters by the names of the linear layers, and of the experts, of a model."""
+    products: dict[str, AdaptedProduct | AdaptedExpansion | AdaptedExperts] = {}
     expansions = {module.at: module for module in model.modules() if isinstance(module, Expansion)}
-    kernel, rank = model.kernels.lora, slots.rank
-    for linear, ranks in zip(slots.linears, bank.ranks, strict=True):
-        weights = AdapterWeights(
-            a=bank.view(linear.at_a, len(linear.modules), rank, linear.width),
-            b=bank.view(linear.at_b, linear.rows, rank),
-            ranks=ranks,
-            runs=tuple(OutputRun(run.module, run.first, run.rows, run.first) for run in linear.runs),
-        )
-        if (expansion := expansions.get(linear.at)) is not None:
-            heads = expansion.heads(linear.rows)
-            products[linear.at] = AdaptedExpansion(kernel, weights, heads, expansion.nope_dim)
+    experts: dict[str, AdapterWeights] = {}
+    kernel, first = model.kernels.lora, 0
+    for at, same in groupby(slots.linears, lambda linear: linear.at):
+        linears = list(same)
+        ranks, first = bank.ranks[first : first + len(linears)], first + len(linears)
+        weights = _weights(bank, slots.rank, linears, ranks)
+        linear = linears[0]
+        if at.endswith(EXPERTS):
+            experts[at] = weights
+        elif (expansion := expansions.get(at)) is not None:
+            products[at] = AdaptedExpansion(kernel, weights, expansion.heads(linear.rows), expansion.nope_dim)
         else:
-            products[linear.at] = AdaptedProduct(kernel, weights)
+            products[at] = AdaptedProduct(kernel, weights)
+    for at in {name.rpartition(".")[0] for name in experts}:
+        products[at] = AdaptedExperts(kernel, *(experts[f"{at}.{name}"] for name in ("gate_up", "down")))
     return products
+
+
+def _weights(bank: AdapterBank, rank: int, linears: list[AdaptedLinear], ranks: Tensor) -> AdapterWeights:
+    """Return the matrices of all slots for a linear layer, or for those of a layer's experts, one behind the other."""
+    linear = linears[0]
+    routed = linear.at.endswith(EXPERTS)
+    each = (linears[1].at_a - linear.at_a if len(linears) > 1 else 1) if routed else 0
+    return AdapterWeights(
+        a=bank.view(linear.at_a, len(linear.modules), rank, linear.width, each=each, experts=len(linears)),
+        b=bank.view(linear.at_b, linear.rows, rank, each=each, experts=len(linears)),
+        ranks=ranks.t() if routed else ranks[0],
+        runs=tuple(OutputRun(run.module, run.first, run.rows, run.first) for run in linear.runs),
+    )

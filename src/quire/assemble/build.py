@@ -20,6 +20,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.plan.engine import EnginePlan, own_draft
 from quire.plan.formats import with_formats
+from quire.plan.joined import joined_decodes
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
 
@@ -31,7 +32,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     target   plan of the model for which this one drafts; None: it drafts for none
     """
     args, rank, tp = plan.args, plan.mesh.rank, groups.tp
-    kernels = load_kernels(plan.kernels)
+    joined = {f"layers.{layer}.attention": one.rows for layer, one in joined_decodes(plan).items()}
+    kernels = replace(load_kernels(plan.kernels), joined=joined)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype),
@@ -78,17 +80,19 @@ def _of_drafter(groups: RankGroups, parallel: Parallel) -> RankGroups:
 
 def _draw_and_balance(plan: EnginePlan, moe: MoEArgs, model: Decoder) -> None:
     """Let the routers of a model draw experts, and its experts move between ranks, as the plan says."""
-    rank, redundant, routed = plan.mesh.rank, plan.mesh.parallel.redundant, plan.config.load.routing
-    num_experts = moe.routing.num_experts
+    rank, parallel, routed = plan.mesh.rank, plan.mesh.parallel, plan.config.load.routing
+    redundant, num_experts = parallel.redundant, moe.routing.num_experts
     for layer, block in model.blocks.items():
         if layer not in plan.args.expert_layers:
             continue
         experts = block.experts
         if redundant is not None:
-            slots = (one.to(model.device) for one in initial_slots(num_experts, redundant))
+            each, place = len(rank.expert_ids), rank.replica * parallel.tp + rank.place
+            turns = parallel.expert_ranks if parallel.round_robin else 1
+            slots = (one.to(model.device) for one in initial_slots(num_experts, redundant, turns))
             experts.balance(
                 ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
-                range(*rank.experts),
+                range(place * each, (place + 1) * each),
                 num_experts + redundant,
             )
         if routed != "model":

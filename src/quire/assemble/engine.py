@@ -417,7 +417,9 @@ def join_replicas(
     parallel, moe, layers = plan.mesh.parallel, plan.args.moe, len(plan.args.expert_layers)
     if parallel.redundant is None or moe is None:
         return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
-    experts = initial_map(layers, moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
+    experts = initial_map(
+        layers, moe.routing.num_experts, parallel.redundant, parallel.expert_ranks, in_turn=parallel.round_robin
+    )
     settings = read_eplb_config(plan.config.parallel.eplb_config)
     return Replicas(
         cores,

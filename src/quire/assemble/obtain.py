@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,24 @@ def read_foreign(config: EngineConfig, folder: Path, lacks: str = "") -> ModelAr
     lacks   the error of a model that Quire has no file for; "": transformers' code was asked for
     Raises `UnsupportedModel` with what was found, before `lacks`.
     """
-    from quire.foreign.find import foreign_args
-
     try:
         stored = _stored_names(config, folder)
     except (ModelNotFound, WeightsError):  # the loader tells
         stored = ()
+    return foreign_model(folder, stored, lambda name: _shape(config, folder, name), lacks)
+
+
+def foreign_model(
+    folder: Path, stored: Collection[str], shape: Callable[[str], tuple[int, ...]], lacks: str
+) -> ModelArgs:
+    """Return the arguments of a model whose layers run by transformers' code. See `read_foreign`.
+
+    stored   names of the stored tensors; shape: name -> shape
+    """
+    from quire.foreign.find import foreign_args
+
     try:
-        args = foreign_args(folder, stored, lacks=lacks)
-        return as_stored(args, stored, lambda name: _shape(config, folder, name))
+        return as_stored(foreign_args(folder, stored, lacks=lacks), stored, shape)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{error} {lacks}".strip()) from None
 

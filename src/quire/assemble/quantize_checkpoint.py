@@ -8,12 +8,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
-from quire.contracts.errors import ConfigError
+from quire.args.families import has_family
+from quire.assemble.obtain import foreign_model
+from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.contracts.params import FLOATS, Param, num_experts
 from quire.models.names import EACH
 from quire.plan.as_stored import as_stored
@@ -116,8 +118,7 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     if found := find_quantization(folder, raw).config:
         raise ConfigError(f"{folder} is quantized already ({found['quant_method']}): give the unquantized checkpoint.")
     source = read_checkpoint(folder)
-    args = parse_checkpoint_config(raw, str(folder / "config.json"))
-    args = as_stored(args, source.tensors, lambda name: source.tensors[name].shape)
+    args = _model_args(folder, raw, source)
     if args.moe is not None and args.moe.stored != EACH:
         raise ConfigError(
             f"{folder} stores all experts of a layer in one tensor, and only matrices are quantized: load the model "
@@ -125,7 +126,12 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
         )
     match_tensors(source, layout(args), args)
     matrices = {_in_any_layer(part.stored) for param in layout(args) if is_worthwhile(param) for part in param.parts}
-    matrices.discard(HEAD_WEIGHT)
+    own_head = HEAD_WEIGHT if args.foreign is None else f"{args.foreign.head}.weight"
+    if head is not None and own_head != HEAD_WEIGHT:
+        raise ConfigError(
+            f"--lm-head: this head is named {own_head}, and only {HEAD_WEIGHT} is quantized: leave it out."
+        )
+    matrices.discard(own_head)
     names = [
         name.removesuffix(".weight")
         for name, tensor in source.tensors.items()
@@ -142,8 +148,25 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     if head is not None:
         kept = [name for name in kept if name != HEAD]
     config = raw | {KEY: quantization_config(body, head, kept)} | ({"tie_word_embeddings": False} if untied else {})
-    _check_readable(parse_checkpoint_config(config), config[KEY], items)
+    tied = args.tie_word_embeddings and not untied
+    made = parse_checkpoint_config(config) if args.foreign is None else replace(args, tie_word_embeddings=tied)
+    _check_readable(made, config[KEY], items)
     return QuantizePlan(source, items, config)
+
+
+def _model_args(folder: Path, raw: Mapping[str, Any], source: Checkpoint) -> ModelArgs:
+    """Return the arguments of the model: of a family of Quire, or of a decoder of transformers."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return source.tensors[name].shape
+
+    try:
+        args = parse_checkpoint_config(raw, str(folder / "config.json"))
+    except UnsupportedModel as error:
+        if has_family(raw):
+            raise
+        return foreign_model(folder, source.tensors, shape, str(error))
+    return as_stored(args, source.tensors, shape)
 
 
 def _rules(recipe: Recipe) -> tuple[Rule, Rule | None]:

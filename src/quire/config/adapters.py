@@ -7,6 +7,7 @@ from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
 MOST_RANK = 256
+ROUTED, ALL_LINEAR = "experts", "all-linear"  # words of lora_target_modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,19 @@ class AdapterConfig:
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
-        "last names of the modules that adapters may change, such as q_proj v_proj; the device has memory for these "
-        "alone (default: all linear layers)",
+        "last names of the modules that adapters may change, such as q_proj v_proj; all-linear: all linear layers but "
+        "those of routed experts (default); experts: these; the device has memory for these modules alone",
     )
 
     @property
     def num_slots(self) -> int:
         """Adapters that the device has room for; 0: adapters are off."""
         return self.max_loras if self.enable_lora else 0
+
+    @property
+    def of_experts(self) -> bool:
+        """True: adapters may change routed experts."""
+        return self.enable_lora and ROUTED in self.lora_target_modules
 
     @property
     def num_held(self) -> int:

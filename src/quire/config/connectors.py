@@ -52,7 +52,7 @@ def tier_options(cache: CacheConfig) -> tuple[CacheConfig, tuple[str, ...]]:
 
 
 def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheConfig, tuple[str, ...]]:
-    """Return the options that one of vLLM's connectors stands for, and a note about them."""
+    """Return the options that one of vLLM's connectors stands for, and notes about them. Options of Quire win."""
     name, extra = asked.get("kv_connector"), asked.get("kv_connector_extra_config") or {}
     if unknown := sorted(set(asked) - set(KEYS)):
         raise ConfigError(
@@ -92,17 +92,22 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
             f"not know: use {', '.join([*SIZES, FOLDERS, FOLDER_SIZES])}, as in {EXAMPLE}."
         )
     lmcache = name == "LMCacheConnectorV1"
-    if not sizes and not lmcache:
+    own = cache.kv_offload_gb
+    if not sizes and not lmcache and not own:
         raise ConfigError(
             f"kv_transfer_config: {name} without cpu_bytes_to_use: say how much host memory, as in {EXAMPLE}."
         )
     numbers = [*sizes.values(), most]
     if any(isinstance(one, bool) or not isinstance(one, int | float) or one <= 0 for one in numbers):
         raise ConfigError(f"kv_transfer_config: sizes must be positive numbers, not {numbers}.")
-    gib = sum(value * SIZES[key] for key, value in sizes.items()) / GIB or LMCACHE_GIB
-    if folder is not None:
+    gib = own or sum(value * SIZES[key] for key, value in sizes.items()) / GIB or LMCACHE_GIB
+    idle = [*sizes] * bool(own)
+    if folder is not None and cache.kv_offload_dir is not None:
+        idle.append(FOLDERS)
+    elif folder is not None:
         cache = replace(cache, kv_offload_dir=str(folder).removeprefix("file://"), kv_offload_dir_gb=float(most))
     disk = f", --kv-offload-dir {cache.kv_offload_dir}" if cache.kv_offload_dir else ""
-    return replace(cache, kv_offload_gb=gib), (
-        f"{name} means --kv-offload-gb {gib:g}{disk} here: Quire's own tiers and files.",
-    )
+    notes = [f"{name} means --kv-offload-gb {gib:g}{disk} here: Quire's own tiers and files."]
+    if idle:
+        notes.append(f"kv_transfer_config: {' and '.join(idle)} changes nothing beside options of Quire's own tiers.")
+    return replace(cache, kv_offload_gb=gib), tuple(notes)

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from quire.config.adapters import AdapterConfig, check_adapters
 from quire.config.checkpoints import read_places
+from quire.config.hosts import HostsConfig, hosts_of_replicas
 from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
@@ -245,6 +246,11 @@ class DeviceConfig:
         "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
         "and a faster start, but slower steps",
     )
+    batch_invariant: bool = option(
+        False,
+        "the bits of a request's logits do not depend on other requests, chunks of its prompt or cached prefixes; "
+        "slower (VLLM_BATCH_INVARIANT=1 does the same)",
+    )
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
         "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
@@ -294,29 +300,6 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostsConfig:
-    """Several hosts."""
-
-    nnodes: int = option(1, "hosts; each runs the same number of ranks", flags=("-n",), least=1)
-    node_rank: int = option(
-        0,
-        "number of this host; the server and the engine core run on host 0, the others start with --headless",
-        flags=("-r",),
-        least=0,
-    )
-    data_parallel_size_local: int | None = option(
-        None, "replicas of each host: -dp divided by --nnodes (the default)", flags=("-dpl",), least=0
-    )
-    master_addr: str = option("127.0.0.1", "address of host 0, by which the other hosts reach it")
-    master_port: int = option(29501, "port on host 0 for the other hosts", least=0)
-    distributed_executor_backend: str = option(
-        "mp",
-        "way to start ranks: mp (uni) = processes of the hosts, ray = on the nodes of a Ray cluster",
-        choices=("mp", "uni", "ray"),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Complete configuration of an engine."""
 
@@ -337,7 +320,7 @@ class EngineConfig:
         config, parts = cls(), by_part(values, flat_names())
         config = replace(config, **{part: replace(getattr(config, part), **kw) for part, kw in parts.items()})
         check_config(config)
-        return config
+        return replace(config, hosts=hosts_of_replicas(config.hosts, config.parallel.data_parallel_size))
 
 
 def flat_names() -> dict[str, str]:

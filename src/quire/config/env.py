@@ -1,6 +1,7 @@
 """Environment variables; no other module reads them.
 
     QUIRE_<OPTION>    any option, written as in its flag: QUIRE_MAX_MODEL_LEN=32k; commas separate the items of a list
+    VLLM_BATCH_INVARIANT  1: the option batch_invariant, under vLLM's name
     QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
     QUIRE_CPU_WITHOUT instruction sets that count as absent, by their names in /proc/cpuinfo: avx512f,amx_tile
     QUIRE_TEST_RANKS_SHARE_GPU  1: all ranks of an engine share one GPU, slowly: for Quire's own tests
@@ -32,6 +33,7 @@ CLUSTER_KEY, LEAST_KEY = "QUIRE_CLUSTER_KEY", 16
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
+PEER_OPTIONS = {"batch_invariant": "VLLM_BATCH_INVARIANT"}  # option -> vLLM's variable, which is read
 PEER_NAMES = dict(read_rows(Path(__file__).with_name("peer_variables.txt")))  # vLLM's variable -> what to use here
 # Variables that Kubernetes sets in every container for a service named quire or quire-something.
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
@@ -48,6 +50,12 @@ def option_texts(options: Iterable[str]) -> dict[str, str]:
     """Return option -> text of its environment variable. Empty ones and those that Kubernetes sets are left out."""
     texts = {option: os.environ.get(variable(option), "") for option in options}
     return {option: text for option, text in texts.items() if text and not SERVICE_ADDRESS.fullmatch(text)}
+
+
+def peer_texts(options: Iterable[str]) -> dict[str, str]:
+    """Return option -> text of the variable of vLLM that sets it, for those in `PEER_OPTIONS`."""
+    texts = {option: os.environ.get(PEER_OPTIONS.get(option, ""), "") for option in options}
+    return {option: text for option, text in texts.items() if text}
 
 
 def hf_token() -> str | None:
@@ -152,11 +160,12 @@ def environment_warnings(options: Iterable[str]) -> list[str]:
 
 
 def peer_variables() -> list[str]:
-    """Return the names of vLLM's variables that are set, except those that Kubernetes sets."""
+    """Return the names of vLLM's variables that are set and not read, except those that Kubernetes sets."""
     return [
         name
         for name, text in sorted(os.environ.items())
-        if name.startswith(PEER_PREFIX) and not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)
+        if name.startswith(PEER_PREFIX) and name not in PEER_OPTIONS.values()
+        if not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)
     ]
 
 

@@ -21,7 +21,7 @@ REFUSED_FORMATS = {
     "gguf": "its files have names, a tokenizer and block formats of their own, without readers and kernels here",
     "bitsandbytes": "its NF4 and INT8 weights need kernels that are not here",
 }
-READERS = ("fastsafetensors", "runai_streamer")  # load formats that read the same files in other ways
+READERS = ("fastsafetensors", "runai_streamer", "hf")  # load formats that read the same files in other ways
 LIST, COUNTS = tuple[str, ...], tuple[int, ...]
 OBJECT = dict[str, Any] | None
 OPTIONAL = (str | None, int | None, float | None, OBJECT)
@@ -110,7 +110,10 @@ def parse_port(text: str) -> int:
 def parse_device(text: str) -> str:
     """Parse the name of a device. Raises ValueError for an accelerator that is not supported."""
     if ACCELERATOR.match(text):
-        raise ValueError(f"{text!r}: only NVIDIA GPUs are supported: give cuda or cpu, or leave it out")
+        raise ValueError(
+            f"{text!r}: only NVIDIA GPUs are supported: give cuda or cpu, or leave it out; "
+            "docs/add-a-platform.md tells what another platform would bring"
+        )
     if text.startswith("cuda:"):
         raise ValueError(f"{text!r}: give cuda; the environment variable CUDA_VISIBLE_DEVICES chooses which GPU")
     return text
@@ -119,8 +122,13 @@ def parse_device(text: str) -> str:
 def parse_load_format(text: str) -> str:
     """Parse a load format. vLLM's other readers of safetensors files, such as runai_streamer, give "safetensors".
 
-    Raises ValueError for bitsandbytes and gguf.
+    Raises ValueError for bitsandbytes, gguf and Mistral's own files.
     """
+    if text == "mistral":
+        raise ValueError(
+            "'mistral' is not implemented: leave out --load-format, --config-format and --tokenizer-mode. The files in "
+            "Hugging Face's form are read, which the same repositories have"
+        )
     if text in REFUSED_FORMATS:
         raise ValueError(f"{text!r} is not implemented ({REFUSED_FORMATS[text]}): {FORMATS_LACK}")
     return "safetensors" if text in READERS else text

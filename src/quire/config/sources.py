@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.config.env import hf_token, option_texts, unknown_variables, variable
+from quire.config.env import PEER_OPTIONS, hf_token, option_texts, peer_texts, unknown_variables, variable
 from quire.config.option_parsers import COUNTS, LIST, OWN_PARSERS, option_parser, read_value
 from quire.config.peer_flags import (
     PEER_FLAGS,
@@ -84,6 +84,7 @@ def gather(
     found.refusals.extend(below.refusals + above.refusals)
     refuse(() if planned else found.refusals)
     _put_aliases(found, below, by_name)
+    _put_peer_texts(found, own, by_name)
     for name, text in option_texts(own).items():
         source = f"environment variable {variable(name)}"
         found.put(name, _parsed(by_name[name], text, source), source)
@@ -117,6 +118,7 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
     outcome = judge(theirs)
     refuse(outcome.refusals)
     found = Settings(values={}, origins={}, notes=outcome.notes)
+    _put_peer_texts(found, by_name, by_name)
     _put_aliases(found, outcome, by_name)
     for name, value in ours.items():
         listed = name in by_name and by_name[name].type in (LIST, COUNTS)
@@ -125,6 +127,13 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
         several = isinstance(value, list) and listed
         found.put(name, tuple(value) if several else value, f"argument {name}")
     return found
+
+
+def _put_peer_texts(found: Settings, own: Collection[str], by_name: Mapping[str, Field[Any]]) -> None:
+    """Set the options that variables of vLLM name, see `PEER_OPTIONS`."""
+    for name, text in peer_texts(own).items():
+        source = f"environment variable {PEER_OPTIONS[name]}"
+        found.put(name, _parsed(by_name[name], text, source), source)
 
 
 def _refuse_masks(found: Settings) -> None:

@@ -71,7 +71,7 @@ ALONE = Parallel()
 class Rank:
     """The part of a model that a rank holds. Ranges are half-open; `experts` has a start, an end and a stride.
 
-    Slot p of a layer with `num_experts` experts has expert p, or p - num_experts for a copy of a hot one.
+    Item p of `experts` is expert p of the `num_experts`, or p - num_experts: a copy of a hot one.
 
     number     counts the ranks of a stage first, then stages, then replicas (of attention)
     place      index in the tensor-parallel group, whose ranks divide heads and widths as the kinds of layers say
@@ -147,5 +147,5 @@ def ep_members(parallel: Parallel) -> Iterator[list[int]]:
 
 
 def mover_members(parallel: Parallel) -> Iterator[list[int]]:
-    """Yield `expert_members` where experts move between ranks."""
-    yield from expert_members(parallel) if parallel.redundant is not None else ()
+    """Yield all ranks where experts move between them: layers of all stages move in one order."""
+    yield from [list(range(parallel.size))] if parallel.redundant is not None else ()

@@ -2,7 +2,8 @@
 
 A thread of each rank fetches the weights of one layer's new slots into spare memory. All movers meet; then every rank
 has the layer, and the plan of a step says that all ranks switch to it before this step. So a rank's weights are not
-overwritten while another rank reads them, and the spare memory holds the moved experts of one layer.
+overwritten while another rank reads them, and the spare memory holds the moved experts of one layer. Ranks of other
+pipeline stages fetch nothing and meet with the others, so that each of them knows how far all are.
 
 On a GPU the thread copies on a stream of its own, beside the steps, and through host memory to other ranks. It follows
 the main stream after each switch, so it reads weights that are in their places, and reuses spare memory that was read.
@@ -11,6 +12,7 @@ the main stream after each switch, so it reads weights that are in their places,
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +23,20 @@ Moves = Sequence[tuple[int, int]]  # (destination slot, source slot)
 Memory = Callable[[int, int], list[Tensor]]  # (layer, place on this rank) -> tensors of the expert there
 
 
+class ExpertRanks(NamedTuple):
+    """Ranks among which experts move.
+
+    group     all ranks of all stages; the movers alone use it, so no other exchange may
+    members   the ranks of the group that divide the experts of this rank's layers, in the order of their slots
+    """
+
+    group: Group
+    members: tuple[int, ...]
+
+
 class ExpertMover:
     """This rank's mover. `begin`, `switch` and `close` are called in one thread, which launches the steps.
 
-    group    ranks that divide the experts; the thread alone uses it, so no other exchange may
     memory   the tensors of the expert in a place of a layer
     each     slots of a rank
     stream   stream of a GPU on which the thread copies; None: on a CPU
@@ -33,8 +45,9 @@ class ExpertMover:
     fault    error that ended the thread; None while it works
     """
 
-    def __init__(self, group: Group, memory: Memory, each: int, stream: torch.cuda.Stream | None = None) -> None:
-        self._group, self._memory, self._each, self._stream = group, memory, each, stream
+    def __init__(self, ranks: ExpertRanks, memory: Memory, each: int, stream: torch.cuda.Stream | None = None) -> None:
+        self._group, self._members = ranks
+        self._memory, self._each, self._stream = memory, each, stream
         self._work: list[Moves] = []
         self._spare: list[tuple[int, list[Tensor]]] = []  # (place, weights) of the layer that was fetched last
         self.told = 0
@@ -44,7 +57,8 @@ class ExpertMover:
         self._thread: threading.Thread | None = None
 
     def begin(self, work: Sequence[Moves]) -> None:
-        """Begin to fetch the weights of every layer in turn. All moves of the last call have been switched to."""
+        """Begin to fetch the weights of every layer in turn: of a layer of another stage nothing. All moves of the last
+        call have been switched to."""
         assert self._switched == len(self._work), "the last moves have not ended"
         self._before += len(self._work)
         self._work, self._switched = list(work), 0
@@ -104,6 +118,7 @@ class ExpertMover:
         own, found = self._group.rank, []
         for to, source in moves:
             (taker, place), (giver, held) = divmod(to, self._each), divmod(source, self._each)
+            taker, giver = self._members[taker], self._members[giver]
             if giver == own and taker == own:
                 found.append((place, [one.clone() for one in self._memory(layer, held)]))
             elif giver == own:

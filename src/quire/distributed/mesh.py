@@ -16,7 +16,7 @@ class RankGroups:
              group are ordered, so two stages that send to each other in one group would wait for each other
     slots    memory of the ranks of `ep` for dispatcher "pull"
     draft_slots   the same for the experts of a draft model, whose rows have other sizes
-    movers   the ranks of expert parallelism in a second group, for moves of experts beside the steps
+    movers   all ranks in a second group, for moves of experts beside the steps
     ep       expert parallelism: ranks of a pipeline stage, of all replicas, that divide the experts of every layer
     """
 
@@ -27,6 +27,14 @@ class RankGroups:
     movers: Group | None = None
     slots: Slots | None = None
     draft_slots: Slots | None = None
+
+    @property
+    def stage(self) -> tuple[int, ...]:
+        """Numbers of the ranks in `movers` that divide the experts of this rank's layers, of all replicas."""
+        assert self.movers is not None
+        tp = 1 if self.tp is None else self.tp.size
+        stage, pp = (0, 1) if self.pp is None else (self.pp.rank, self.pp.size)
+        return tuple(number for number in range(self.movers.size) if number // tp % pp == stage)
 
 
 ALONE = RankGroups()

@@ -112,8 +112,7 @@ class AdapterSlots:
             waiting = self._waiting.pop(adapter.digest, {})
             if report.error:
                 self._failed += 1
-                self._free.append(slot)
-                self._held.pop(adapter.digest, None)
+                self._free.append(slot)  # the adapter counts as held: other ranks may have read it
                 message = f"the adapter {adapter.name!r} could not be loaded: {report.error}"
                 failed += [(request, RequestFailed(message, code=FAILED)) for request in waiting.values()]
                 continue

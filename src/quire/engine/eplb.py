@@ -65,9 +65,16 @@ def expert_map(experts: Numbers, num_experts: int, ranks: int) -> ExpertMap:
     return ExpertMap(held, slots, counts.astype(np.int32), ranks)
 
 
-def initial_map(num_layers: int, num_experts: int, num_redundant: int, ranks: int) -> ExpertMap:
-    """Return the map before any load is known: experts 0 to E - 1, then the first ones again."""
+def initial_map(
+    num_layers: int, num_experts: int, num_redundant: int, ranks: int, *, in_turn: bool = False
+) -> ExpertMap:
+    """Return the map before any load is known: experts 0 to E - 1, then the first ones again.
+
+    in_turn   True: these go to the ranks in turn; False: each rank has neighbours
+    """
     held = np.arange(num_experts + num_redundant) % num_experts
+    if in_turn:
+        held = held.reshape(-1, ranks).T.ravel()
     return expert_map(np.tile(held, (num_layers, 1)), num_experts, ranks)
 
 

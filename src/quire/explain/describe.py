@@ -28,7 +28,7 @@ from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
 from quire.plan.placement import held_of, parallel_sizes
 from quire.plan.sizing import resolve_sizing
-from quire.platforms.cpu import read_cpu_facts
+from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
 from quire.reports.adapters import adapter_bytes
@@ -56,19 +56,24 @@ GPUS = {
 
 
 def plan_engine(
-    config: EngineConfig, described: str = "", head: str = "", parallel: Parallel | None = None
+    config: EngineConfig,
+    described: str = "",
+    head: str = "",
+    parallel: Parallel | None = None,
+    facts: CpuFacts | None = None,
 ) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
     head       method of the EAGLE head that is planned; "": a model
     parallel   division of a draft model or EAGLE head over the ranks; None: by the options
+    facts      of this machine's CPU; None: as they are now. Plans that are compared need the same free memory
     Raises the errors that `assemble` would raise.
     """
     if not head:
         config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
     gpu, words = _device(config, described)
     parallel = parallel or parallel_sizes(config.parallel)
-    facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
+    facts, folder = facts or read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
     args = read_args(config, folder, head)

@@ -36,7 +36,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
         )
     )
     if full:
-        _layer(tree, plan["layers"], full=True)
+        for name, alike in folded_layers(plan["layers"]):
+            _layer(tree, name, alike, full=True)
         return tree
     model = plan["model"]
     for line in (
@@ -48,8 +49,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
         add(tree, line)
     _kernels(add(tree, "kernels, and why not others"), plan)
     layers = add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
-    for _, alike in groupby(plan["layers"], key=_likeness):
-        _layer(layers, list(alike))
+    for name, alike in folded_layers(plan["layers"]):
+        _layer(layers, name, alike)
     _memory(tree, plan["memory"], plan["ranks"])
     if (drafts := plan["speculation"]) is not None:
         branch = add(tree, f"speculation: {drafts['drafter']}")
@@ -82,18 +83,24 @@ def _tree(plan: Plan, full: bool) -> Tree:
     return tree
 
 
+def folded_layers(layers: Sequence[Plan]) -> Iterator[tuple[str, list[Plan]]]:
+    """Yield layers of a described plan, neighbours that are alike together, with a name such as "layers 0-47"."""
+    for _, some in groupby(layers, key=_likeness):
+        alike = list(some)
+        first, last = alike[0]["layer"], alike[-1]["layer"]
+        yield f"layers {first}-{last}" if len(alike) > 1 else f"{'layer ' * first.isdecimal()}{first}", alike
+
+
 def _likeness(layer: Plan) -> tuple[Any, ...]:
     weights = [(one["name"].split(".", 2)[-1], *one["shape"], one["dtype"], one["run"]) for one in layer["weights"]]
     return layer["kind"], *weights
 
 
-def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
+def _layer(tree: Tree, name: str, alike: Sequence[Plan], full: bool = False) -> None:
     layer, more = alike[0], len(alike) > 1
-    name = f"layers {layer['layer']}-{alike[-1]['layer']}" if more else layer["layer"]
     branch = add(
         tree,
-        f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
-        f"{size(layer['bytes'])}{' each' * more}",
+        f"{name}: {layer['kind']}; {layer['parameters']:,} parameters, {size(layer['bytes'])}{' each' * more}",
     )
     for one in layer["weights"]:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
@@ -152,6 +159,7 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         node = add(branch, f"{choice['op']}{weights}: {choice['name']} ({choice['reason']}{features})")
         for name, why in choice["rejected"]:
             add(node, f"not {name}: {why}")
+    _joined(branch, plan["joined"])
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
         when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
@@ -164,6 +172,17 @@ def _kernels(branch: Tree, plan: Plan) -> None:
             continue
         for plan in (one, *one["others"]):
             _experts(branch, phases, plan, f" of {kind_words(plan['weights'])}" if one["others"] else "")
+
+
+def _joined(branch: Tree, every: Sequence[Plan]) -> None:
+    """Add the forms in which layers attend for decodes."""
+    for one in every:
+        of = f" of {len(one['layers'])} layers" * (len(every) > 1)
+        if one["rows"]:
+            rows = "of {} to {} rows".format(*one["rows"])
+            add(branch, f"decodes{of} in steps {rows}: joined.decode_attention, heads and attention ({one['why']})")
+        else:
+            add(add(branch, f"decodes{of}: heads, then attention"), f"not joined.decode_attention: {one['why']}")
 
 
 def _chosen(branch: Tree, one: Plan) -> None:

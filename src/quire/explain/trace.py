@@ -72,11 +72,14 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
         yield from events(inner, origin, phase, track)
 
 
-def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: LoRARequest | None = None) -> Span:
+def trace(
+    llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: LoRARequest | None = None, after: str = ""
+) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
     The calls of each rank are in a call "rank N" at the end of the step. The request first runs without a trace, to
-    warm up. The prefix cache is emptied before each run. Nothing else may run in this process meanwhile. Puts back all
+    warm up. The prefix cache is emptied before each run; then a request with the text `after` runs, if it is given, and
+    the traced one finds what it left. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
     """
     engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
@@ -85,17 +88,22 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: Lo
     llm.reset_prefix_cache()
     llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
     llm.reset_prefix_cache()
+    if after:
+        llm.generate(after, params, use_tqdm=False, lora_request=lora_request)
     many = engine.runner is None
     if many:
         core.executor.control("trace", {"on": True})
     with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None) as root:
-        llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
+        made = llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)[0]
     if many:
         _add_ranks(llm, root, core.executor.control("trace", {"on": False}))
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
         "which waits for the device after every stop; no graphs" if cuda else "without replay of recorded CPU steps"
     )
+    if after:
+        length = len(made.prompt_token_ids or ())
+        root.name += f"; {made.num_cached_tokens or 0} of {length} tokens of the prompt were in the prefix cache"
     return root
 
 

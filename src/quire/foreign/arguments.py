@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.experts import Routing
@@ -37,9 +37,9 @@ from quire.foreign.inspect import Inspected, Kind
 from quire.foreign.leaves import EXPERTS, LINEAR, NORM, Leaf, experts_form, norm_form, norm_width
 from quire.foreign.names import expert_names
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of, named_values, outputs_of
-from quire.foreign.rewrite import left_operations
+from quire.foreign.rewrite import left_operations, only_views
 from quire.foreign.skeleton import Skeleton, refused
-from quire.foreign.trace import TracedGraph, key_of, kind_of
+from quire.foreign.trace import TracedGraph, key_of, kind_of, prefix_of
 
 RESERVED = ("hidden", "positions")  # inputs of graphs that are no parameters, beside extra1, extra2, ...
 QKV = "attention.qkv"  # name of the fused projection of a prepared layer
@@ -59,10 +59,12 @@ def model_args(
     embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
     if head is None or head.in_features != config.hidden_size or embed.embedding_dim != config.hidden_size:
         raise refused(dict(raw), "its embedding or its head has another width than its hidden states")
+    if head.out_features != embed.num_embeddings:
+        raise refused(dict(raw), f"its embedding has {embed.num_embeddings} ids, and its head {head.out_features}")
     scale, cap = fitted_head(dict(raw), skeleton)
     kinds = [_layer(found, kind, number, stored) for number, kind in enumerate(found.kinds)]
     numbers = {layer: number for number, kind in enumerate(found.kinds) for layer in kind.layers}
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tied = _is_tied(dict(raw), skeleton, f"{skeleton.names[head]}.weight", f"{skeleton.names[embed]}.weight")
     if tied and head.bias is not None:
         raise refused(dict(raw), "its head has a bias and the weights of the embedding")
     end, factor = _end(found, stored), _entry_factor(found)
@@ -80,6 +82,15 @@ def model_args(
         foreign=_ends(found, stored, end, kinds, plain=factor is not None),
         notes=tuple(notes),
     )
+
+
+def _is_tied(raw: dict[str, Any], skeleton: Skeleton, head: str, embed: str) -> bool:
+    """Return True if the head has the weights of the embedding. Raises `UnsupportedModel` for other shared weights."""
+    ties = dict(skeleton.model.all_tied_weights_keys)
+    tied = ties.pop(head, None) == embed or ties.pop(embed, None) == head
+    if ties:
+        raise refused(raw, f"weights are shared: {', '.join(f'{one} and {other}' for one, other in ties.items())}")
+    return tied
 
 
 def _context(raw: Mapping[str, Any], config: Any) -> int:
@@ -112,7 +123,7 @@ def _ends(
     import transformers
 
     skeleton = found.skeleton
-    base = _prefix(skeleton, skeleton.base)
+    base = prefix_of(skeleton, skeleton.base)
     embed, head = skeleton.base.get_input_embeddings(), skeleton.model.get_output_embeddings()
     (hidden, *_) = outputs_of(found.entry)
     used = set[fx.Node]() if plain else ancestors([hidden], [])
@@ -121,13 +132,12 @@ def _ends(
         for key, leaf in enumerate(found.entry.leaves)
         if any(kind_of(node) and key_of(node) == key for node in used)
     ]
-    leaves += _tensors(found.entry, used, base, stored)
+    leaves += _tensors(found, found.entry, used, base, stored)
     operations = [
         str(getattr(node.target, "overloadpacket", node.target))
         for node in found.entry.graph.nodes
         if node in used and node.op == "call_function"
     ]
-    apart = [kind.mixer.kind for kind in kinds if isinstance(kind.mixer, ForeignArgs) and not kind.mixer.prepared]
     return ForeignEnds(
         module=type(skeleton.model).__module__,
         version=transformers.__version__,
@@ -139,8 +149,21 @@ def _ends(
         experts=_expert_names(found, stored),
         unread=tuple(_unread(found, stored)),
         entry_operations=tuple(name.removeprefix("aten.") for name in operations if "sym_size" not in name),
-        divides="operations of the module stand between its projections and attention" if apart else "",
+        divides=next(filter(None, map(_indivisible, found.kinds)), ""),
     )
+
+
+def _indivisible(kind: Kind) -> str:
+    """Return the reason why ranks cannot share the heads of a layer; "": they can."""
+    traced, reader = kind.traced, _reader(kind.traced)
+    (attend,) = [node for node in traced.graph.nodes if kind_of(node) == "attend"]
+    if not isinstance(kind.heads, ProvenHeads):
+        return "operations of the module stand between its projections and attention"
+    if reader is None or not only_views(attend, reader.args[0]):  # type: ignore[arg-type]
+        return "operations of the module stand between attention and the projection behind it"
+    if attend.args[3] is not None and attend.args[3].op != "placeholder":  # type: ignore[union-attr]
+        return "operations of the module change its sinks"
+    return ""
 
 
 def _unread(found: Inspected, stored: Stored) -> Iterator[str]:
@@ -153,12 +176,6 @@ def _unread(found: Inspected, stored: Stored) -> Iterator[str]:
             if node not in used and name not in RESERVED and not name.startswith("extra"):
                 at = f"{skeleton.at}.{kind.layers[0]}."
                 yield re.escape(stored(at + name)).replace(rf"\.{kind.layers[0]}\.", r"\.\d+\.", 1) + "$"
-
-
-def _prefix(skeleton: Skeleton, module: nn.Module) -> str:
-    """Return the begin of the names below a module, with a dot behind; "" for the whole model."""
-    name = skeleton.names[module]
-    return f"{name}." if name else ""
 
 
 def _end(found: Inspected, stored: Stored) -> ForeignNorm:
@@ -181,7 +198,7 @@ def _layer(found: Inspected, kind: Kind, number: int, stored: Stored) -> LayerAr
 
     (call,) = traced.calls
     heads = kind.heads
-    leaves, gates = _leaves(kind, at, template)
+    leaves, gates = _leaves(found, kind, at, template)
     prepared = isinstance(heads, ProvenHeads)
     sizes = _sizes(traced, heads)
     attention = GroupedArgs(
@@ -260,7 +277,7 @@ def _sizes(traced: TracedGraph, heads: ProvenHeads | str) -> tuple[int, int, int
     return int(q[1]), int(k[1]), int(q[3])
 
 
-def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], list[ForeignGate]]:
+def _leaves(found: Inspected, kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], list[ForeignGate]]:
     """Return the parameters of a layer and its activations that kernels compute."""
     traced, heads = kind.traced, kind.heads
     fused = set[int]()
@@ -283,7 +300,7 @@ def _leaves(kind: Kind, at: str, stored: Stored) -> tuple[list[ForeignLeaf], lis
             and any(kind_of(node) and key_of(node) == key and kind_of(node) != "attend" for node in used)
         ):
             made.append(leaf_args(leaf, at + leaf.name, stored, shards.get(key, ""), _width_of(traced, key)))
-    return made + _tensors(traced, used, at, stored), gates
+    return made + _tensors(found, traced, used, at, stored), gates
 
 
 def _name(traced: TracedGraph, node: fx.Node) -> str:
@@ -407,13 +424,20 @@ def leaf_args(leaf: Leaf, name: str, stored: Stored, shard: str = "", width: int
     )
 
 
-def _tensors(traced: TracedGraph, used: set[fx.Node], at: str, stored: Stored) -> list[ForeignLeaf]:
+def _tensors(
+    inspected: Inspected, traced: TracedGraph, used: set[fx.Node], at: str, stored: Stored
+) -> list[ForeignLeaf]:
     """Return the parameters that operations of PyTorch read."""
     found = list[ForeignLeaf]()
     sinks = [node.args[3] for node in traced.graph.nodes if kind_of(node) == "attend"]
     for name, node in inputs_of(traced).items():
         if node in used and name not in traced.constants and name not in RESERVED and not name.startswith("extra"):
-            shape = tuple(int(size) for size in node.meta["val"].shape)
-            shard = "rows" if node in sinks else ""
-            found.append(ForeignTensor(name=name, stored=stored(at + name), shape=shape, shard=shard))
+            made = ForeignTensor(
+                name=name,
+                stored=stored(at + name),
+                shape=tuple(int(size) for size in node.meta["val"].shape),
+                shard="rows" if node in sinks else "",
+                dtype="float32" if inspected.skeleton.stays_float(at + name) else "",
+            )
+            found.append(made)
     return found

@@ -13,16 +13,15 @@ from quire.args.layers import ForeignArgs, NormArgs
 from quire.foreign.arguments import QKV, gate_name
 from quire.foreign.find import inspected
 from quire.foreign.heads import HeadsWay, ProvenHeads
-from quire.foreign.inspect import Inspected, Kind, extras_at, traced_layer
+from quire.foreign.inspect import Inspected, Kind, extras_at, traced_ends, traced_layer
 from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import ancestors, inputs_of, outputs_of
 from quire.foreign.program import LayerRun, Program, compiled
-from quire.foreign.rewrite import copied, put_attention, put_gate, put_leaves
-from quire.foreign.steps import Activated, Attends, ChosenExperts, Gated, PlainAttention, PreparedAttention
-from quire.foreign.trace import TracedGraph, key_of, kind_of, trace_entry
-from quire.kernels.activation import UNGATED
+from quire.foreign.rewrite import put_attention, put_gate, put_leaves
+from quire.foreign.steps import Activated, Attends, ChosenExperts, PlainAttention, PreparedAttention
+from quire.foreign.trace import TracedGraph, copied, key_of, kind_of
 from quire.layers.context import Build, StepContext
-from quire.layers.linear import GatedLinear, Linear
+from quire.layers.linear import ActivatedLinear, GatedLinear, Linear
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm
 
@@ -100,13 +99,19 @@ class ForeignRotary:
     """
 
     def __init__(
-        self, extras: Program, turns: list[Callable[..., tuple[Tensor, Tensor]]], build: Build, width: int
+        self,
+        extras: Program,
+        turns: list[Callable[..., tuple[Tensor, Tensor]]],
+        device: torch.device,
+        dtype: torch.dtype,
+        width: int,
     ) -> None:
-        self._extras, self._turns, self._device, self._width = extras, turns, build.device, width
+        self._extras, self._turns, self._device, self._width = extras, turns, device, width
+        self._dtype = dtype
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return cos and signed sin [T, D] of positions [T] for each rotation; last the extra tensors."""
-        hidden = torch.empty(1, 1, 1, dtype=dtype, device=self._device).expand(1, len(positions), self._width)
+        hidden = torch.empty(1, 1, 1, dtype=self._dtype, device=self._device).expand(1, len(positions), self._width)
         run = LayerRun(None, None, None)
         extras = self._extras(run, hidden=hidden, positions=positions[None])
         return (*(turn(positions, extras, dtype) for turn in self._turns), tuple(extras))
@@ -117,19 +122,29 @@ class ForeignModules:
 
     def __init__(self, found: Inspected, args: ModelArgs, build: Build) -> None:
         self.found, self.args, self.build = found, args, build
+        assert args.foreign is not None, "the model is one of transformers"
+        own = [one.mixer.operations for one in args.layers if isinstance(one.mixer, ForeignArgs)]
+        plain = not any(own) and not args.foreign.entry_operations
+        # Without operations of the module graphs only say what calls what, so those of the inspection are used again.
+        self.dtype = torch.float32 if plain else build.dtype
         self._graphs: dict[int, TracedGraph] = {}  # of each kind of layer, by its number
         self._entry: TracedGraph | None = None
 
     def _traced(self, number: int) -> TracedGraph:
-        """Return the graph of a kind of layer in the model's dtype."""
+        """Return the graph of a kind of layer."""
         if number not in self._graphs:
-            self._graphs[number] = traced_layer(self.found, self.found.kinds[number].layers[0], self.build.dtype)
+            kind = self.found.kinds[number]
+            again = self.dtype != torch.float32
+            self._graphs[number] = traced_layer(self.found, kind.layers[0], self.dtype) if again else kind.traced
         return self._graphs[number]
 
     def _traced_entry(self) -> TracedGraph:
-        """Return the graph from embedded tokens to the first layer, in the model's dtype."""
+        """Return the graph from embedded tokens to the first layer."""
+        found = self.found
         if self._entry is None:
-            self._entry = trace_entry(self.found.skeleton, self.found.stubs, self.found.extras, self.build.dtype)
+            again = self.dtype != torch.float32
+            made = traced_ends(found.skeleton, found.stubs, found.extras, self.dtype)[0] if again else found.entry
+            self._entry = made
         return copied(self._entry)
 
     def norm(self) -> nn.Module:
@@ -154,7 +169,7 @@ class ForeignModules:
             step = PlainAttention(attends, turn)
         put_attention(traced, step, prepared=own.prepared)
         for half in kind.halves:
-            put_gate(traced, key_of(half.reads), self._gate(made[gate_name(traced, half)], half.act, half.gated))
+            put_gate(traced, key_of(half.reads), Activated(made[gate_name(traced, half)]))  # type: ignore[arg-type]
         experts = self._experts(layer)
         chosen = None if experts is None else ChosenExperts(experts, self.build.tp)
         put_leaves(traced, *self._by_key(traced, made), chosen)
@@ -195,7 +210,7 @@ class ForeignModules:
                 )
             )
         width = inputs_of(entry)["hidden"].meta["val"].shape[2]
-        return ForeignRotary(extras, turns, self.build, int(width))
+        return ForeignRotary(extras, turns, self.build.device, self.dtype, int(width))
 
     def _turn(self, kind: Kind) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return a function that reads cos and sin off the module's way of keys, which norms are left out of."""
@@ -220,7 +235,7 @@ class ForeignModules:
             places.append((f"outputs{key_of(node)}", int(node.args[2])))  # type: ignore[arg-type]
         names = [name for name, _ in places] + names
         program = compiled(graph, names, self._constants(traced, {}), self.build.device, outputs=[key])
-        return _ReadTurn(program, heads, places, self.build)
+        return _ReadTurn(program, heads, places, self.build.device, self.dtype)
 
     def _attends(self, own: ForeignArgs, group: int) -> Attends:
         tp = 1 if self.build.tp is None else self.build.tp.size
@@ -247,9 +262,9 @@ class ForeignModules:
         if isinstance(leaf, ForeignLinear):
             gates = {gate.source: gate for gate in own.gates} if own is not None else {}
             gate = gates.get(leaf.name)
-            if gate is not None and gate.gated:
-                return GatedLinear(at, self.build, gate.act)
-            return Linear(at, self.build)
+            if gate is None:
+                return Linear(at, self.build)
+            return (GatedLinear if gate.gated else ActivatedLinear)(at, self.build, gate.act)
         if isinstance(leaf, ForeignNorm):
             return self._norm(leaf, at)
         assert isinstance(leaf, ForeignTensor)
@@ -258,14 +273,6 @@ class ForeignModules:
     def _norm(self, leaf: ForeignNorm, at: str) -> Norm:
         args = NormArgs(eps=leaf.eps, plus_one=leaf.plus_one, centered=leaf.centered)
         return Norm(at, args, self.build) if leaf.stored else PlainNorm(args, leaf.width, self.build)
-
-    def _gate(self, linear: nn.Module, act: str, gated: bool) -> Gated | Activated:
-        if gated:
-            assert isinstance(linear, GatedLinear)
-            return Gated(linear)
-        assert isinstance(linear, Linear) and (act in UNGATED or act)
-        ones = torch.ones(1, linear.out_features, dtype=self.build.dtype, device=self.build.device)
-        return Activated(linear, act, self.build.kernels.activation, ones)
 
     def _by_key(self, traced: TracedGraph, made: dict[str, nn.Module]) -> tuple[dict[int, Linear], dict[int, Norm]]:
         leaves = {key: made.get(leaf.name) for key, leaf in enumerate(traced.leaves)}
@@ -289,13 +296,20 @@ class _ReadTurn:
     It runs the module's way of keys twice: with 1 in the first dimension of each pair, and in the second.
     """
 
-    def __init__(self, program: Program, heads: ProvenHeads, places: list[tuple[str, int]], build: Build) -> None:
-        order = torch.tensor(heads.order, device=build.device)
-        seconds = torch.zeros(len(order), dtype=torch.bool, device=build.device)
+    def __init__(
+        self,
+        program: Program,
+        heads: ProvenHeads,
+        places: list[tuple[str, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        order = torch.tensor(heads.order, device=device)
+        seconds = torch.zeros(len(order), dtype=torch.bool, device=device)
         seconds[order[len(order) // 2 :]] = True
         self._program, self._order, self._seconds = program, order, seconds
-        self._outputs = [self._rows(places, heads, ones.to(build.dtype)) for ones in (~seconds, seconds)]
-        self._hidden = torch.empty(1, 1, 1, dtype=build.dtype, device=build.device)
+        self._outputs = [self._rows(places, heads, ones.to(dtype)) for ones in (~seconds, seconds)]
+        self._hidden = torch.empty(1, 1, 1, dtype=dtype, device=device)
 
     @staticmethod
     def _rows(places: list[tuple[str, int]], heads: ProvenHeads, ones: Tensor) -> dict[str, Tensor]:
@@ -308,7 +322,7 @@ class _ReadTurn:
     def __call__(self, positions: Tensor, extras: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         one, two = (self._run(outputs, positions, extras) for outputs in self._outputs)
         cos, sin = torch.where(self._seconds, two, one), torch.where(self._seconds, one, two)
-        return cos[:, self._order].contiguous(), sin[:, self._order].contiguous()
+        return cos[:, self._order].to(dtype).contiguous(), sin[:, self._order].to(dtype).contiguous()
 
     def _run(self, outputs: dict[str, Tensor], positions: Tensor, extras: list[Tensor]) -> Tensor:
         count = len(positions)

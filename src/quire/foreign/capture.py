@@ -57,34 +57,28 @@ class Stubs:
     as_tuple   True: layers return a tuple
     inputs     arguments of each layer
     seen       hidden states of each layer
-    result     hidden states that the last layer returns; None: those that it got
     """
 
-    def __init__(self, skeleton: Skeleton, *, as_tuple: bool, result: Tensor | None = None) -> None:
-        self.skeleton, self.as_tuple, self.result = skeleton, as_tuple, result
+    def __init__(self, skeleton: Skeleton, *, as_tuple: bool) -> None:
+        self.skeleton, self.as_tuple = skeleton, as_tuple
         self.inputs: list[LayerArguments] = []
         self.seen: list[Tensor] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the functions in place of the layers."""
-        for number, layer in enumerate(self.skeleton.layers):
-            layer.forward = self._stub(number)  # type: ignore[method-assign]
+        for layer in self.skeleton.layers:
+            layer.forward = self._forward  # type: ignore[method-assign]
         try:
             yield
         finally:
             for layer in self.skeleton.layers:
                 del layer.forward
 
-    def _stub(self, number: int) -> Callable[..., Any]:
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.inputs.append(LayerArguments(args, kwargs))
-            self.seen.append(hidden)
-            last = number == len(self.skeleton.layers) - 1
-            out = self.result if last and self.result is not None else hidden
-            return (out,) if self.as_tuple else out
-
-        return forward
+    def _forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.inputs.append(LayerArguments(args, kwargs))
+        self.seen.append(hidden)
+        return (hidden,) if self.as_tuple else hidden
 
 
 def outer_params(skeleton: Skeleton) -> dict[str, nn.Parameter]:
@@ -204,7 +198,7 @@ def _call(module: Any, q: Tensor, mask: Any, more: dict[str, Any], calls: Calls)
     scale = more.get("scaling")
     scale = scale if scale is not None else getattr(module, "scaling", None) or q.shape[-1] ** -0.5
     call = ModuleAttention(scale=float(scale), soft_cap=more.get("softcap"), sinks=more.get("s_aux") is not None)
-    others = [name for name, value in more.items() if name not in SILENT and isinstance(value, Tensor)]
+    others = [name for name, value in more.items() if name not in SILENT and value is not None and value is not False]
     if others:
         call.refused = f"its attention reads {' and '.join(others)}"
     if getattr(module, "is_causal", True) is False:
@@ -230,8 +224,9 @@ def mask_window(visible: Callable[[Any, Any, Any, Any], Any], size: int | None) 
     made = torch.Generator().manual_seed(0)
     q = torch.randint(0, 4 * (size or 50), (4000,), generator=made)
     k = (q[:, None] - torch.tensor([0, 1, -1, (size or 9) - 1, size or 9, (size or 9) + 1])).flatten()
-    q = torch.cat((q, q.repeat_interleave(6)))
-    k = torch.cat((torch.randint(0, 4 * (size or 50), (4000,), generator=made), k)).clamp(min=0)
+    far = 2 ** torch.arange(8, 24)  # a window that is not told
+    q = torch.cat((q, q.repeat_interleave(6), far, far))
+    k = torch.cat((torch.randint(0, 4 * (size or 50), (4000,), generator=made), k, far // 2, 0 * far)).clamp(min=0)
     zero = torch.zeros_like(q)
     try:
         truth = torch.as_tensor(visible(zero, zero, q, k)).expand(q.shape)

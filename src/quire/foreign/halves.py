@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from quire.foreign.leaves import LINEAR
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, inputs_of
 from quire.foreign.trace import TracedGraph, key_of, kind_of
-from quire.kernels.activation import ACTS, ref
+from quire.kernels.activation import ACTS, POINTWISE, ref
 
 TOKENS = 3
 
@@ -76,13 +76,9 @@ def _of_one(truth: Tensor, output: Tensor, keys: tuple[int, ...], node: fx.Node)
             for swapped, (gate, up) in enumerate(((first, second), (second, first))):
                 if _close(ref.gated(gate, act, up), truth):
                     return Half(act, keys, node, swapped=bool(swapped))
-    elif _close(ref.squared(output[0]), truth):
-        return Half("relu2", keys, node, gated=False)
-    else:
-        for act in ("silu", "gelu_tanh"):
-            if _close(ref.gated(output[0], act, torch.ones_like(output[0])), truth):
-                return Half(act, keys, node, gated=False)
-    return None
+        return None
+    act = next((act for act in POINTWISE if _close(ref.pointwise(output[0], act), truth)), "")
+    return Half(act, keys, node, gated=False) if act else None
 
 
 def _close(ours: Tensor, truth: Tensor) -> bool:

@@ -24,7 +24,8 @@ def fitted_head(raw: dict[str, Any], skeleton: Skeleton) -> tuple[float, float |
         raise refused(raw, f"its logits are capped at {cap:g}")
     logits = 20 * torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
     ours = logits * scale if cap is None else cap * torch.tanh(logits * scale / cap)
-    if not torch.allclose(run(logits), ours, atol=1e-3, rtol=1e-3):
+    found = run(logits)
+    if found.shape != ours.shape or not torch.allclose(found, ours, atol=1e-3, rtol=1e-3):
         raise refused(raw, "its logits are more than products with the head, a factor and a cap")
     return round(scale, 7) if abs(scale - round(scale, 7)) < 1e-6 else scale, cap
 

@@ -1,8 +1,9 @@
 """The inspection of a decoder of transformers: each kind of layer is traced once, and compared with ours."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,13 +27,15 @@ from quire.foreign.skeleton import Skeleton, refused
 from quire.foreign.trace import (
     TracedGraph,
     check_rows,
+    copied,
     key_of,
     kind_of,
     tensors_of,
-    trace_end,
-    trace_entry,
+    trace_ends,
     trace_layer,
 )
+
+Traced = TypeVar("Traced")
 
 
 @dataclass
@@ -82,11 +85,13 @@ def inspect(raw: dict[str, Any], skeleton: Skeleton) -> Inspected:
     stubs = captured(raw, skeleton, calls)
     extras = _extras(stubs, calls)
     error = lambda why: refused(raw, why)  # noqa: E731
-    entry = _traced(lambda: trace_entry(skeleton, stubs, extras, torch.float32), "what is before its layers", error)
+    entry, end = _traced(
+        lambda: traced_ends(skeleton, stubs, extras, torch.float32), "what is around its layers", error
+    )
     check_rows(entry, "what is before its layers", error)
     _check_extras(entry, error)
-    end = _end(_traced(lambda: trace_end(skeleton, stubs, torch.float32), "what is behind its layers", error), error)
-    found = Inspected(skeleton, stubs, calls, extras, entry, end)
+    found_end = _end(entry, end, error)
+    found = Inspected(skeleton, stubs, calls, extras, entry, found_end)
     groups = _alike(skeleton, stubs, extras, calls)
     graphs = [
         _traced(lambda first=layers[0]: traced_layer(found, first, torch.float32), f"layer {layers[0]}", error)
@@ -104,7 +109,22 @@ def traced_layer(found: Inspected, layer: int, dtype: torch.dtype) -> TracedGrap
     return trace_layer(found.skeleton, layer, found.stubs.inputs[layer], found.extras, found.calls, dtype)
 
 
-def _traced(trace: Callable[[], TracedGraph], what: str, error: Callable[[str], UnsupportedModel]) -> TracedGraph:
+def traced_ends(
+    skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[TracedGraph, fx.Node]:
+    """Return the graph from embedded tokens to hidden states and extra tensors, and the node of the model's result.
+
+    The node is of a graph of its own, in which the result follows these hidden states.
+    """
+    whole = trace_ends(skeleton, stubs, extras, dtype)
+    entry = copied(whole)
+    (output,) = [node for node in entry.graph.nodes if node.op == "output"]
+    output.args = (tuple(outputs_of(entry)[:-1]),)
+    entry.graph.eliminate_dead_code()
+    return entry, outputs_of(whole)[-1]
+
+
+def _traced(trace: Callable[[], Traced], what: str, error: Callable[[str], UnsupportedModel]) -> Traced:
     try:
         return trace()
     except UnsupportedModel:
@@ -120,8 +140,8 @@ def _extras(stubs: Stubs, calls: Calls) -> list[Tensor]:
     for one in tensors_of([(own.args, own.kwargs) for own in stubs.inputs]):
         if id(one) not in calls.marks:
             found.setdefault(id(one), one)
-    positions = [one for one in found.values() if not one.is_floating_point() and not one.is_complex()]
-    first = positions[0] if positions else torch.arange(stubs.seen[0].shape[1])[None]
+    count = torch.arange(stubs.seen[0].shape[1])[None]
+    first = next((one for one in found.values() if one.dtype == torch.int64 and one.equal(count)), count)
     return [first, *(one for one in found.values() if one is not first)]
 
 
@@ -136,17 +156,22 @@ def _check_extras(entry: TracedGraph, error: Callable[[str], UnsupportedModel]) 
             raise error("its layers have further inputs that depend on tokens")
 
 
-def _end(traced: TracedGraph, error: Callable[[str], UnsupportedModel]) -> nn.Module | None:
-    (out,) = outputs_of(traced)
-    hidden = inputs_of(traced)["hidden"]
-    while out.op == "call_function" and is_view(out) and isinstance(out.args[0], fx.Node):
-        if out.args[0].meta["val"].shape[-1] != hidden.meta["val"].shape[-1]:
+def _end(entry: TracedGraph, out: fx.Node, error: Callable[[str], UnsupportedModel]) -> nn.Module | None:
+    """Return the norm behind the layers; None: there is none.
+
+    out   result of the model, in a graph in which the layers return what they get
+    """
+    (output,) = [node for node in out.graph.nodes if node.op == "output"]
+    hidden = output.args[0][0]  # type: ignore[index]
+    width = hidden.meta["val"].shape[-1]
+    while out is not hidden and is_view(out) and isinstance(out.args[0], fx.Node):
+        if out.args[0].meta["val"].shape[-1] != width:
             break
         out = out.args[0]  # hidden states in their own shape again
     if out is hidden:
         return None
     if kind_of(out) == NORM and out.args[0] is hidden:
-        return traced.leaves[key_of(out)].module
+        return entry.leaves[key_of(out)].module
     raise error("what is behind its layers is no norm that Quire has")
 
 
@@ -161,16 +186,31 @@ def _alike(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], calls: Ca
 def _signature(layer: nn.Module, number: int, inputs: LayerArguments, extras: Sequence[Tensor], calls: Calls) -> str:
     words = [repr(layer)]
     for name, module in layer.named_modules():
-        own = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str | bool | tuple)}
+        own = {key: _plain(value) for key, value in vars(module).items() if not key.startswith("_")}
         words.append(
             f"{name} {sorted((key, value) for key, value in own.items() if not _is_number(key, value, number))}"
         )
-        words += [f"{key} {value.flatten()[:8].tolist()}" for key, value in module.named_buffers(recurse=False)]
+        words += [f"{key} {_digest(value)}" for key, value in module.named_buffers(recurse=False)]
+        words += [f"{key} {tuple(value.shape)}" for key, value in module.named_parameters(recurse=False)]
     marks = [f"mask {calls.marks[id(one)]}" for one in tensors_of(inputs.kwargs) if id(one) in calls.marks]
     place = {id(one): i for i, one in enumerate(extras)}
     given = [place[id(one)] for one in tensors_of((inputs.args, inputs.kwargs)) if id(one) in place]
     plain = {name: value for name, value in inputs.kwargs.items() if isinstance(value, int | float | str | None)}
     return "\n".join([*words, *marks, str(given), repr(plain)])
+
+
+def _plain(value: object) -> object:
+    """Return a setting of a module, or the name of a function; None for other objects, which modules share."""
+    if isinstance(value, int | float | str | bool | tuple | list | dict):
+        return value if isinstance(value, int) else repr(value)
+    return getattr(value, "__qualname__", None)
+
+
+def _digest(buffer: Tensor) -> str:
+    if buffer.is_meta:
+        return "without numbers"
+    numbers = buffer.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(repr((buffer.dtype, buffer.shape)).encode() + numbers).hexdigest()
 
 
 def _is_number(name: str, value: object, number: int) -> bool:

@@ -56,11 +56,17 @@ def _attend_shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key: in
     return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-def find_leaves(root: nn.Module) -> list[Leaf]:
-    """Return the linear layers, the norms and the experts of a layer, in the order of its modules."""
+def find_leaves(root: nn.Module, stays_float: Callable[[str], bool]) -> list[Leaf]:
+    """Return the linear layers, the norms and the experts of a layer, in the order of its modules.
+
+    stays_float   name of a parameter below the root -> True if it is float32 for every dtype of the model: no kernel of
+                  a linear layer reads it
+    """
     found = list[Leaf]()
     for name, module in root.named_modules():
         if is_linear(module):
+            if stays_float(f"{name}.weight"):
+                continue
             found.append(Leaf(name, LINEAR, module))
         elif hasattr(module, "_is_expert_parallel"):
             found.append(Leaf(name, EXPERTS, module))

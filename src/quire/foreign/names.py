@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 
 from quire.foreign.leaves import ExpertsForm
 from quire.foreign.skeleton import Skeleton
+from quire.quantization.formats import MARKS
 
 GATE_UP, DOWN = "layers.{i}.mlp.experts.gate_up", "layers.{i}.mlp.experts.down"
 
@@ -15,6 +16,7 @@ def stored_names(skeleton: Skeleton, stored: Collection[str]) -> Callable[[str],
     Tensors that transformers stacks (experts) have the names that it gives them before.
     """
     own = {name for name, _ in (*skeleton.model.named_parameters(), *skeleton.model.named_buffers())}
+    stored = frozenset(map(_unquantized, stored))
     found = {name: name for name in stored if name in own}
     renames, prefix = _renames(skeleton) if len(found) < len(stored) else [], skeleton.model.base_model_prefix
     for name in stored:
@@ -25,6 +27,12 @@ def stored_names(skeleton: Skeleton, stored: Collection[str]) -> Callable[[str],
             renamed = f"{prefix}.{renamed}" if renamed not in own and f"{prefix}.{renamed}" in own else renamed
             found.setdefault(renamed, name)
     return lambda name: found.get(name, name)
+
+
+def _unquantized(name: str) -> str:
+    """Return the name that a tensor of a quantized weight would have without quantization ("X.qweight": "X.weight")."""
+    mark = next((one for one in MARKS if one.startswith(".") and name.endswith(one)), "")
+    return f"{name.removesuffix(mark)}.weight" if mark else name
 
 
 def _renames(skeleton: Skeleton) -> list[Callable[[str], str]]:

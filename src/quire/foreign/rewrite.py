@@ -1,7 +1,7 @@
 """Traced layers rewritten: nodes of leaves become calls of our layers, and neighbours are joined as ours join them."""
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +12,10 @@ from quire.foreign.halves import Half
 from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, norm_form
 from quire.foreign.numbers import NotEvaluated, ancestors, evaluate, is_view
 from quire.foreign.program import Ours
-from quire.foreign.steps import Activated, Added, ChosenExperts, Gated, NormAdded, Normed, PreparedAttention, Projection
-from quire.foreign.trace import TracedGraph, aten, key_of, kind_of
+from quire.foreign.steps import Activated, Added, ChosenExperts, NormAdded, Normed, PreparedAttention, Projection
+from quire.foreign.trace import TracedGraph, aten, copied, key_of, kind_of
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
-
-
-def copied(traced: TracedGraph) -> TracedGraph:
-    """Return a copy of a traced layer, whose graph may be rewritten."""
-    graph, places = fx.Graph(traced.graph.owning_module), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(traced.graph, places))
-    for before, after in places.items():
-        after.meta = dict(before.meta)
-    return replace(traced, graph=graph)
 
 
 def put_attention(traced: TracedGraph, step: Ours, *, prepared: bool) -> None:
@@ -73,7 +64,13 @@ def _merged(graph: fx.Graph, attend: fx.Node, new: fx.Node) -> fx.Node | None:
     return new
 
 
-def put_gate(traced: TracedGraph, reads: int, step: Gated | Activated) -> None:
+def only_views(attend: fx.Node, last: fx.Node) -> bool:
+    """Return True if nothing but views leads from attention to a node: all heads side by side."""
+    sizes = ancestors([last], [attend]) - {attend}
+    return all(is_view(one) or "sym_size" in str(one.target) or one.op == "placeholder" for one in sizes)
+
+
+def put_gate(traced: TracedGraph, reads: int, step: Activated) -> None:
     """Replace what the linear layer `reads` reads: an activation and the linear layers before it."""
     graph = traced.graph
     (reader,) = [node for node in graph.nodes if kind_of(node) == LINEAR and key_of(node) == reads]
@@ -114,7 +111,7 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> None:
     if len(node.users) != 1:
         return
     (user,) = node.users
-    if isinstance(user.target, PreparedAttention | Gated | Activated | Projection) and user.args[0] is node:
+    if isinstance(user.target, PreparedAttention | Activated | Projection) and user.args[0] is node:
         columns = isinstance(user.target, Projection) and user.target.linear.tp is not None
         if not columns:
             user.target.norm = node.target.norm  # type: ignore[union-attr]
@@ -171,9 +168,21 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _is_free(graph: fx.Graph, node: fx.Node, before: fx.Node) -> bool:
-    """Return True if nothing from `before` on reads a value but the sum itself, so that its memory may be reused."""
+    """Return True if nothing from `before` on reads a value but the sum itself, so that its memory may be reused.
+
+    A value's views have the same memory. Inputs but the hidden states are read by other layers, too.
+    """
+    base = node
+    while base.op == "call_function" and is_view(base) and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+    if base.op == "get_attr" or base.op == "placeholder" and base is not next(iter(graph.nodes)):
+        return False
     place = {one: i for i, one in enumerate(graph.nodes)}
-    return all(place[user] < place[before] or user is before or _within(user, before) for user in node.users)
+    stack, users = [base], list[fx.Node]()
+    while stack:
+        for user in stack.pop().users:
+            (stack if is_view(user) or user.target is operator.getitem else users).append(user)
+    return all(place[user] < place[before] or user is before or _within(user, before) for user in users)
 
 
 def _within(user: fx.Node, total: fx.Node) -> bool:
@@ -194,11 +203,12 @@ class _Anything(Linear):
 
 def left_operations(traced: TracedGraph, halves: Sequence[Half], *, prepared: bool) -> list[str]:
     """Return the operations of PyTorch that a layer's program runs beside our kernels, in their order."""
-    own, linear = copied(traced), _Anything()
+    own = copied(traced)
+    linear: Any = _Anything()
     graph = own.graph
     put_attention(own, _Step(), prepared=prepared)
     for half in halves:
-        put_gate(own, key_of(half.reads), Activated(linear, half.act, None, None))
+        put_gate(own, key_of(half.reads), Activated(linear))
     keys = range(len(traced.leaves))
     put_leaves(
         own,

@@ -1,6 +1,8 @@
 """A model of transformers without weights: parameters on the meta device, buffers with their numbers."""
 
-import importlib
+import importlib.metadata
+import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import nn
 from quire.contracts.errors import UnsupportedModel
 
 NAME = "quire"  # of our attention among transformers' implementations
+OLDEST = (5, 23)  # version of transformers, as of the extra
 INSTALL = "pip install 'quire[transformers]'"
 OWN_CODE = "its code lies inside the repository (auto_map), and code of a checkpoint is never run (trust_remote_code)"
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe", "chunked_attention"}
@@ -38,11 +41,19 @@ class Skeleton:
         """The configuration, an object of transformers."""
         return self.base.config
 
+    def stays_float(self, name: str) -> bool:
+        """True for a parameter of the model that transformers keeps in float32, whatever the model's dtype is."""
+        words = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return any(re.search(word.replace("*", ".*"), name) for word in words)
+
 
 def missing_library() -> str:
-    """Return the reason why transformers cannot be imported, with the command that installs it; "" if it can."""
+    """Return the reason why transformers cannot be used, with the command that installs it; "" if it can."""
     if importlib.util.find_spec("transformers") is None:
         return f"transformers is not installed: {INSTALL}"
+    found = importlib.metadata.version("transformers")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+        return f"transformers {found} is older than {OLDEST[0]}.{OLDEST[1]}: {INSTALL}"
     return ""
 
 
@@ -163,6 +174,10 @@ def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> Any:
         raise refused(words, f"transformers cannot build it ({_line(error)})") from None
     finally:
         torch.set_default_dtype(before)
+    empty = [name for name, one in model.named_buffers() if one.is_meta]
+    if empty:
+        words = {"model_type": config.model_type}
+        raise refused(words, f"its constructor computes {empty[0]} from weights, which are not there yet")
     return model.eval().requires_grad_(False)
 
 

@@ -1,7 +1,6 @@
 """Steps of a layer of transformers that call our layers."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import Tensor
 from quire.distributed import Group
 from quire.foreign.program import LayerRun, Ours
 from quire.kernels.select import Kernels
-from quire.layers.linear import GatedLinear, Linear
+from quire.layers.linear import ActivatedLinear, GatedLinear, Linear
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm, Norm
 
@@ -65,36 +64,14 @@ class NormAdded(Ours):
 
 
 class Activated(Ours):
-    """A linear layer and an activation behind it that has no gate: the kernel of a gate whose other side is 1.
+    """A linear layer with an activation, gated or not: x [T, N] -> [T, I], of norm(x) where a norm is given."""
 
-    ones   [1, M] of the model's type
-    """
-
-    def __init__(self, linear: Linear, act: str, kernel: Any, ones: Tensor | None) -> None:
-        self.linear, self.act, self.kernel, self.ones = linear, act, kernel, ones
-        self.norm: Norm | None = None
-
-    def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
-        """Return the activation of the projection of x."""
-        (x,) = values
-        rows = self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
-        if self.act == "relu2":
-            squared: Tensor = self.kernel.squared(rows)
-            return squared
-        assert self.ones is not None, "the activation has a kernel for gates"
-        out: Tensor = self.kernel.gated(rows, self.act, self.ones.expand(rows.shape))
-        return out
-
-
-class Gated(Ours):
-    """A gated linear layer: x [T, N] -> act(gate) * up [T, I]."""
-
-    def __init__(self, linear: GatedLinear) -> None:
+    def __init__(self, linear: GatedLinear | ActivatedLinear) -> None:
         self.linear = linear
         self.norm: Norm | None = None
 
     def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
-        """Return the activation of gate and up of x."""
+        """Return the activation of the projection of x."""
         (x,) = values
         return self.linear(x, run.ctx) if self.norm is None else self.linear.normed(x, self.norm, run.ctx)
 
@@ -108,7 +85,7 @@ class ChosenExperts(Ours):
     def __call__(self, run: LayerRun, *values: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts."""
         x, ids, weights = values
-        out = self.experts(x.contiguous(), weights.float(), ids.to(torch.int32), None)
+        out = self.experts(x.contiguous(), weights.float(), ids.to(torch.int32), None, adapters=run.ctx.adapters)
         return out if self.tp is None else self.tp.all_reduce(out)
 
 

@@ -1,7 +1,7 @@
 """Layers and the ends of a model as graphs of PyTorch's operations, for any number of tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from quire.foreign.leaves import ATTEND, EXPERTS, LINEAR, NORM, Leaf, find_leave
 from quire.foreign.skeleton import Skeleton
 
 TRACED_TOKENS = 13  # of a trace; any other number gives the same graph
+SIZES = (2, 3, TRACED_TOKENS, 300, 5000, 200_000, 20_000_000)  # numbers of tokens that must make the same graph
 aten = torch.ops.aten
 STRIDED = (aten.view.default, aten._unsafe_view.default)  # operations that need strides of a kind
 SAME = frozenset(  # operations whose result is their input, whatever its values
@@ -41,6 +42,15 @@ class TracedGraph:
     leaves: list[Leaf]
     calls: list[ModuleAttention]
     constants: dict[str, Tensor]
+
+
+def copied(traced: TracedGraph) -> TracedGraph:
+    """Return a copy of a traced layer, whose graph may be rewritten."""
+    graph, places = fx.Graph(traced.graph.owning_module), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(traced.graph, places))
+    for before, after in places.items():
+        after.meta = dict(before.meta)
+    return replace(traced, graph=graph)
 
 
 def kind_of(node: fx.Node) -> str:
@@ -84,9 +94,18 @@ def graph_of(run: Callable[..., Any], tensors: Sequence[Tensor], moving: Sequenc
 
     fakes = [faked(one, dim) for one, dim in zip(tensors, moving, strict=True)]
     graph = traced(run)
+    _check_guards(mode.shape_env)
     if any(_writes(node) for node in graph.nodes):  # then once more, without operations in place
         graph = traced(torch.func.functionalize(run, remove="mutations"))
     return simplified(graph)
+
+
+def _check_guards(shapes: Any) -> None:
+    """Raise ValueError if a trace has decided something by the number of tokens that other numbers would not decide."""
+    for guard in shapes.guards:
+        for count in SIZES:
+            if not bool(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, count))):
+                raise ValueError(f"it decides by the number of tokens of a step ({guard.expr})")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -120,7 +139,8 @@ def trace_layer(
     marks    masks of the captured run
     """
     layer: nn.Module = skeleton.layers[number]
-    leaves = find_leaves(layer)
+    at = f"{skeleton.at}.{number}."
+    leaves = find_leaves(layer, lambda name: skeleton.stays_float(at + name))
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in layer.named_parameters() if id(one) not in inside}
     buffers, kept = buffers_of(layer)
@@ -143,7 +163,7 @@ def trace_layer(
     with standing_in(leaves), answered(calls):
         graph = graph_of(
             run,
-            [hidden, *grown, *map(_on_cpu, own.values()), *buffers.values()],
+            [hidden, *grown, *_stand_ins(skeleton, at, own, dtype), *buffers.values()],
             [1, *moving, *[-1] * len(names)],
         )
     labels = ["hidden", "positions", *(f"extra{i}" for i in range(1, len(extras))), *names]
@@ -160,9 +180,25 @@ def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     )
 
 
-def _on_cpu(one: Tensor) -> Tensor:
-    """Return memory for a parameter that has none. A trace makes constants on the device of its inputs."""
-    return torch.empty(one.shape, dtype=one.dtype)
+def _stand_ins(skeleton: Skeleton, at: str, own: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return memory for parameters that have none, in the dtypes that they are loaded in.
+
+    at   begin of their names in the model
+    A trace makes constants on the device of its inputs.
+    """
+    return [torch.empty(one.shape, dtype=_loaded(skeleton, at + name, one, dtype)) for name, one in own.items()]
+
+
+def _loaded(skeleton: Skeleton, name: str, one: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not one.is_floating_point():
+        return one.dtype
+    return torch.float32 if skeleton.stays_float(name) else dtype
+
+
+def prefix_of(skeleton: Skeleton, module: nn.Module) -> str:
+    """Return the begin of the names below a module, with a dot behind; "" for the whole model."""
+    name = skeleton.names[module]
+    return f"{name}." if name else ""
 
 
 def replaced(value: Any, place: dict[int, int], given: Sequence[Tensor]) -> Any:
@@ -197,25 +233,12 @@ def _grown(extras: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     return made, moving
 
 
-def trace_entry(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
-    """Trace the way from embedded tokens and positions to the first layer: hidden states, then the extra tensors."""
-    places = [_place(stubs, one) for one in extras[1:]]
+def trace_ends(skeleton: Skeleton, stubs: Stubs, extras: Sequence[Tensor], dtype: torch.dtype) -> TracedGraph:
+    """Trace a base model without its layers, from embedded tokens and positions.
 
-    def outputs(again: Stubs, out: Tensor) -> Any:
-        return (again.seen[0], *(_at(again.inputs[layer], way) for layer, way in places))
-
-    return _trace_base(skeleton, stubs, outputs, dtype)
-
-
-def trace_end(skeleton: Skeleton, stubs: Stubs, dtype: torch.dtype) -> TracedGraph:
-    """Trace the way from the last layer's hidden states to the result of the base model."""
-    return _trace_base(skeleton, stubs, lambda again, out: out, dtype, end=True)
-
-
-def _trace_base(
-    skeleton: Skeleton, stubs: Stubs, outputs: Callable[[Stubs, Tensor], Any], dtype: torch.dtype, *, end: bool = False
-) -> TracedGraph:
-    base = skeleton.base
+    The graph returns the hidden states before the first layer, the extra tensors, and last the result of the model.
+    """
+    base, places = skeleton.base, [_place(stubs, one) for one in extras[1:]]
     leaves = [leaf for leaf in find_outer(skeleton)]
     inside = {id(param) for leaf in leaves for param in leaf.module.parameters()}
     own = {name: one for name, one in outer_params(skeleton).items() if id(one) not in inside}
@@ -226,19 +249,17 @@ def _trace_base(
     names = [*own, *buffers]
 
     def run(hidden: Tensor, positions: Tensor, *tensors: Tensor) -> Any:
-        again = Stubs(skeleton, as_tuple=stubs.as_tuple, result=hidden if end else None)
-        embedded = hidden.new_zeros(*hidden.shape[:2], base.get_input_embeddings().embedding_dim) if end else hidden
-        out = run_base(skeleton, again, dict(zip(names, tensors, strict=True)), embedded, positions)
-        return outputs(again, out)
+        again = Stubs(skeleton, as_tuple=stubs.as_tuple)
+        out = run_base(skeleton, again, dict(zip(names, tensors, strict=True)), hidden, positions)
+        return (again.seen[0], *(_at(again.inputs[layer], way) for layer, way in places), out)
 
-    width = base.config.hidden_size if end else base.get_input_embeddings().embedding_dim
-    hidden = torch.empty(1, TRACED_TOKENS, width, dtype=dtype)
+    hidden = torch.empty(1, TRACED_TOKENS, base.get_input_embeddings().embedding_dim, dtype=dtype)
     positions = torch.empty(1, TRACED_TOKENS, dtype=torch.int64)
     calls = Calls()
     with standing_in(leaves), answered(calls):
         graph = graph_of(
             run,
-            [hidden, positions, *map(_on_cpu, own.values()), *buffers.values()],
+            [hidden, positions, *_stand_ins(skeleton, prefix_of(skeleton, base), own, dtype), *buffers.values()],
             [1, 1, *[-1] * len(names)],
         )
     return TracedGraph(graph, ("hidden", "positions", *names), leaves, [], buffers)
@@ -247,7 +268,9 @@ def _trace_base(
 def find_outer(skeleton: Skeleton) -> list[Leaf]:
     """Return the leaves of a base model outside its layers."""
     inside = set(skeleton.layers.modules())
-    return [leaf for leaf in find_leaves(skeleton.base) if leaf.module not in inside]
+    at = prefix_of(skeleton, skeleton.base)
+    leaves = find_leaves(skeleton.base, lambda name: skeleton.stays_float(at + name))
+    return [leaf for leaf in leaves if leaf.module not in inside]
 
 
 def _place(stubs: Stubs, tensor: Tensor) -> tuple[int, tuple[Any, ...]]:

@@ -43,8 +43,10 @@ KERNELS: Mapping[str, bool] = {
     "weight_only_hopper": True,
     "weight_only": True,
     "grouped": True,
+    "invariant": True,
     "native": False,
     "panels": False,
+    "invariant_cpu": False,
     "cpu": False,
     "ref": True,
 }

@@ -6,6 +6,7 @@ from types import ModuleType
 import msgspec
 
 from quire.contracts.scheme import Scheme
+from quire.kernels.supports import module_of
 
 
 class RowRange(msgspec.Struct, frozen=True):
@@ -39,4 +40,4 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Import and return the kernel's module. So far a plan has exactly one range."""
         (only,) = self.ranges
         assert only.most is None and only.kernel == self.layout, "a kernel reads the layout that it has packed"
-        return importlib.import_module(f"quire.kernels.linear.{self.layout}")
+        return importlib.import_module(module_of("linear", self.layout))

@@ -4,8 +4,9 @@ A kernel that takes part is launched with `options(True)` and has the constexpr 
 
 - `gdc_launch_dependents`, first: lets the next kernel start once all programs of this kernel are running.
 - `gdc_wait`: waits until all kernels launched before have ended and their writes are visible. Before it, a kernel reads
-  only data that no kernel of a step writes (weights). Every program of every such kernel waits, so waiting for the
-  predecessor means waiting for all kernels before.
+  only data that no kernel of a step writes (weights), or tables of requests: the first launch of a step writes these
+  (`Upload.apply`), and a kernel that does not take part follows it (`build_inputs`). Every program of every kernel that
+  takes part waits, so waiting for the predecessor means waiting for all kernels before.
 
 Other kernels, like the first after a join of two streams, start after the end of the kernel before, as usual.
 """

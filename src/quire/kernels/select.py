@@ -6,15 +6,15 @@ Knows nothing of how implementations work. Imports PyTorch only with the chosen 
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import KINDS, UNQUANTIZED, Scheme
 from quire.kernels.latent_rows import FEATURE as ROWS
-from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
+from quire.kernels.supports import DENSE, FIXED_ORDER, NEEDS, SUPPORTS, Support, module_of
 
 Probe = Callable[[str], str]  # key of NEEDS -> the reason why the need is not met, or ""
 _WEIGHTS = frozenset({*KINDS, UNQUANTIZED, "ue8m0"})  # features that are words of `Scheme.needs`
@@ -77,6 +77,8 @@ class Kernels:
 
     The module is None for an operation that the model does not use. The implementation of `experts` is not here: it
     depends on the dispatcher, so `MoEPlan` names it.
+
+    joined   name of an attention layer -> rows of the steps whose decodes `kernels/joined` computes; see its `choice`
     """
 
     choices: tuple[Choice, ...]
@@ -93,6 +95,7 @@ class Kernels:
     routing: Any = None
     blend: Any = None
     lora: Any = None
+    joined: Mapping[str, range] = field(default_factory=dict)
 
     def features(self, op: str) -> tuple[str, ...]:
         """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""
@@ -178,7 +181,7 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
     weights = () if needs.scheme is None else tuple(sorted(needs.weights))
     for name, support in supports.items():
         told = needs.device in support.devices and needs.weights & support.lacks.keys()
-        if name != forced and runs_no(support, needs) and not told:
+        if name != forced and (runs_no(support, needs) and not told or not support.only_for <= needs.features):
             continue
         why_not = objection(support, needs, probe)
         if forced is not None and name != forced:
@@ -189,8 +192,10 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             reason = "asked for" if forced else "first that supports " + _words(needs)
             return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
+    remedy = "leave out --batch-invariant, or " if FIXED_ORDER in needs.features else ""
     raise ConfigError(
-        f"no implementation of {op} serves {_words(needs)} ({table}): choose another implementation, device or dtype."
+        f"no implementation of {op} serves {_words(needs)} ({table}): {remedy}choose another implementation, device or "
+        "dtype."
     )
 
 
@@ -209,7 +214,7 @@ def choose_kernels(
 
     device, dtype        device and dtype of the computation, such as "cuda" and "bfloat16"
     head_dim             size of the model's attention heads
-    attention_features   features of `quire.kernels.attention` that the model needs
+    attention_features   features of `quire.kernels.attention` that the model needs; all operations need FIXED_ORDER
     cache_features       features for the dtype of the KV cache; operations that read or write the cache need them
     forced               operation -> name of the implementation to use
     probe                function that checks the machine for a need
@@ -218,10 +223,11 @@ def choose_kernels(
     unknown = sorted(set(forced) - set(ops))
     if unknown:
         raise ConfigError(f"operation {unknown[0]!r} does not exist in this model: use one of {', '.join(ops)}.")
-    needs = KernelNeeds(device=device, dtype=dtype)
-    cache = replace(needs, features=cache_features)
+    fixed = attention_features & {FIXED_ORDER}
+    needs = KernelNeeds(device=device, dtype=dtype, features=fixed)
+    cache = replace(needs, features=cache_features | fixed)
     attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
-    latent = replace(needs, features=cache_features | attention_features & {"rows", "chosen"})
+    latent = replace(needs, features=cache_features | attention_features & {"rows", "chosen", FIXED_ORDER})
     own = {
         "heads": cache,
         "latent": latent,
@@ -265,7 +271,7 @@ def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
 
 def load_kernel(op: str, name: str) -> ModuleType:
     """Import and return the module of the implementation `name` of the operation `op`."""
-    return importlib.import_module(f"quire.kernels.{op}.{name}")
+    return importlib.import_module(module_of(op, name))
 
 
 def _words(needs: KernelNeeds) -> str:

@@ -20,6 +20,17 @@ NEEDS: Mapping[str, str] = {
 }
 
 
+FIXED_ORDER = "fixed order"  # feature: the bits of a row depend on that row alone, see `kernels/invariant`
+INVARIANT = "invariant"  # implementations in `kernels/invariant`: their names begin with it
+
+
+def module_of(op: str, name: str) -> str:
+    """Return the module of the implementation `name` of the operation `op`."""
+    if name.startswith(INVARIANT):
+        return f"quire.kernels.invariant.{op}{name.removeprefix(INVARIANT)}"
+    return f"quire.kernels.{op}.{name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Support:
     """Capabilities of an implementation.
@@ -31,6 +42,7 @@ class Support:
     lacks          kind of weights that the implementation does not run, although it runs kinds like it -> the reason
     needs          keys of `NEEDS`, which must all be met for the implementation to run
     typed          dtype -> more keys of `NEEDS`, for a model that computes in this dtype
+    only_for       features without which it is never chosen unless it is named: it is slower than others
     """
 
     devices: frozenset[str]
@@ -41,6 +53,7 @@ class Support:
     max_head_dim: int | None = None
     needs: tuple[str, ...] = ()
     typed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only_for: frozenset[str] = frozenset()
 
 
 _WHOLE = frozenset({"float32", "bfloat16"})
@@ -54,6 +67,10 @@ TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
 HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
 NATIVE = replace(PLAIN, needs=("native",))
+_FIXED = frozenset({FIXED_ORDER})
+FIXED_TRITON, FIXED_NATIVE = replace(TRITON, features=_FIXED), replace(NATIVE, features=_FIXED)
+_INVARIANT_GPU = replace(FIXED_TRITON, only_for=_FIXED)
+_INVARIANT_CPU = replace(PLAIN, features=_FIXED, only_for=_FIXED)
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
@@ -61,16 +78,17 @@ _UNGATED = frozenset({"gated", "ungated"})
 _NARROW = frozenset({"w4", "w8", "mxfp4", "add", "exact", "gated", "out"})  # weights alone of a linear layer
 _WIDE_GROUPS = {"nvfp4": "its words have scales for 32 inputs or more, not for 16"}
 _TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
-_FORMS = frozenset({"gelu_tanh", "swiglu_oai", "bias"})  # of experts, see their form.py
+_FORMS = frozenset({"gelu_tanh", "gelu", "swiglu_oai", "bias"})  # of experts, see their form.py
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
-_SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
+_SMALL: Mapping[str, Support] = {"triton": FIXED_TRITON, "native": FIXED_NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. The last one is always the reference, which has no needs.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
     "norm": _SMALL,
     "heads": {
         "triton": replace(TRITON, extra=_NEW),
-        "native": NATIVE,
+        "invariant": _INVARIANT_GPU,
+        "native": FIXED_NATIVE,
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
@@ -82,18 +100,24 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                           features=_EIGHT_BITS | _UNGATED | {"add", "exact", "norm", "out"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW, lacks=_WIDE_GROUPS),
         "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW | _UNGATED | {"nvfp4"}),
+        "invariant": replace(_INVARIANT_GPU,
+                             features=_PLAIN | _FIXED | {"add", "exact", "gated", "out", "plain", "rows"}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
-                          features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
-        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "rows", "stored"} | _UNGATED),
+                          features=_PLAIN | _FIXED | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
+        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | _FIXED | _UNGATED
+                          | {"add", "exact", "rows", "stored"}),
         "cpu": replace(PLAIN, features=_PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
         "quantized_ref": replace(REFERENCE, features=_QUANTIZED | {"exact"}),
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
-        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=512),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
+        "triton": replace(TRITON, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
+        "invariant": replace(_INVARIANT_GPU, features=_SCORES | _FIXED, max_head_dim=256),
         "native": replace(NATIVE, features=_SCORES | {"recording", "rows"}, max_head_dim=512),
         "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
+        "invariant_cpu": replace(_INVARIANT_CPU, features=_SCORES | _FIXED | {"recording"}, max_head_dim=512,
+                                 needs=("native",)),
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
@@ -109,33 +133,35 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "native": replace(NATIVE, features=_CACHES | {FEATURE}),
         "ref": replace(REFERENCE, features=_CACHES | {FEATURE}),
     },
-    "delta": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
-    "mamba": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
-    "shortconv": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
+    "delta": {"triton": TRITON, "native": FIXED_NATIVE, "ref": REFERENCE},
+    "mamba": {"triton": TRITON, "native": FIXED_NATIVE, "ref": REFERENCE},
+    "shortconv": {"triton": TRITON, "native": FIXED_NATIVE, "ref": REFERENCE},
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
-    "lora": {"triton": TRITON, "ref": REFERENCE},
+    "lora": {"triton": TRITON, "native": NATIVE, "ref": REFERENCE},
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
-    "routing": {"triton": TRITON, "ref": REFERENCE},
+    "routing": {"triton": FIXED_TRITON, "invariant_cpu": _INVARIANT_CPU, "ref": REFERENCE},
     "quantize": {"ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2"}),
+        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "adapters"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "adapters"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
-                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows"}),
+                          features=_EIGHT_BITS | _FORMS | {"join", "quantized rows", "adapters"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},
                                       lacks=_WIDE_GROUPS),
         "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},
-                               features=_FORMS | {"w4", "w8", "mxfp4", "nvfp4", "join"}),
+                               features=_FORMS | {"w4", "w8", "mxfp4", "nvfp4", "join", "adapters"}),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED | _FORMS),
+        "invariant": replace(_INVARIANT_GPU, features=_STACKED | _FORMS | _FIXED | {"join", "relu2"}),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN | _FORMS, needs=("native AMX",)),
-        "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | _FORMS | {"stored"}),
-        "cpu": replace(PLAIN, features=_STACKED | _TRAVELLING | _FORMS | {"relu2"}),
-        "ref": replace(REFERENCE, features=_STACKED | _TRAVELLING | _FORMS | {"relu2"}),
+        "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | _FORMS | {"stored", "adapters"}),
+        "invariant_cpu": replace(NATIVE, features=_PLAIN | _QUANTIZED | _FORMS | _FIXED | {"stored"}, only_for=_FIXED),
+        "cpu": replace(PLAIN, features=_STACKED | _TRAVELLING | _FORMS | {"relu2", "adapters"}),
+        "ref": replace(REFERENCE, features=_STACKED | _TRAVELLING | _FORMS | {"relu2", "adapters"}),
     },
 }  # fmt: skip
 DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a dense model

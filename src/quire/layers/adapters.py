@@ -3,6 +3,7 @@
 Knows slots and matrices. Knows no files, no requests, and not which adapter is in a slot.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,11 @@ from quire.contracts.adapters import Adapter
 from quire.kernels.lora import AdapterRows, AdapterWeights, OutputRun
 from quire.kernels.streams import Fork, side_stream
 
+# Rows of a captured step whose A x is launched behind the layer's product, not before it; both run side by side.
+# Llama-3.1-8B on an H200, rank 16, us added per layer of a decode step, before and behind: 1 row 29.2 and 34.5; 64 rows
+# 19.9 and 6.4, with 16 adapters 35.9 and 27.6; 256 rows 44.1 and 45.3 (tools/measure_lora.py).
+BEHIND = range(17, 129)
+
 
 class AdaptedProduct:
     """The products of adapters with the inputs of a linear layer.
@@ -22,18 +28,33 @@ class AdaptedProduct:
 
     def __init__(self, kernel: Any, weights: AdapterWeights) -> None:
         self.weights, self._kernel = weights, kernel
+        kernel.prepare(weights)
 
     def around(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> Tensor:
-        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter.
-
-        In a captured step A x runs beside the product.
-        """
-        with Fork(side_stream(x.device) if _captured(x) else None) as fork:
-            with fork.beside:
-                inner = self._kernel.shrink(x, self.weights, rows)
-            y = product()
+        """Return y = product() with B (A x) added in place, for the rows of x [T, K] that have an adapter."""
+        y, inner = self._beside(product, x, rows)
         self._kernel.expand(y, inner, self.weights, rows)
         return y
+
+    def gated(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows, act: str, activation: Any) -> Tensor:
+        """Return the activation [T, I] of `around`. activation: the kernels of `quire.kernels.activation`"""
+        y, inner = self._beside(product, x, rows)
+        if self._kernel.fuses(self.weights):
+            fused: Tensor = self._kernel.expand_gated(y, inner, self.weights, rows, act)
+            return fused
+        self._kernel.expand(y, inner, self.weights, rows)
+        gated: Tensor = activation.gated(y, act)
+        return gated
+
+    def _beside(self, product: Callable[[], Tensor], x: Tensor, rows: AdapterRows) -> tuple[Tensor, Any]:
+        """Return product() and A x. In a captured step A x runs beside the product, see `BEHIND`."""
+        captured = _captured(x)
+        with Fork(side_stream(x.device) if captured else None) as fork:
+            y = product() if captured and len(x) in BEHIND else None
+            with fork.beside:
+                inner = self._kernel.shrink(x, self.weights, rows)
+            y = product() if y is None else y
+        return y, inner
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows, first: int = 0) -> None:
         """Add B (A x) to y [T, N] in place. x: [T, K], or [T, modules, K], of the step's rows from `first` on"""
@@ -74,6 +95,63 @@ class AdaptedExpansion:
         self._sums.add(out.flatten(1), sums, rows, first)
 
 
+class AdaptedExperts:
+    """The products of adapters with the routed experts of a layer.
+
+    up, down   matrices of all slots for gate and up, and for down
+    """
+
+    def __init__(self, kernel: Any, up: AdapterWeights, down: AdapterWeights) -> None:
+        self.up, self.down, self._kernel = up, down, kernel
+        kernel.prepare(up)
+        kernel.prepare(down)
+
+    def of_step(self, rows: AdapterRows) -> "StepExperts":
+        """Return the adapters of the rows of a step."""
+        return StepExperts(self, self._kernel, rows)
+
+
+class StepExperts:
+    """Adapters of the rows of a step in the experts of a layer; an `ExpertAdapters` of `quire.kernels.experts`."""
+
+    def __init__(self, own: AdaptedExperts, kernel: Any, rows: AdapterRows) -> None:
+        self._own, self._kernel, self._rows = own, kernel, rows
+
+    @property
+    def inner(self) -> int:
+        """Numbers between the products on this rank."""
+        return self._own.down.a.shape[-1]
+
+    def of_expert(self, place: int, tokens: Tensor | None) -> "BetweenProducts":
+        """Return the adapters of the expert at `place`, for tokens [n] int64; None: for all of the step."""
+        rows = self._rows if tokens is None else self._rows.chosen(tokens)
+        return BetweenProducts(self._kernel, self._own.up.of(place), self._own.down.of(place), rows)
+
+    def of_pairs(self, ids: Tensor, expert_map: Tensor | None) -> "BetweenProducts":
+        """Return the adapters of all pairs [T * k], in their order, on a GPU. Does not wait for the device."""
+        slots, experts = self._own.up.ranks.shape
+        rows = self._kernel.pair_rows(ids, expert_map, self._rows.slots, slots, experts)
+        return BetweenProducts(self._kernel, self._own.up, self._own.down, rows)
+
+
+class BetweenProducts(NamedTuple):
+    """Adds the products of adapters to those of experts; a `Between` of `quire.kernels.experts`."""
+
+    kernel: Any
+    up: AdapterWeights
+    down: AdapterWeights
+    rows: AdapterRows
+
+    def add_up(self, y: Tensor, x: Tensor) -> None:
+        """Add to y [n, 2I], the product of gate and up. x: of the tokens [n, H], or of all pairs [T, H]"""
+        self.kernel.expand(y, self.kernel.shrink(x, self.up, self.rows), self.up, self.rows)
+
+    def add_down(self, y: Tensor, h: Tensor, weights: Tensor | None = None) -> None:
+        """Add to y [n, H], the product of down with h [n, I]. weights: [T, k] factors of the pairs; None: 1"""
+        scales = {} if weights is None else {"scales": weights}
+        self.kernel.expand(y, self.kernel.shrink(h, self.down, self.rows, **scales), self.down, self.rows)
+
+
 class HeldAdapter(NamedTuple):
     """An adapter in host memory: the numbers of a slot, and the ranks of each linear layer [layers] int32."""
 
@@ -93,12 +171,16 @@ class AdapterBank:
         self.read, self.memory = read, memory
         self.ranks = torch.zeros(num_linears, len(memory), dtype=torch.int32, device=memory.device)
 
-    def view(self, at: int, *shape: int) -> Tensor:
-        """Return the matrix [slots, *shape] of all slots, whose numbers begin at `at`."""
-        count = 1
-        for size in shape:
-            count *= size
-        return self.memory[:, at : at + count].unflatten(1, shape)
+    def view(self, at: int, *shape: int, each: int = 0, experts: int = 1) -> Tensor:
+        """Return the matrix [slots, *shape] of all slots, whose numbers begin at `at`.
+
+        each   numbers from a matrix to that of the next expert: the result is [slots, experts, *shape]. 0: one matrix
+        """
+        whole = self.memory[:, at : at + math.prod(shape)].unflatten(1, shape)
+        if not each:
+            return whole
+        sizes, strides = (len(whole), experts, *shape), (whole.stride(0), each, *whole.stride()[1:])
+        return whole.as_strided(sizes, strides)
 
     def put(self, slot: int, held: HeldAdapter) -> None:
         """Copy an adapter to a slot, without waiting for a device."""
@@ -106,7 +188,7 @@ class AdapterBank:
         self.ranks[:, slot].copy_(held.ranks, non_blocking=True)
 
 
-def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpansion]) -> None:
+def attach(model: nn.Module, products: Mapping[str, AdaptedProduct | AdaptedExpansion | AdaptedExperts]) -> None:
     """Give the linear layers of a model their products of adapters, by the layers' names."""
     left = dict(products)
     for module in model.modules():

@@ -1,5 +1,8 @@
 """Grouped-query attention over the paged cache."""
 
+import importlib
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +81,10 @@ class Attention(nn.Module):
             widths = self.num_heads * args.head_dim, self.num_kv_heads * args.head_dim
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
+        self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once, in steps of these rows
+        self.joined_rows = build.kernels.joined.get(at, range(0))
+        if self.joined_rows:
+            self.joined = importlib.import_module("quire.kernels.joined.decode_attention")
 
     def forward(
         self,
@@ -104,11 +111,17 @@ class Attention(nn.Module):
         head_norm = self.ones if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
         cos, sin = turns[self.turn]
-        q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)
-        if self.growth is not None:
-            q = self.growth(q, ctx.positions)
         sinks = None if self.sinks is None else self.sinks.weight
-        attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window, self.soft_cap, sinks)
+        scores = self.scale, self.window, self.soft_cap, sinks
+        joins = tokens in self.joined_rows and not ctx.apart
+        if self.joined is not None and joins and self.joined.fits(qkv, kv, meta):
+            heads = self.joined.HeadInputs(head_norm, self.eps, cos, sin)
+            attended = self.joined.attention(qkv, heads, kv, meta, *scores)
+        else:
+            q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)
+            if self.growth is not None:
+                q = self.growth(q, ctx.positions)
+            attended = self.kernels.attention.paged_attention(q, kv, meta, *scores)
         joined = attended.view(tokens, self.num_heads * self.head_dim)
         if gates is not None:
             joined = self.kernels.activation.opened(joined, gates)

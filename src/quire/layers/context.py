@@ -150,6 +150,7 @@ class StepContext:
     reuses      True: indexers write their keys alone, and rows attend to `chosen`, which an earlier pass has chosen
     live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     adapters    adapter of each row; None: no row has one
+    apart       True: each operation has launches of its own, as a trace shows them
     """
 
     positions: Tensor
@@ -162,3 +163,4 @@ class StepContext:
     chosen: Chosen | None = None
     reuses: bool = False
     adapters: AdapterRows | None = None
+    apart: bool = False

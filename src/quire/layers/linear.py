@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.activation import checked
+from quire.kernels.activation import POINTWISE, checked
 from quire.kernels.pack.matrix import moved
 from quire.layers.adapters import AdaptedProduct
 from quire.layers.context import Build, StepContext
@@ -105,21 +105,24 @@ class FloatLinear(Linear):
         return False
 
 
-class SquaredLinear(Linear):
-    """max(up(x), 0)^2, [T, in_features] -> [T, out_features]."""
+class ActivatedLinear(Linear):
+    """act(up(x)), [T, in_features] -> [T, out_features]. act: word of `quire.kernels.activation.POINTWISE`."""
 
-    def __init__(self, at: str, build: Build) -> None:
+    def __init__(self, at: str, build: Build, act: str) -> None:
         super().__init__(at, build)
-        self.activation = build.kernels.activation
+        self.act, self.activation = checked(act, POINTWISE), build.kernels.activation
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        y: Tensor = self.activation.squared(super().forward(x, ctx))
+        y: Tensor = self.activation.pointwise(super().forward(x, ctx), self.act)
         return y
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        return self(norm(x), ctx)
+        if not self.fuses(norm) or self.adapts(ctx):
+            return self(norm(x), ctx)
+        y: Tensor = self.activation.pointwise(super().normed(x, norm, ctx), self.act)
+        return y
 
 
 class GatedLinear(Linear):
@@ -142,6 +145,10 @@ class GatedLinear(Linear):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
+        if ctx.adapters is not None and self.adapted is not None and self.scale == 1:
+            return self.adapted.gated(
+                lambda: self.kernel.run(x, *self.packed), x, ctx.adapters, self.act, self.activation
+            )
         if not self.fused or self.adapts(ctx):
             rows = super().forward(x, ctx)
             if self.scale != 1:

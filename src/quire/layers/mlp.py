@@ -5,19 +5,21 @@ from torch import Tensor, nn
 from quire.kernels.activation import UNGATED
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
-from quire.layers.linear import GatedLinear, Linear, SquaredLinear
+from quire.layers.linear import ActivatedLinear, GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); gate and up are a single projection. act: see `quire.kernels.activation`.
 
-    Without a gate, by an activation of `UNGATED`: down(max(up(x), 0)^2).
+    Without a gate, by an activation of `UNGATED`: down(act(up(x))).
     """
 
     def __init__(self, at: str, build: Build, act: str = "silu", gate_scale: float = 1.0) -> None:
         super().__init__()
         name = f"{at}.gate_up"
-        self.gate_up = SquaredLinear(name, build) if act in UNGATED else GatedLinear(name, build, act, gate_scale)
+        self.gate_up = (
+            ActivatedLinear(name, build, act) if act in UNGATED else GatedLinear(name, build, act, gate_scale)
+        )
         self.down = Linear(f"{at}.down", build)
 
     def forward(self, x: Tensor, branch: Branch, ctx: StepContext, residual: Tensor | None = None) -> Tensor:

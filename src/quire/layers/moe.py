@@ -20,7 +20,7 @@ from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
-from quire.layers.adapters import AdaptedProduct
+from quire.layers.adapters import AdaptedExperts, AdaptedProduct
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
@@ -88,7 +88,11 @@ class Experts(nn.Module):
 
     A kernel with the feature "in place" reads experts as they are loaded, without packing. For other kernels, and for
     quantized or biased experts, each expert is packed.
+
+    adapted   products of adapters; None: no adapter changes the experts
     """
+
+    adapted: AdaptedExperts | None = None
 
     def __init__(self, at: str, moe: MoEArgs, build: Build) -> None:
         super().__init__()
@@ -149,11 +153,18 @@ class Experts(nn.Module):
         ids: Tensor,
         residual: Tensor | None,
         *join: Callable[[], bool],
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Return residual + the weighted sum over this rank's experts, [T, hidden]; it may reuse the residual's memory.
 
-        join   `Fork.join` of the side stream that computes the residual, if any
+        join       `Fork.join` of the side stream that computes the residual, if any
+        adapters   of the rows; None: no row has one
         """
+        if adapters is not None and self.adapted is not None:
+            routed = weights, ids, self.expert_map
+            step = self.adapted.of_step(adapters)
+            found: Tensor = self.kernel.run_adapted(x, routed, self.packed, residual, step, *join)
+            return found
         y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y
 
@@ -225,11 +236,11 @@ class MoE(nn.Module):
                 partial = (
                     None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x, ctx), ctx)
                 )
-                return self.tp.add(self.experts(own, weights, ids, partial), hidden)
+                return self.tp.add(self.experts(own, weights, ids, partial, adapters=ctx.adapters), hidden)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
-            return self.experts(own, weights, ids, hidden, *(fork.join,) if forks else ())
+            return self.experts(own, weights, ids, hidden, *(fork.join,) if forks else (), adapters=ctx.adapters)
 
     def join(self, ctx: StepContext) -> None:
         """Take part in a step in which this replica has no tokens: run this rank's experts for the other replicas."""

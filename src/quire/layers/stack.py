@@ -16,7 +16,7 @@ from quire.layers.decoder import Decoder as Model
 
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
-PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
+PLAIN = (int, float, str, bytes, set, range, torch.dtype, torch.device, type(None), Scheme)
 
 
 def embedded(model: Model, token_ids: Tensor, ctx: StepContext) -> tuple[Tensor, StepContext]:

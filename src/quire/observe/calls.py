@@ -25,7 +25,7 @@ from quire.contracts.step import CopyJob, FinishedCopy
 
 PACKAGE = Path(__file__).parents[1]
 WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|(layers|worker)\.\w+)")  # modules whose functions are work
-PRODUCT = re.compile(r"run(_add|_float|(_norm)?(_gated)?)")  # functions of a kernel that multiply weights
+PRODUCT = re.compile(r"run(_adapted|_add|_float|(_norm)?(_gated)?)")  # functions of a kernel that multiply weights
 
 NATIVE = re.compile(r"\w+ (\w+)\(")  # a line that begins a C function
 RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step

@@ -13,8 +13,8 @@ from quire.args.layers import AttentionArgs
 from quire.args.prediction import SKIPPED
 from quire.args.wrappers import place_of
 from quire.models.names import EACH, STACKED_FORMS
-from quire.plan.formats import MARKS
 from quire.plan.layout import layer_names
+from quire.quantization.formats import MARKS
 
 MATRICES = ("gate_up", "down")  # of experts
 Shapes = Callable[[str], Sequence[int]]

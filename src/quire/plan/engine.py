@@ -30,6 +30,7 @@ from quire.kernels.select import (
     choose_kernels,
     choose_linears,
 )
+from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
 from quire.plan.cuda_memory import check_sequences, resolve_batch
@@ -299,20 +300,20 @@ def resolve_engine(
     geometry = rank_geometry(args, rank, block_size=config.cache.block_size, **kinds)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
-    blends = config.cache.enable_cache_blend
+    blends, asked = config.cache.enable_cache_blend, attention_features(inputs, args)
     kernels = choose_kernels(
         device,
         dtype.dtype,
         ops=operations(args, blends, config.adapters.enable_lora),
         head_dim=max(one.head_dim for one in args.attending),
         forced=forced,
-        attention_features=attention_features(inputs, args),
+        attention_features=asked,
         cache_features=cache.features,
         probe=probe,
     )
     if by_triton and cache.features:
         _check_cache(config.cache.kv_cache_dtype, kernels, forced)
-    needs = KernelNeeds(device=device, dtype=dtype.dtype)
+    needs = KernelNeeds(device=device, dtype=dtype.dtype, features=asked & {FIXED_ORDER})
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     moe = _experts(config, model, params, rank, needs, probe, parallel=parallel, forced=experts)
@@ -374,7 +375,7 @@ def _experts(
     args = model.args
     plans = moe_plans(
         args,
-        needs_of_kinds(args, rank, needs, model.quantization),
+        needs_of_kinds(args, rank, needs, model.quantization, adapted=config.adapters.of_experts),
         probe,
         parallel=parallel,
         forced=forced,
@@ -382,6 +383,9 @@ def _experts(
         eager=config.device.enforce_eager,
         hosts=config.hosts.nnodes,
     )
+    lacking = [one for one in plans.values() if isinstance(one, str)]
+    if lacking and FIXED_ORDER in needs.features:
+        raise ConfigError(f"batch_invariant: {lacking[0]}\nleave out --batch-invariant.")
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}

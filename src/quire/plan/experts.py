@@ -19,12 +19,14 @@ from quire.plan.parallel_notes import BACKENDS, check_backend
 
 
 def needs_of_kinds(
-    args: ModelArgs, rank: Rank, needs: KernelNeeds, quantization: Mapping[str, Any]
+    args: ModelArgs, rank: Rank, needs: KernelNeeds, quantization: Mapping[str, Any], *, adapted: bool = False
 ) -> tuple[KernelNeeds, ...]:
     """Return `needs` with each kind of weights that experts have, in the order of the layers of all stages.
 
     A checkpoint may leave the experts of some layers unquantized. The ranks of all stages get the same kinds.
+    adapted: adapters may change the experts
     """
+    needs = replace(needs, features=needs.features | {"adapters"}) if adapted else needs
     if args.moe is None or not quantization:
         return (needs,)
     every = replace(rank, layers=(0, args.num_layers), last=True)
@@ -94,12 +96,15 @@ def _joined(found: Sequence[MoEPlan | str]) -> MoEPlan | str:
 def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hardware:
     supports = SUPPORTS["experts"]
     unfit = {"in place" if needs.scheme or "bias" in needs.features else "", "" if needs.scheme else "quantized rows"}
+    unfit |= {"adapters"} - needs.features
     return Hardware(
         device=needs.device,
         eager=eager,
         hosts=hosts,
         kernels=tuple(
-            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
+            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme))
+            for name, one in supports.items()
+            if one.only_for <= needs.features
         ),
         features={
             name: tuple(word for word in features(one, probe) if word not in unfit) for name, one in supports.items()

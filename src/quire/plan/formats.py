@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.contracts.params import FLOATS, Param, Part, first_expert
 from quire.contracts.scheme import Scheme
-from quire.quantization.formats import FORMATS
+from quire.quantization.formats import FORMATS, MARKS
 from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
@@ -34,7 +34,6 @@ DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 # stored, and not quantized here.
 STEERING = (".delta.rates.weight", ".delta.decays.weight", ".delta.gates.weight")
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
-MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")  # of quantized modules alone
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 

@@ -59,6 +59,7 @@ def _ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
     """Yield every rank, in the order of their numbers."""
     num_experts = args.moe.routing.num_experts if args.moe else 0
+    num_slots = num_experts + (parallel.redundant or 0)
     held = _ranges(parallel.layers) if parallel.layers else stages(args.num_layers, parallel.pp)
     for number in range(parallel.size):
         replica, rest = divmod(number, parallel.pp * parallel.tp)
@@ -70,9 +71,9 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             stage=stage,
             place=place,
             layers=held[stage],
-            experts=(among, num_experts, parallel.expert_ranks)
+            experts=(among, num_slots, parallel.expert_ranks)
             if parallel.round_robin
-            else (*share(num_experts + (parallel.redundant or 0), parallel.expert_ranks, among), 1),
+            else (*share(num_slots, parallel.expert_ranks, among), 1),
             first=stage == 0,
             last=stage == parallel.pp - 1,
             tp=parallel.tp,

@@ -31,6 +31,7 @@ class WeightFormat(Protocol):
 
 _ROWS, _COLUMNS = (FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED), (AWQ, GPTQ, GPTQ_V2)
 _MICROSCALED = (GPT_OSS, MX_PACKED, NV_PACKED, NV_MODELOPT)
+MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")  # of quantized modules alone
 FORMATS: dict[str, WeightFormat] = {one.name: one for one in (UNQUANTIZED, ONLINE, *_ROWS, *_COLUMNS, *_MICROSCALED)}
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.adapters.slots import slot_plan
+from quire.adapters.slots import last_name, slot_plan
 from quire.plan.engine import EnginePlan
 from quire.plan.weight_bytes import ITEM_BYTES
 
@@ -16,12 +16,13 @@ def adapter_bytes(plan: EnginePlan) -> int:
 def describe_adapters(plan: EnginePlan) -> dict[str, Any] | None:
     """Return the slots of a rank as plain values; None without adapters.
 
-    `slot_bytes` is an adapter's memory on the device, whatever its rank; `modules` has the linear layers' last names.
+    `slot_bytes` is an adapter's memory on the device, whatever its rank; `modules` has the linear layers' last names;
+    `linears` counts the two of each routed expert.
     """
     slots, config = slot_plan(plan), plan.config.adapters
     if slots is None:
         return None
-    tails = {module.tail.rpartition(".")[2] for linear in slots.linears for module in linear.modules}
+    tails = {last_name(module.tail) for linear in slots.linears for module in linear.modules}
     return {
         "slots": config.num_slots,
         "held": config.num_held,

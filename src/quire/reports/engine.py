@@ -41,6 +41,7 @@ from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
 from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
+from quire.reports.joined import describe_joined
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
 from quire.reports.outer_calls import embedding_calls, head_calls, pack_function
@@ -114,10 +115,11 @@ class PlanReport:
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
+            "joined": describe_joined(self.plan),
             "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
             "chosen": describe_chosen(self.plan),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
-            "layers": list(self._layers()),
+            "layers": list(self.layers()),
             "speculation": self._speculation(),
             "blend": self._blend(),
             "adapters": describe_adapters(self.plan),
@@ -302,7 +304,8 @@ class PlanReport:
         name = experts.experts if experts else self._chosen[op].name if op in self._chosen else ""
         return f"quire.kernels.{op}.{name}.{rest}" if name else function
 
-    def _layers(self) -> Iterator[dict[str, Any]]:
+    def layers(self) -> Iterator[dict[str, Any]]:
+        """Yield each layer, its weights and the calls of a step; see `describe`."""
         args, parallel = self.plan.args, self.plan.mesh.parallel
         args = replace(args, tie_word_embeddings=args.tie_word_embeddings and parallel.pp == 1)
         for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):

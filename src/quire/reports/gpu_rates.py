@@ -7,6 +7,31 @@ HOST_GPUS = 8  # of one machine: NVLink joins them, and no more ranks of tensor 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reached:
+    """Shares of a GPU's rates that kernels reach, beside their gaps.
+
+    few, some, many     products of decodes, of up to 16 and 128 rows and of more
+    packed              weights of 4 bits in these, times the share above
+    prompts             products of prompts
+    experts             routed experts of decodes
+    prompt_experts      of prompts; narrow_experts: those whose activations are quantized
+    attention           of decodes, over the KV cache
+    prompt_attention    of prompts
+    """
+
+    few: float = 1.0
+    some: float = 0.8
+    many: float = 0.85
+    packed: float = 0.7
+    prompts: float = 0.92
+    experts: float = 1.0
+    prompt_experts: float = 0.65
+    narrow_experts: float = 0.85
+    attention: float = 0.9
+    prompt_attention: float = 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuRates:
     """Rates of a GPU.
 
@@ -15,6 +40,8 @@ class GpuRates:
     narrow     values of a weight whose activations are quantized, too ("e4m3", "int8") -> operations per second
     link       bytes per second that a GPU reads from the GPUs of its host
     exchange   seconds of an exchange of few bytes
+    gap        seconds of a kernel that waits for the one before it, beside its bytes and operations
+    reached    shares of these rates in a step
     source     origin of the numbers
     """
 
@@ -24,9 +51,13 @@ class GpuRates:
     narrow: Mapping[str, float] = field(default_factory=dict)
     link: float
     exchange: float
+    gap: float = 3e-6
+    reached: Reached = Reached()
     source: str
 
 
+# Gap and shares are fitted to 28 cells of docs/performance.md (seven models, four kinds of work, one H200), of which a
+# test compares each with its prediction.
 SMALL = 6.6e-6  # a sum of 8 KB between two H200 in a CUDA graph
 RATES = (
     GpuRates(

@@ -95,7 +95,11 @@ class Layers:
 
     def weights(self, kinds: Sequence[str], batch: StepWork) -> Cost:
         """Return the cost of the matrices of some kinds (`by_kind`) in a step."""
-        return total(self._matrix(param, batch.tokens) for kind in kinds for param in self.by_kind[kind])
+        return total(cost for _, cost in self.matrices(kinds, batch))
+
+    def matrices(self, kinds: Sequence[str], batch: StepWork) -> Iterator[tuple[Param, Cost]]:
+        """Yield the parameters of some kinds (`by_kind`) in a step; experts stand for all of their layer."""
+        yield from ((param, self._matrix(param, batch.tokens)) for kind in kinds for param in self.by_kind[kind])
 
     def head(self, rows: int) -> Cost:
         """Return the cost of the head for so many rows; of a tied head the embedding."""

@@ -19,7 +19,7 @@ import torch
 from quire.contracts.adapters import AdapterLoad, AdapterLoaded
 from quire.contracts.errors import UserError
 from quire.contracts.step import I32, SAMPLE, StepPlan
-from quire.kernels.lora import TILE, AdapterRows, Groups, group_rows, grouped, tiles_of
+from quire.kernels.lora import TILE, AdapterRows, group_rows, grouped, most_tiles, tile_of, tiles_of
 from quire.kernels.step.state import zeros
 from quire.kernels.step.upload import Change
 from quire.layers.adapters import AdapterBank, HeldAdapter
@@ -44,6 +44,11 @@ class AdapterLoader:
         self._thread: threading.Thread | None = None
         on_gpu = bank.memory.is_cuda
         self._stream = torch.cuda.Stream(bank.memory.device) if on_gpu else None
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters that a step can have."""
+        return len(self._bank.memory)
 
     @property
     def num_open(self) -> int:
@@ -105,21 +110,21 @@ class AdapterLoader:
 class StepAdapters(StepFeature):
     """Tells layers the adapter of each row, and begins the loads of plans.
 
-    captured    True: steps are captured, so they read the rows' adapters at fixed addresses
+    captured    most tokens of a captured step, which reads tables at fixed addresses; None: no step is captured
     """
 
     def __init__(
-        self, loader: AdapterLoader, num_slots: int, tokens: int, device: torch.device, *, captured: bool
+        self, loader: AdapterLoader, num_slots: int, tokens: int, device: torch.device, captured: int | None
     ) -> None:
         self._loader, self._device, self._captured = loader, device, captured
         self.parts, self.head = (loader,), self._head
         self._of_slot = np.full(num_slots + 1, -1, np.int32)  # adapter of each request's slot
         self._rows, self._heads = NONE, NONE  # adapters of the rows of the step, and of its sampled rows
-        self._groups: Groups = ()
-        most = -(-tokens // TILE) + num_slots
+        self._tile = TILE
         kinds = {"dtype": torch.int32, "device": device}
-        self._slots, self._order = (zeros(tokens, **kinds) for _ in range(2))
-        self._tiles, self._sent = zeros(most, 3, **kinds), (NONE, NONE)
+        self._slots, self._order = zeros(tokens, **kinds) - 1, zeros(tokens, **kinds)
+        self._tiles = zeros(most_tiles(tokens, min(num_slots, loader.num_slots)), 3, **kinds)
+        self._used, self._sent = zeros(1, **kinds), NONE
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """Note the adapters of the step's rows, and return the changes of the tables that captured steps read."""
@@ -133,20 +138,22 @@ class StepAdapters(StepFeature):
         decodes = plan.num_decodes
         counts = np.where(np.arange(len(own)) < decodes, plan.num_tokens, (plan.outputs & SAMPLE) != 0)
         self._rows, self._heads = np.repeat(own, plan.num_tokens), np.repeat(own, counts)
-        return self._changes() if self._captured else []
+        return [] if self._captured is None else self._changes(self._captured)
 
-    def _changes(self) -> list[Change]:
-        order, self._groups = group_rows(self._rows)
-        tiles = np.zeros((len(self._tiles), 3), np.int32)
-        made = tiles_of(self._groups)
-        tiles[: len(made)] = made
-        if np.array_equal(self._sent[0], self._rows):
+    def _changes(self, captured: int) -> list[Change]:
+        if np.array_equal(self._sent, self._rows):
             return []
-        self._sent = self._rows, order
+        slots = np.full(max(len(self._rows), len(self._sent)), -1, np.int32)  # none behind the rows of the step
+        slots[: len(self._rows)] = self._rows
+        self._sent, self._tile = self._rows, tile_of(len(self._rows)) if len(self._rows) > captured else TILE
+        order, groups = group_rows(self._rows)
+        tiles, made = np.zeros((len(self._tiles), 3), np.int32), tiles_of(groups, self._tile)
+        tiles[: len(made)] = made
         return [
-            Change(self._slots, 0, self._rows),
+            Change(self._slots, 0, slots),
             Change(self._order, 0, order),
             Change(self._tiles, 0, tiles.ravel()),
+            Change(self._used, 0, np.array([len(made)], np.int32)),
         ]
 
     def before(self, plan: StepPlan) -> None:
@@ -170,10 +177,12 @@ class StepAdapters(StepFeature):
 
     def _of_rows(self, rows: I32, shape: StepShape | None) -> AdapterRows:
         """Return the adapters of rows: in the tables, for those of a captured step. shape: of a step; None: its head"""
-        if not self._captured or shape is None:
-            return grouped(rows, self._device)
-        tiles = -(-shape.tokens // TILE) + min(shape.seqs, len(self._of_slot) - 1)
-        return AdapterRows(self._slots[: shape.tokens], self._order[: shape.tokens], self._tiles[:tiles])
+        if self._captured is None or shape is None:
+            return grouped(rows, self._device, tile_of(len(rows)))
+        tile = TILE if shape.recorded else self._tile
+        tiles = most_tiles(shape.tokens, min(shape.seqs, self._loader.num_slots), tile)
+        tables = self._slots[: shape.tokens], self._order[: shape.tokens], self._tiles[:tiles]
+        return AdapterRows(*tables, used=self._used, early=True, tile=tile)
 
     def of_prompt(self, slot: int, count: int) -> AdapterRows | None:
         """Return the adapters of `count` rows of the prompt in a slot; None: it has none."""

@@ -61,6 +61,7 @@ def without_recordings(recorder: CallRecorder, worker: StepRunner) -> None:
     tap = HiddenTap(worker.model, lambda where, hidden: None)
     worker.features.attach(tap)
     recorder.at_end(lambda: worker.features.detach(tap))
+    recorder.put(worker.programs.recorder, "run", lambda key, work: work())  # the sampling has a recording of its own
 
 
 def _complete(calls: list[Span]) -> bool:

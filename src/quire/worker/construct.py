@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.speculation import Speculation
+from quire.distributed.expert_moves import ExpertRanks
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
@@ -16,7 +17,6 @@ from quire.kernels.select import Choice, KernelNeeds, select
 from quire.kernels.states import BothViews, StateView
 from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import InPlaceUpload, Upload
-from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.choose import make_drafter
 from quire.spec.drafter import Drafter
@@ -125,7 +125,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state, groups, captured=chosen["recorder"] == "graphs"),
+        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -174,17 +174,17 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 
 
 def _own(
-    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, *, captured: bool
+    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, captured: int | None
 ) -> Iterator[StepFeature]:
     """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
 
-    captured   steps are in CUDA graphs
+    captured   most tokens of a step in a CUDA graph; None: steps are in none
     """
     adapters: StepAdapters | None = None
     if model.adapters is not None:
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
-        yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured=captured))
+        yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured))
     yield PromptEmbeds()
     if model.kernels.blend is not None:
         yield Blending(model, kv, groups)
@@ -211,6 +211,8 @@ def _exchanging(
         as_planned = not limits.bounds or not model.last or limits.joint == (passes is not None)
         assert as_planned, "replicas make the passes that were planned"
         yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
-    if groups.movers is not None:
-        layers = [layer.experts for layer in model.blocks.values() if isinstance(getattr(layer, "experts", None), MoE)]
-        yield RankBalancing(layers, groups.movers)
+    if groups.movers is not None and model.args.moe is not None:
+        every = model.args.expert_layers
+        layers = {every.index(number): block.experts for number, block in model.blocks.items() if number in every}
+        shape, ranks = (len(every), model.args.moe.routing.num_experts), ExpertRanks(groups.movers, groups.stage)
+        yield RankBalancing(layers, shape, model.device, ranks)

@@ -16,9 +16,12 @@ from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
-KERNELS = 32  # kernels of a layer, at most; one with an input of its own and quantized activations has about 27
-NATIVE = ("native", "panels")  # implementations whose calls are recorded
-Kind = tuple[int, bool, int]  # rows of a step; True: decodes read a common prefix once; sequences with states
+# Kernels of a layer, at most: one with an input of its own and quantized activations has about 27, adapters add two for
+# each linear layer.
+KERNELS = 48
+NATIVE = ("native", "panels", "invariant_cpu")  # implementations whose calls are recorded
+# Rows of a step; True: decodes read a common prefix once; sequences with states; True: some rows have an adapter.
+Kind = tuple[int, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Recorded:
 
     kv_slots   slots of the step's keys in each KV group
     inputs     inputs of the layers beside the residual stream [T, L, P]; None: the model has none
+    adapters   slots of the rows' adapters [T]; None: no row has one
     threads    PyTorch's number of threads when it was recorded; with another number a new recording is made
     """
 
@@ -54,6 +58,7 @@ class Recorded:
     turns: Turns
     kv_slots: tuple[Tensor, ...]
     inputs: Tensor | None
+    adapters: Tensor | None
     threads: int
     out: Tensor
 
@@ -77,8 +82,9 @@ class LayerRecordings(Recorder):
         self._groups = groups
         steps = [(one, ctx.attention[one.number], ctx.kv[one.layer].block_size) for one in groups]
         sequences = 0 if ctx.states is None else len(ctx.states.slots)
-        kind = len(hidden), any(meta.shared is not None for meta in ctx.attention), sequences
-        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles and ctx.adapters is None
+        shared, adapted = any(meta.shared is not None for meta in ctx.attention), ctx.adapters is not None
+        kind = len(hidden), shared, sequences, adapted
+        small = len(hidden) <= MOST_ROWS and kind not in self.obstacles
         if not (small and all(kernel.rows_only(meta, size, one.window) for one, meta, size in steps)):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
@@ -87,8 +93,9 @@ class LayerRecordings(Recorder):
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, turns, ctx)
         slots = [meta.kv_slots for meta in ctx.attention]
-        inputs = found.hidden, found.inputs, *chain(*found.turns), *found.kv_slots
-        for kept, new in zip(inputs, (hidden, ctx.inputs, *chain(*turns), *slots), strict=True):
+        of_rows = None if ctx.adapters is None else ctx.adapters.slots
+        inputs = found.hidden, found.inputs, found.adapters, *chain(*found.turns), *found.kv_slots
+        for kept, new in zip(inputs, (hidden, ctx.inputs, of_rows, *chain(*turns), *slots), strict=True):
             if kept is not None and new is not None:
                 kept.copy_(new)
         for one, meta, size in steps:
@@ -106,7 +113,8 @@ class LayerRecordings(Recorder):
         # Rows that are not live are computed, too. Metadata of states are views of buffers that every step fills. A
         # further tensor of the context would be that of this step for ever.
         inputs = None if ctx.inputs is None else ctx.inputs.clone()
-        step = replace(ctx, attention=own, live=None, inputs=inputs)
+        adapters = None if ctx.adapters is None else replace(ctx.adapters, slots=ctx.adapters.slots.clone())
+        step = replace(ctx, attention=own, live=None, inputs=inputs, adapters=adapters)
         out = recording.record(lambda: run_layers(model, hidden, step, turns=turns))
         if recording.obstacle:
             self.obstacles[kind] = recording.obstacle
@@ -117,16 +125,19 @@ class LayerRecordings(Recorder):
         else:
             self.counts["recorded"] += 1
             slots = tuple(meta.kv_slots for meta in own)
-            self._recordings[kind] = Recorded(recording, hidden, turns, slots, inputs, torch.get_num_threads(), out)
+            of_rows, threads = None if adapters is None else adapters.slots, torch.get_num_threads()
+            self._recordings[kind] = Recorded(recording, hidden, turns, slots, inputs, of_rows, threads, out)
         return out
 
     def unrecorded(self) -> dict[str, str]:
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",
-            "steps with adapters": "their products are PyTorch's",
         }
-        return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, *_), why in sorted(self.obstacles.items())}
+        return always | {
+            f"{rows} row{'s' * (rows > 1)}{' with adapters' * adapted}": why
+            for (rows, _, _, adapted), why in sorted(self.obstacles.items())
+        }
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -152,8 +163,7 @@ def not_recordable(kernels: Kernels, *, divided: bool = False) -> str:
     """
     if divided:
         return "layers sum over ranks, and a recording holds kernels alone"
-    recorded = (choice for choice in kernels.choices if choice.op != "lora")  # steps with adapters are not recorded
-    strange = [f"{choice.op} is {choice.name}" for choice in recorded if choice.name not in NATIVE]
+    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"
     if "recording" in kernels.features("attention"):

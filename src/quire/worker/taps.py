@@ -12,7 +12,10 @@ from quire.worker.recorder import StepShape
 
 
 class HiddenTap(StepFeature):
-    """Shows the hidden states of each layer. Steps run eagerly, layer by layer, while a runner has this feature."""
+    """Shows the hidden states of each layer.
+
+    While a runner has this feature, steps run eagerly, layer by layer, and each operation by itself.
+    """
 
     def __init__(self, model: Model, tap: Tap) -> None:
         self._model, self._tap = model, tap
@@ -21,4 +24,5 @@ class HiddenTap(StepFeature):
         return replace(shape, eager=True)
 
     def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor:
+        ctx.apart = True
         return run_layers(self._model, hidden, ctx, layers, self._tap)

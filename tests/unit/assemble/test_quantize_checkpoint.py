@@ -21,8 +21,9 @@ from quire.assemble.quantize_checkpoint import Recipe, quantize_checkpoint
 from quire.contracts.errors import UserError
 from quire.entry.cli.main import main
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.weights.files import ITEM_BYTES, StoredTensor, read_header
+from quire.weights.files import ITEM_BYTES, StoredTensor, read_checkpoint, read_header
 
+from ...support.foreign_models import random_foreign
 from ...support.quantized_checkpoints import AWQ_PLACES, QUANTIZED
 from ..quantization.test_formats import MODELS, check, loaded, written
 
@@ -287,6 +288,19 @@ def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None
         check(kept, numbers | {"lm_head.weight": expected})
         if scheme != head:
             assert config["quantization_config"]["config_groups"]["group_1"]["targets"] == ["lm_head"]
+
+
+def test_a_decoder_of_transformers(tmp_path: Path) -> None:
+    """Linear layers of GPT-NeoX are quantized; its head is not, which has another name than those of families."""
+    random_foreign("gpt_neox", 0, num_hidden_layers=1).save_pretrained(tmp_path / "plain")
+    made = quantize_checkpoint(tmp_path / "plain", tmp_path / "made", Recipe(scheme="fp8-block"))
+    types = {name: tensor.dtype for name, tensor in read_checkpoint(tmp_path / "made").tensors.items()}
+    at = "gpt_neox.layers.0."
+    linears = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    assert made.num_quantized == 4 and all(types[f"{at}{name}.weight"] == "F8_E4M3" for name in linears)
+    assert types["embed_out.weight"] == types["gpt_neox.embed_in.weight"] == "F32"
+    with pytest.raises(UserError, match="this head is named embed_out.weight"):
+        quantize_checkpoint(tmp_path / "plain", tmp_path / "other", Recipe(scheme="fp8-block", head="fp8-block"))
 
 
 def test_layers_of_prediction_keep_what_published_ones_keep(plain: Callable[[str], Path], tmp_path: Path) -> None:

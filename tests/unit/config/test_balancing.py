@@ -77,12 +77,6 @@ def model(experts: int) -> ModelArgs:
         (8, Parallel(tp=4, redundant=0), "has nothing to balance, .*: add --enable-expert-parallel"),
         (8, Parallel(experts=True, redundant=0), "has nothing to balance"),
         (8, Parallel(dp=2, redundant=0), "has nothing to balance"),
-        (
-            8,
-            Parallel(dp=2, pp=2, experts=True, redundant=0),
-            "with pipeline parallelism is .* leave one",
-        ),
-        (8, Parallel(dp=2, experts=True, round_robin=True, redundant=0), "with --expert-placement-strategy: leave one"),
     ],
 )
 def test_slots_that_ranks_cannot_share_are_refused(experts: int, parallel: Parallel, message: str) -> None:

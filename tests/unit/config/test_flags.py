@@ -15,6 +15,7 @@ from quire.config.flags import (
     engine_config,
     error_text,
     given_options,
+    keyword_config,
     option_warnings,
     server_options,
     settings_of,
@@ -41,6 +42,7 @@ FLAGS = """
 --speculative-config -sc
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
+--batch-invariant --no-batch-invariant
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
 --enable-eplb --no-enable-eplb --eplb-config
 --enable-cache-blend --no-enable-cache-blend --blend-ratio --blend-separator
@@ -50,6 +52,7 @@ FLAGS = """
 --enable-lora --no-enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules
 --fully-sharded-loras --no-fully-sharded-loras
 --nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
+--data-parallel-start-rank -dpr
 """.split()
 
 
@@ -267,6 +270,15 @@ def test_the_hub_token_comes_from_its_own_variable(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("QUIRE_HF_TOKEN", "ours")
     assert options([]) == {"hf_token": "ours"}
     assert options(["--hf-token", "given"]) == {"hf_token": "given"}
+
+
+def test_batch_invariance_has_the_variable_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert options([]) == {"batch_invariant": True} and option_warnings() == []
+    assert options(["--no-batch-invariant"]) == {"batch_invariant": False}
+    assert keyword_config("", {}).device.batch_invariant
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "0")
+    assert options([]) == {"batch_invariant": False}
 
 
 def test_variables_that_are_not_read_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,16 +118,16 @@ def test_a_layer_across_hosts_is_noted() -> None:
     ids=str,
 )
 def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) -> None:
-    """All hosts have equally many. Other numbers are refused, and the words tell the number of hosts that fits."""
+    """All hosts have equally many. Other numbers are refused, and the words tell which fit."""
     parallel = Parallel(dp=given["dp"], tp=given.get("tp", 1))
     for local in range(6):
         hosts = HostsConfig(nnodes=given.get("nnodes", 1), data_parallel_size_local=local)
         if local in fits:
             check_hosts(hosts, parallel)
         else:
-            with pytest.raises(ConfigError, match=f"_local={local}: .*--nnodes [1-9], --node-rank"):
+            with pytest.raises(ConfigError, match=f"_local={local}: .*give a number that divides"):
                 check_hosts(hosts, parallel)
-    with pytest.raises(ConfigError, match="leave it out, .*--nnodes 2, "):
+    with pytest.raises(ConfigError, match="give a number that divides 4, or leave it out"):
         check_hosts(HostsConfig(data_parallel_size_local=2), Parallel(dp=4))
 
 
@@ -137,3 +138,41 @@ def test_a_further_host_refuses_another_number_of_replicas() -> None:
     )
     with pytest.raises(ConfigError, match="_local=1: all hosts, host 0 too, have equally many of the 4 replicas"):
         serve_host(config, "", print)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"data_parallel_size_local": 2}, (2, 0)),
+        ({"data_parallel_size_local": 2, "data_parallel_start_rank": 2}, (2, 1)),
+        ({"data_parallel_size_local": 1, "data_parallel_start_rank": 3}, (4, 3)),
+        ({"data_parallel_size_local": 4}, (1, 0)),
+        ({"data_parallel_size_local": 2, "nnodes": 2, "node_rank": 1}, (2, 1)),
+        ({"data_parallel_size_local": 2, "distributed_executor_backend": "ray"}, (1, 0)),
+        ({"data_parallel_size_local": 3}, (1, 0)),
+    ],
+    ids=str,
+)
+def test_replicas_of_each_host_tell_the_hosts(given: dict[str, Any], found: tuple[int, int]) -> None:
+    """As launch lines of vLLM have it: with -dp 4."""
+    hosts = EngineConfig.from_flat(data_parallel_size=4, **given).hosts
+    assert (hosts.nnodes, hosts.node_rank) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data_parallel_start_rank": 2}, "give data_parallel_size_local"),
+        ({"data_parallel_size_local": 2, "data_parallel_start_rank": 1}, "begin at multiples of 2, below 4"),
+        ({"data_parallel_size_local": 2, "data_parallel_start_rank": 4}, "begin at multiples of 2, below 4"),
+        ({"data_parallel_size_local": 1, "data_parallel_start_rank": 1, "nnodes": 8}, "a replica has several hosts"),
+        (
+            {"data_parallel_size_local": 1, "data_parallel_start_rank": 3, "nnodes": 4, "node_rank": 2},
+            "is that of host 3, and node_rank is 2",
+        ),
+    ],
+    ids=str,
+)
+def test_a_first_replica_that_fits_no_host(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.from_flat(data_parallel_size=4, **given)

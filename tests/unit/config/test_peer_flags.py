@@ -101,7 +101,8 @@ def given(flag: PeerFlag, name: str, text: str) -> list[str]:
 @pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning != "works"])
 def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
     flag = TABLE[name]
-    asking = next(t for t in ([ON, OFF] if flag.takes == "switch" else ["1", "2"]) if not has_no_effect(flag, t))
+    texts = [ON, OFF] if flag.takes == "switch" else [*flag.values] or ["1", "2"]
+    asking = next(text for text in texts if not has_no_effect(flag, text))
     if flag.meaning == "no-op":
         found, (spelling, *_) = settings(given(flag, name, asking)), given(flag, name, asking)
         assert found.values == {} and found.notes == [f"{spelling} changes nothing: {flag.why}."]
@@ -129,6 +130,11 @@ def test_a_note_says_why_as_a_sentence() -> None:
     ("args", "values"),
     [
         (["--async-scheduling"], {"async_depth": 2}),
+        (
+            ["--data-parallel-address", "10.0.0.1", "-dpp", "13345", "-dpl", "2", "-dpr", "2"],
+            {"master_addr": "10.0.0.1", "master_port": 13345}
+            | {"data_parallel_size_local": 2, "data_parallel_start_rank": 2},
+        ),
         (["--no-async-scheduling"], {"async_depth": 1}),
         (["--allow-async-output-proc"], {"async_depth": 2}),
         (["--disable-async-output-proc"], {"async_depth": 1}),
@@ -263,7 +269,6 @@ NOTED = [
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
-    ("--data-parallel-address 10.0.0.1", "hosts meet at --master-addr and --master-port"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
@@ -277,7 +282,7 @@ REFUSED = [
     ),
     (
         "serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
-        "-dph: all replicas are behind one port, and the engine balances them: leave it out.",
+        "-dph: all replicas are behind one port, and the engine balances them: leave it out, or",
     ),
     ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
     (

@@ -203,13 +203,20 @@ def test_all_ranks_attend_to_the_same_tokens(
             assert torch.equal(ours, theirs)
 
 
-MOVED: tuple[dict[str, Any], ...] = ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2})
+IN_TURN = {"expert_placement_strategy": "round_robin"}
+MOVED: tuple[dict[str, Any], ...] = (
+    {"tp": 2},
+    {"dp": 2} | IN_TURN,
+    {"dp": 2, "tp": 2},
+    {"dp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "pipeline_layer_partition": (1, 2)} | IN_TURN,
+)
 
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        *((family, MOVED[number % 3]) for number, family in list(enumerate(EXPERTS))[::4]),
+        *((family, MOVED[number % len(MOVED)]) for number, family in list(enumerate(EXPERTS))[::4]),
         *full_rows((family, sizes) for sizes in MOVED for family in EXPERTS),
     ],
     ids=str,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.distributed.expert_moves import ExpertMover
+from quire.distributed.expert_moves import ExpertMover, ExpertRanks
 from quire.engine.eplb import balanced_map, initial_map, moves
 from quire.kernels.expert_copies.expert_memory import expert_memory, let_move
 from quire.kernels.expert_copies.slots import ExpertSlots, initial_slots
@@ -24,6 +24,11 @@ from ...support.fake_streams import fake_streams
 from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 
 LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
+
+
+def every(group: SimulatedGroup) -> ExpertRanks:
+    """Return the ranks of a group, all of which divide the experts."""
+    return ExpertRanks(group, tuple(range(group.size)))
 
 
 def weights(layer: int, expert: int) -> list[Tensor]:
@@ -42,7 +47,7 @@ def test_every_slot_gets_the_weights_of_its_new_expert(ranks: int) -> None:
     def work(group: SimulatedGroup) -> list[list[list[Tensor]]]:
         own = slice(group.rank * old.each, (group.rank + 1) * old.each)
         held = [[weights(layer, expert) for expert in old.experts[layer, own]] for layer in range(LAYERS)]
-        mover = ExpertMover(group, lambda layer, place: held[layer][place], old.each)
+        mover = ExpertMover(every(group), lambda layer, place: held[layer][place], old.each)
         mover.begin(steps)
         for layer in range(LAYERS):
             while mover.told <= layer:
@@ -107,7 +112,7 @@ def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_p
     def work(group: SimulatedGroup) -> list[Tensor]:
         own = packed([3 * group.rank + place for place in range(3)])
         let_move(own)
-        mover = ExpertMover(group, lambda layer, place: expert_memory(own, place), 3)
+        mover = ExpertMover(every(group), lambda layer, place: expert_memory(own, place), 3)
         mover.begin([[(slot, 5 - slot) for slot in range(6)]])
         while not mover.told:
             time.sleep(0.001)
@@ -126,7 +131,7 @@ def test_a_layer_is_fetched_only_after_the_one_before_is_switched() -> None:
 
     def work(group: SimulatedGroup) -> list[int]:
         held = [[weights(layer, expert) for expert in range(old.each)] for layer in range(LAYERS)]
-        mover = ExpertMover(group, lambda layer, place: held[layer][place], old.each)
+        mover = ExpertMover(every(group), lambda layer, place: held[layer][place], old.each)
         mover.begin(steps)
         seen = []
         for layer in range(LAYERS):
@@ -146,7 +151,7 @@ def test_on_a_gpu_weights_are_fetched_after_the_last_switch_and_switched_after_t
     """So no copy reads weights, or reuses memory, that the main stream is still to write or read."""
     side, log = fake_streams(monkeypatch)
     held = [[torch.tensor([place]) for place in range(4)] for _ in range(LAYERS)]
-    mover = ExpertMover(SimulatedRanks(1).groups[0], lambda layer, place: held[layer][place], 4, side)  # type: ignore[arg-type]
+    mover = ExpertMover(every(SimulatedRanks(1).groups[0]), lambda layer, place: held[layer][place], 4, side)  # type: ignore[arg-type]
     mover.begin([[(0, 1)]] * LAYERS)
     for layer in range(LAYERS):
         while mover.told <= layer:
@@ -166,7 +171,7 @@ def test_a_fault_of_a_mover_is_kept_and_nothing_is_ready() -> None:
     def memory(layer: int, place: int) -> list[Tensor]:
         raise RuntimeError("no such memory")
 
-    mover = ExpertMover(SimulatedRanks(1).groups[0], memory, 4)
+    mover = ExpertMover(every(SimulatedRanks(1).groups[0]), memory, 4)
     mover.begin([[(0, 1)]])
     assert mover._thread is not None
     mover._thread.join(60)
@@ -178,7 +183,7 @@ def test_every_rank_can_switch_when_the_first_one_tells() -> None:
 
     def work(group: SimulatedGroup) -> list[int]:
         held = [[weights(layer, expert) for expert in range(4)] for layer in range(LAYERS)]
-        mover = ExpertMover(group, lambda layer, place: held[layer][place], 4)
+        mover = ExpertMover(every(group), lambda layer, place: held[layer][place], 4)
         movers[group.rank] = mover
         mover.begin([[(0, 5)], [(4, 1)]])
         for layer in range(LAYERS):

@@ -26,7 +26,7 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
 from quire.engine.adapters import AdapterSlots
 from quire.engine.core import EngineCore
-from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
+from quire.engine.mock_executor import allowed_token, chain, first_digest, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.states import ALL_PLACES, StateCheckpoints
@@ -395,12 +395,22 @@ class EngineRig:
         new = self.asked[handle]
         if new.grammar is not None:
             return self.formed(handle)
-        adapter = new.adapter.digest if new.adapter is not None else ""
-        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab, adapter)
+        tokens = mock_tokens(
+            self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab, self.adapter_digest(handle)
+        )
         for i, token in enumerate(tokens):
             if token in new.stop_ids and i + 1 > least_tokens(new):
                 return tokens[: i + 1], FinishReason.STOP
         return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
+
+    def adapter_digest(self, handle: int) -> str:
+        """Return the digest of a request's adapter; "": the base model."""
+        adapter = self.asked[handle].adapter
+        return "" if adapter is None else adapter.digest
+
+    def first_digest(self, handle: int) -> int:
+        """Return the digest of no tokens, which the adapter of a request changes."""
+        return first_digest(self.adapter_digest(handle))
 
     def refusal(self, handle: int) -> str:
         """Return the fault of a request's grammar; "" for a right grammar or none."""
@@ -410,7 +420,8 @@ class EngineRig:
 
     def formed(self, handle: int) -> tuple[list[int], FinishReason]:
         """The same under a grammar, token by token."""
-        new, digest, tokens, before = self.asked[handle], FIRST, [], b""
+        new, tokens, before = self.asked[handle], [], b""
+        digest = self.first_digest(handle)
         for token in self.prompts[handle]:
             digest = chain(digest, token)
         assert new.grammar is not None
@@ -447,7 +458,7 @@ class EngineRig:
 
     def vector(self, handle: int) -> np.ndarray:
         """Return the expected vector of a request, if nothing goes wrong."""
-        states, digest = [], FIRST
+        states, digest = [], self.first_digest(handle)
         for token in self.prompts[handle]:
             digest = chain(digest, token)
             states.append(mock_hidden(digest, 8))

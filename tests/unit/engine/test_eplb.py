@@ -177,6 +177,7 @@ def test_experts_that_stay_on_a_rank_keep_their_slot(case: Case) -> None:
 
 def test_the_map_before_any_load() -> None:
     assert initial_map(2, 4, 2, 3).experts.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+    assert initial_map(1, 4, 2, 3, in_turn=True).experts.tolist() == [[0, 3, 1, 0, 2, 1]]
 
 
 def test_without_redundant_experts_hot_ones_are_put_apart() -> None:

@@ -76,6 +76,7 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
         (["version"], "there is no command 'version': it is `quire --version`"),
         (["serve", "--port", "99999"], "argument --port: '99999' is not a port: give 1 to 65535"),
         (["complete", "--device", "gpu"], "'gpu': only NVIDIA GPUs are supported: give cuda or cpu"),
+        (["explain", "--device", "xpu"], "docs/add-a-platform.md tells what another platform would bring"),
         (["complete", "--device", "cuda:1"], "give cuda; the environment variable CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -98,7 +99,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(
         (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
         (["bench", "kernels", "--models", "nothing"], "--models 'nothing': no such configuration"),
         (["serve", "-dcp", "2"], "-dcp 2: contexts are not divided among devices: use -tp"),
-        (["serve", "-dp", "4", "-dpl", "2"], "leave it out, and start each host with --nnodes 2"),
+        (["serve", "-dp", "4", "-dpl", "3"], "give a number that divides 4"),
         (["serve", "-dp", "2", "--nnodes", "2", "--node-rank", "1"], "only host 0 has an engine core"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/add-a-model.md")
+PAGES = (
+    *("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/add-a-model.md"),
+    *("docs/questions.md", "docs/coming-from-vllm.md", "docs/add-a-platform.md"),
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -269,12 +269,16 @@ def test_the_room_for_parts_of_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, 
     case = inputs.Case((4, 3, 1, 4, 1), (1100, 513, 1600, 30, 700), heads=(4, 2), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, dtype)
     together = native.paged_attention(q, kv, meta, scale=0.2)
-    assert len(meta.plans[16, None].rows) == 1
+    assert len(meta.plans[16, None, native_plan.FEW].rows) == 1
     monkeypatch.setattr(native_plan, "MOST_PARTS", 5)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
-    assert sum(len(rows.items) for rows in bounded.plans[16, None].rows) == 13
-    assert len(bounded.plans[16, None].partial) <= (5 + 4) * 4 * 66 < len(meta.plans[16, None].partial)
+    assert sum(len(rows.items) for rows in bounded.plans[16, None, native_plan.FEW].rows) == 13
+    assert (
+        len(bounded.plans[16, None, native_plan.FEW].partial)
+        <= (5 + 4) * 4 * 66
+        < len(meta.plans[16, None, native_plan.FEW].partial)
+    )
     assert native.rows_only(meta, 16) and not native.rows_only(bounded, 16)
 
 
@@ -285,15 +289,15 @@ def test_the_scratch_of_chunks_is_bounded(parts: float, monkeypatch: pytest.Monk
     case = inputs.Case((40, 5, 9, 33), (300, 70, 40, 33), heads=(8, 4), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, torch.bfloat16)
     together = native.paged_attention(q, kv, meta, scale=0.2)
-    (everything,) = meta.plans[16, None].passes.values()
+    (everything,) = meta.plans[16, None, native_plan.FEW].passes.values()
     assert len(everything) == 1 and everything[0].heads == 4
     budget = int(everything[0].size * 2 / parts)
     monkeypatch.setattr(native_plan, "SCRATCH", budget)
     bounded = replace(meta, plans={})
     assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
     one_head = 2 * 320 * 64 * 2
-    assert bounded.plans[16, None].scratch.nbytes <= max(budget, one_head)
-    assert len(bounded.plans[16, None].passes[4, 64]) == {1: 1, 2.5: 3, 8: 4, 1000: 4}[parts]
+    assert bounded.plans[16, None, native_plan.FEW].scratch.nbytes <= max(budget, one_head)
+    assert len(bounded.plans[16, None, native_plan.FEW].passes[4, 64]) == {1: 1, 2.5: 3, 8: 4, 1000: 4}[parts]
 
 
 def test_the_scratch_of_many_long_chunks() -> None:

@@ -1,6 +1,5 @@
 """The experts: the reference against a loop over tokens, and every implementation against the reference."""
 
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -16,6 +15,7 @@ from quire.kernels.experts.inputs import CASES, Case, make, make_biases, packed_
 from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.native import Packed
 from quire.kernels.native.library import missing, missing_amx
+from quire.kernels.select import load_kernel
 from quire.kernels.supports import SUPPORTS
 
 FLOAT = torch.float32
@@ -190,7 +190,7 @@ def test_biases_and_form_must_agree(implementation: ModuleType) -> None:
 @pytest.mark.parametrize("name", SUPPORTS["experts"])
 def test_what_is_written_in_place_is_packed(name: str) -> None:
     """By each kernel with the feature; no other one has a destination."""
-    kernel = importlib.import_module(f"quire.kernels.experts.{name}")
+    kernel = load_kernel("experts", name)
     assert hasattr(kernel, "destination") == ("in place" in SUPPORTS["experts"][name].features)
     if hasattr(kernel, "destination"):
         *_, gate_up, down = make(CASES[5], torch.float32)

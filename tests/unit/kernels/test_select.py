@@ -12,7 +12,7 @@ from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, native, triton
 from quire.kernels.linear import onednn_support as units
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
-from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
+from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support, module_of
 
 ELSEWHERE = tuple((name, "runs on cuda, not on cpu") for name in ("hopper", "triton"))
 CPU = KernelNeeds(device="cpu", dtype="float32")
@@ -143,7 +143,7 @@ def test_what_is_declared_exists() -> None:
     """Every implementation is a module, every need names a function, and the last implementation needs nothing."""
     for op, supports in SUPPORTS.items():
         for name, support in supports.items():
-            importlib.import_module(f"quire.kernels.{op}.{name}")
+            importlib.import_module(module_of(op, name))
             assert {*support.needs, *support.extra}.union(*support.typed.values()) <= NEEDS.keys()
             assert support.typed.keys() <= support.dtypes
         last = list(supports.values())[-1]

@@ -1,5 +1,6 @@
 """Norm, rope, activation and linear: every implementation against the reference, on fresh random inputs."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import activation, heads, linear, norm, rope  # noqa: F401  (the operations under test)
-from quire.kernels.activation import ACTS
+from quire.kernels.activation import ACTS, POINTWISE
 from quire.kernels.activation import cpu as activation_cpu
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import native as activation_native
@@ -108,8 +109,8 @@ def activation_of(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """The activation in the dtype of gate, by PyTorch's own functions; gpt-oss by its formula."""
     if act == "silu":
         return torch.nn.functional.silu(gate) * up
-    if act == "gelu_tanh":
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if act in ("gelu_tanh", "gelu"):
+        return torch.nn.functional.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
     gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
@@ -133,6 +134,18 @@ def test_gated(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype, act
     wide = torch.cat((gate_up, gate_up), 1)[:, shape[1] // 2 : shape[1]]  # up, in longer rows
     apart = impl.gated(gate_up[:, : shape[1] // 2].contiguous(), act, wide)
     close(apart, activation_ref.gated(gate_up, act))
+
+
+@fast(activation_ref, activation_cpu, activation_native)
+@pytest.mark.parametrize("act", POINTWISE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pointwise(impl: ModuleType, dtype: torch.dtype, act: str) -> None:
+    x = activation_inputs.make((17, 202), dtype)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "relu2": lambda x: x.relu() ** 2}
+    exact = functions[act](x.double()) if act in functions else activation_of(x.double(), torch.ones(1), act)
+    close(impl.pointwise(x, act), exact.to(dtype))
+    close(impl.pointwise(x[:, :101], act), exact[:, :101].to(dtype))
+    assert impl.pointwise(torch.full((1, 3), torch.nan, dtype=dtype), act).isnan().all()
 
 
 @fast(activation_ref, activation_cpu, activation_native)
@@ -166,7 +179,9 @@ def test_an_activation_of_what_is_far_out(impl: ModuleType, dtype: torch.dtype, 
 def test_an_unknown_activation_is_an_error(impl: ModuleType) -> None:
     if impl is activation_native and (why := missing(impl)):
         pytest.skip(why)
-    with pytest.raises(ValueError, match="activation 'relu' does not exist: use one of silu, gelu_tanh, swiglu_oai"):
+    with pytest.raises(
+        ValueError, match="activation 'relu' does not exist: use one of silu, gelu_tanh, swiglu_oai, gelu"
+    ):
         impl.gated(torch.ones(2, 8), "relu")
 
 

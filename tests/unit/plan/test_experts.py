@@ -183,7 +183,13 @@ def test_logits_of_two_kernels(form: str, mix: str, tmp_path: Path, monkeypatch:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
-EXPERT_FORMS = [{"act": "gelu_tanh"}, {"act": "swiglu_oai"}, {"biased": True}, {"act": "swiglu_oai", "biased": True}]
+EXPERT_FORMS = [
+    {"act": "gelu_tanh"},
+    {"act": "gelu"},
+    {"act": "swiglu_oai"},
+    {"biased": True},
+    {"act": "swiglu_oai", "biased": True},
+]
 
 
 @pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)

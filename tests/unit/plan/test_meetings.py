@@ -35,6 +35,7 @@ SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
 MTP, EAGLE = EXAMPLES["MTP"], EXAMPLES["EAGLE"]
 RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
 RECURRENT["full_attention_interval"] = 2
+INVARIANT = EXAMPLES["batch invariance"]
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -46,12 +47,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"nnodes": 3, "tensor_parallel_size": 2}, {}, {("hosts", "uneven hosts")}),
     ({"nnodes": 2, "distributed_executor_backend": "ray"}, {}, {("hosts", "Ray"), ("Ray", "one rank")}),
     ({"data_parallel_size": 4, "data_parallel_size_local": 3}, {}, {("local replicas", "other replicas")}),
+    (EXAMPLES["Ray"] | {"data_parallel_size": 4, "data_parallel_size_local": 2}, {}, {("local replicas", "Ray")}),
     (EXAMPLES["collective checks"] | {"enforce_eager": False}, {}, {("collective checks", "captured exchanges")}),
     (MOVES, {"dense": True}, {("-ep", "no experts"), ("EPLB", "no experts")}),
     (SHARED | {"data_parallel_size": 16}, {}, {("-ep", "fewer experts")}),
     ({"enable_eplb": True}, {}, {("EPLB", "one expert rank")}),
-    (MOVES | {"pipeline_parallel_size": 2}, {}, {("EPLB", "-pp")}),
-    (MOVES | {"expert_placement_strategy": "round_robin"}, {}, {("EPLB", "round robin")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 1}}, {}, {("EPLB", "uneven slots")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 10}}, {}, {("EPLB", "too many slots")}),
     (SHARED, {"moe": {"decode": "no way to run the experts"}}, {("lock-step", "no dispatcher")}),
@@ -148,7 +148,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         SHARED | {"routing": "uniform", "enable_lora": True},
         {"foreign": True},
-        {(one, "layers of transformers") for one in ("-ep", "routing", "adapters")},
+        {(one, "layers of transformers") for one in ("-ep", "routing")},
     ),
     (
         {"pipeline_parallel_size": 2},
@@ -171,11 +171,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("host memory", "no prefix cache"), ("KV events", "no prefix cache")},
     ),
     (
-        {"kv_offload_gb": 1.0, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}},
-        {},
-        {("connector", "given host memory")},
-    ),
-    (
         {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both"}},
         {},
         {("prefill node", "no sharing"), ("decode node", "no peers")},
@@ -186,6 +181,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("sharing", "hosts or Ray"), ("peers", "Ray"), ("disk", "hosts or Ray"), ("sharing", "not Linux")},
     ),
     (EXAMPLES["adapters"] | EXAMPLES["routing"], {}, {("adapters", "routing")}),
+    (
+        EXAMPLES["adapters"] | MOVES | SHARED | {"lora_target_modules": ("all-linear", "experts")},
+        {},
+        {("adapters of experts", one) for one in ("lock-step", "EPLB")},
+    ),
     (
         {"max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4, "lora_target_modules": ("q_proj",)}
         | {"fully_sharded_loras": True},
@@ -201,6 +201,15 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {},
         {("sharded adapters", "-tp")},
     ),
+    (
+        SHARED | INVARIANT | {"enable_cache_blend": True, "enable_lora": True, "tensor_parallel_size": 2},
+        {"foreign": True},
+        {("batch invariance", other) for other in ("-tp", "lock-step", "CacheBlend", "adapters")}
+        | {("batch invariance", "layers of transformers")},
+    ),
+    (INVARIANT, {"latent": True}, {("batch invariance", "latent attention")}),
+    (INVARIANT, {"recurrent": True}, {("batch invariance", "recurrent layers on a GPU")}),
+    (INVARIANT, {"gated": True, "device": "cpu"}, {("batch invariance", "gated shared experts on a CPU")}),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},
         {"device": "cpu"},
@@ -260,6 +269,8 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
         kinds = ["sliding_attention", "full_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 8, "vocab_size_per_layer_input": DRAFT["vocab_size"]}
         args = parse_checkpoint_config(raw)
+    if more.pop("gated", False):
+        args = parse_checkpoint_config(tiny_config(Tiny(family="qwen2_moe")))
     if more.pop("recurrent", False):
         args = parse_checkpoint_config(RECURRENT)
     if more.pop("conv", False):

@@ -98,6 +98,15 @@ def test_connectors() -> None:
     assert (sized.host_bytes, sized.folder, sized.folder_bytes) == (20 * GIB, "/kv", 7 * GIB)
 
 
+def test_options_of_our_tiers_win_over_a_connector() -> None:
+    theirs = connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": 20, "lmcache.local_disk": "/theirs"})
+    both = plan(**theirs, kv_offload_gb=1.0, kv_offload_dir="/kv", kv_offload_dir_gb=3.0)
+    assert (both.host_bytes, both.folder, both.folder_bytes) == (GIB, "/kv", 3 * GIB)
+    assert "max_local_cpu_size and lmcache.local_disk changes nothing beside options of" in both.notes[1]
+    assert plan(**connector("OffloadingConnector"), kv_offload_gb=2.0).host_bytes == 2 * GIB
+    assert plan(**theirs, kv_offload_dir="/kv").host_bytes == 20 * GIB
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -138,7 +147,6 @@ def test_connectors() -> None:
         ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
         ({"kv_share": "0.0.0.0:5700", "kv_offload_gb": 1.0}, "cannot connect to this address"),
         (connector("OffloadingConnector"), "without cpu_bytes_to_use: say how much"),
-        (connector("OffloadingConnector", cpu_bytes_to_use=GIB) | {"kv_offload_gb": 1.0}, "leave one out"),
         (
             connector("OffloadingConnector", cpu_bytes_to_use=GIB, num_cpu_blocks=3),
             "has num_cpu_blocks, which Quire does",

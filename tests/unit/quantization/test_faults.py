@@ -9,10 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.contracts.errors import UserError
+from quire.args.checkpoint import read_checkpoint_config
+from quire.contracts.errors import UserError, WeightsError
+from quire.contracts.parallel import Parallel
 from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
+from quire.plan.formats import with_formats
+from quire.plan.layout import layout
+from quire.plan.placement import ranks
 from quire.quantization.slices import packed_scheme
+from quire.weights.files import read_checkpoint
+from quire.weights.spare import check_spare
 
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .test_formats import check, loaded, written
@@ -191,6 +198,19 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, form: str) -> None:
     kept = loaded(tmp_path)
     check(kept, means | {"lm_head.weight": more[1]})
     assert not isinstance(kept.weights["head.weight"][0], Tensor)
+
+
+def test_a_bias_that_ranks_add_once_is_no_spare_tensor_of_the_others(plain: Path, tmp_path: Path) -> None:
+    """Ranks share the columns of a projection with a bias, which only the first one reads."""
+    quantize_checkpoint(plain, tmp_path, FORMS["gptq"])
+    name = f"{LAYER}self_attn.o_proj.bias"
+    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.ones(160)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint, args, config = read_checkpoint(tmp_path), read_checkpoint_config(tmp_path), FORMS["gptq"].config
+    first, second = (with_formats(layout(args, rank), config) for rank in ranks(args, Parallel(tp=2)))
+    with pytest.raises(WeightsError, match="o_proj.bias is a bias that is not zero"):
+        check_spare(checkpoint, first)  # this model has none at all
+    check_spare(checkpoint, second)
 
 
 def test_zero_biases_of_gptq_are_no_biases(plain: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_an_adapter_is_read_by_its_tensors(tmp_path: Path) -> None:
     found: AdapterFiles = read_adapter(write(tmp_path, {"target_modules": ["other"]}))
     ((tail, module),) = found.modules.items()
     assert tail == "layers.3.self_attn.q_proj" and module.name == "model.layers.3.self_attn.q_proj"
-    assert (module.rank, found.rank, found.num_bytes) == (4, 4, 4 * (24 + 40))
+    assert (module.rank, module.a.shape, module.b.shape) == (4, (4, 6), (10, 4)) and not found.stacks
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,11 @@ def test_the_scale_is_that_of_peft(tmp_path: Path, more: dict[str, Any], expecte
         ({"r": "four"}, "r='four': must be a number of at least 1"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank 4, and adapter_config.json says 8"),
         ({"alpha_pattern": {"(": 8}}, "is no pattern"),
+        ({"alpha_pattern": {"(a|a)+": 8}}, "may take for ever to match"),
+        ({"alpha_pattern": {".*a.*a.*a.*a.*": 8}}, "with at most 4 repetitions"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern must be an object of numbers"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern must be an object of numbers of at least 1"),
+        ({"r": True}, "r=True: must be a number"),
     ],
 )
 def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, more: dict[str, Any], words: str) -> None:
@@ -88,6 +93,18 @@ def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, more: dict
 def test_tensors_that_cannot_be_used_are_named(tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
     with pytest.raises(AdapterError, match=words):
         read_adapter(write(tmp_path, None, tensors))
+
+
+def test_matrices_of_all_experts(tmp_path: Path) -> None:
+    """Both parameters of a module, of which one stands under `base_layer`, with a rank and an alpha of its own."""
+    at = "base_model.model.model.layers.3.mlp.experts"
+    tensors = {f"{at}.base_layer.lora_A.weight": (8, 6), f"{at}.base_layer.lora_B.weight": (10, 8)}
+    tensors |= {f"{at}.lora_A.weight": (4, 5), f"{at}.lora_B.weight": (6, 4)}
+    more = {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"down_proj": 6}}
+    found = read_adapter(write(tmp_path, more, tensors))
+    (stacks,) = found.stacks.values()
+    assert not found.modules and [*found.stacks] == [3] and len(stacks) == 2
+    assert stacks[0].ranks == {"gate_up_proj": (4, 2.0), "down_proj": (2, 3.0)}
 
 
 def test_values_without_effect_are_taken(tmp_path: Path) -> None:
@@ -125,6 +142,9 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
         ("model.layers.1.block_sparse_moe.gate_proj", "layers.1.mlp.gate_proj"),
         ("model.layers.1.block_sparse_moe.gate", "layers.1.block_sparse_moe.gate"),
         ("lm_head", "lm_head"),
+        ("model.layers.1.block_sparse_moe.experts.3.w1", "layers.1.experts.3.gate"),
+        ("model.layers.1.mlp.experts.3.down_proj", "layers.1.experts.3.down"),
+        ("model.layers.1.mlp.shared_experts.down_proj", "layers.1.mlp.shared_experts.down_proj"),
     ],
 )
 def test_tails_of_names(name: str, tail: str) -> None:

@@ -310,7 +310,7 @@ def test_an_obstacle_belongs_to_steps_of_its_kind(
         step(2)
     for rows in (2, 1, 3, 3):
         step(rows)
-    assert list(layers.obstacles) == [(2, False, 0)] and len(replays) == 2 == len(layers)
+    assert list(layers.obstacles) == [(2, False, 0, False)] and len(replays) == 2 == len(layers)
     assert layers.counts == {"recorded": 2, "replayed": 2, "run": 2}
 
 

@@ -192,3 +192,12 @@ class _Same:
 
     def __init__(self, runner: Any) -> None:
         self.run = lambda plan, get_masks, given: runner.run(plan, get_masks)
+
+
+def test_layers_that_somebody_looks_at_run_their_operations_one_by_one() -> None:
+    model, apart = make_model(model_args()), list[bool]()
+    runner = runner_of(model)
+    model.layers[0].register_forward_hook(lambda layer, given, result: apart.append(given[2].apart))
+    runner.features.attach(HiddenTap(model, lambda where, hidden: None))
+    compare_requests(ComparedRunners(runner, _Same(runner_of(make_model(model_args())))), 1, budget=24)  # type: ignore[arg-type]
+    assert apart and all(apart)

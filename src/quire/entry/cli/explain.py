@@ -2,17 +2,27 @@
 
 import argparse
 import json
+import shlex
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.config import flags
+from quire.config.engine import EngineConfig
+from quire.config.option_parsers import parse_device, parse_size
 from quire.config.peer_flags import add_peer_flags
 from quire.config.sources import CONFIG_FILE
+from quire.contracts.errors import ConfigError
 from quire.entry.terminal_messages import wrapped
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
+if TYPE_CHECKING:
+    from quire.platforms.cpu import CpuFacts
+
 WIDTH = 200  # characters per line where the output is not a terminal
+CHANGE = ("path", "one", "other")
 
 
 def configure(parser: flags.FlagParser) -> None:
@@ -24,9 +34,28 @@ def configure(parser: flags.FlagParser) -> None:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--rank", metavar="N", type=int, help="show one rank: its groups, exchanges and slices")
     part.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
+    part.add_argument(
+        "--cost", action="store_true", help="show what a step costs: bytes, operations and a forecast, kernel by kernel"
+    )
+    part.add_argument(
+        "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff='-q fp8 -tp 4'"
+    )
+    part.add_argument("--svg", metavar="FOLDER", type=Path, help="write drawings of the plan to this folder")
+    parser.add_argument(
+        "--batch", metavar="N", type=_positive, help="requests of the decode step of --cost (default: 1)"
+    )
+    parser.add_argument(
+        "--context", metavar="N", type=_positive, help="tokens of each of its requests (default: 4096, or the longest)"
+    )
+    parser.add_argument(
+        "--layouts", action="store_true", help="with --cost: what other divisions among GPUs send, and a forecast"
+    )
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
+        "--device",
+        type=flags.reporting(parse_device),
+        choices=("auto", "cpu", "cuda", *GPUS),
+        help="a device of this machine, or a GPU model to plan for",
     )
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
@@ -34,10 +63,46 @@ def configure(parser: flags.FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
-    from quire.explain.describe import GPUS, one_layer, plan_engine
+    from quire.explain.describe import one_layer, plan_engine
+    from quire.platforms.cpu import read_cpu_facts
+    from quire.reports.ranks import describe_one
+
+    config, described, refused = _asked(args)
+    if args.cost:
+        return _print_cost(args, config, described)
+    if args.layouts or args.svg is None and (args.batch is not None or args.context is not None):
+        raise ConfigError("--batch, --context and --layouts say what --cost shows: add --cost.")
+    facts = read_cpu_facts()
+    report = plan_engine(config, described, facts=facts)
+    if args.rank is not None:
+        plan = describe_one(report, args.rank)
+    else:
+        plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
+    plan["missing"] += refused
+    if args.diff is not None:
+        return _print_differences(args, plan, facts)
+    if args.svg is not None:
+        from quire.explain.cost import describe_cost
+        from quire.explain.drawings import write_drawings
+
+        cost = describe_cost(config, described, args.batch or 1, args.context)
+        print(*write_drawings(plan, cost, args.svg), sep="\n")
+        return 0
+    if args.json:
+        print(msgspec.json.format(json.dumps(plan), indent=1))  # `json` itself is slow where it indents
+        return 0
+    from quire.explain.render import render
+    from quire.explain.render_ranks import render_rank
+
+    _print(render(plan, args.layer is not None) if args.rank is None else render_rank(plan))
+    return 0
+
+
+def _asked(args: argparse.Namespace) -> tuple[EngineConfig, str, list[dict[str, Any]]]:
+    """Return the configuration, the GPU to plan for ("": a device of this machine), and what serve refuses."""
+    from quire.explain.describe import GPUS
     from quire.plan.meeting_rows.records import REFUSED
     from quire.plan.meetings import Meeting
-    from quire.reports.ranks import describe_one
 
     settings = flags.settings_of(args, server=True, planned=True)
     described = args.device if args.device in GPUS else ""
@@ -48,21 +113,56 @@ def run(args: argparse.Namespace) -> int:
     refused = [Meeting(one.split()[0].rstrip(":"), one, "", REFUSED) for one in settings.refusals]
     for one in refused:
         print(wrapped(f"quire: refused by quire serve: {one.reason}.", WIDTH), file=sys.stderr)
-    config = flags.server_config(settings).engine
-    report = plan_engine(config, described)
-    if args.rank is not None:
-        plan = describe_one(report, args.rank)
-    else:
-        plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
-    plan["missing"] += [one._asdict() for one in refused]
+    return flags.server_config(settings).engine, described, [one._asdict() for one in refused]
+
+
+def _print_differences(args: argparse.Namespace, plan: dict[str, Any], facts: "CpuFacts") -> int:
+    """Print the values that differ when the words of --diff stand behind the other flags."""
+    from quire.explain.describe import plan_engine
+    from quire.explain.differences import differences
+
+    parser = flags.FlagParser(prog="quire explain", configure=configure)
+    words = shlex.split(args.diff)
+    given = parser.parse_args(words, argparse.Namespace(**vars(args)))
+    if not words or words[0].startswith("-"):
+        given.model_argument = args.model_argument
+    config, described, refused = _asked(given)
+    other = plan_engine(config, described, facts=facts).describe()
+    other["missing"] += refused
+    found = differences(plan, other)
     if args.json:
-        print(msgspec.json.format(json.dumps(plan), indent=1))  # `json` itself is slow where it indents
+        print(msgspec.json.format(json.dumps([dict(zip(CHANGE, one, strict=True)) for one in found]), indent=1))
         return 0
+    for path, one, two in found:
+        print(f"{path}: {one} -> {two}")
+    if not found:
+        print("Both plans are the same.")
+    return 0
+
+
+def _print_cost(args: argparse.Namespace, config: EngineConfig, described: str) -> int:
+    """Print the costs of steps, see `quire.explain.cost`."""
+    from quire.explain.cost import describe_cost
+
+    cost = describe_cost(config, described, args.batch or 1, args.context, layouts=args.layouts)
+    if args.json:
+        print(msgspec.json.format(json.dumps(cost), indent=1))
+        return 0
+    from quire.explain.render_cost import render_cost
+
+    _print(render_cost(cost))
+    return 0
+
+
+def _print(shown: object) -> None:
     from rich.console import Console
 
-    from quire.explain.render import render
-    from quire.explain.render_ranks import render_rank
-
-    shown = render(plan, args.layer is not None) if args.rank is None else render_rank(plan)
     Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
-    return 0
+
+
+def _positive(text: str) -> int:
+    """Return the number that `text` names, such as 4096 or 32k."""
+    number = parse_size(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number

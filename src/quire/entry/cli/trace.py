@@ -1,11 +1,20 @@
 """`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, given_options
+from quire.config.flags import (
+    FlagParser,
+    add_engine_flags,
+    add_model_argument,
+    engine_config,
+    given_options,
+    settings_of,
+)
 from quire.contracts.errors import ConfigError, ModelNotFound
 
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
@@ -23,7 +32,19 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
+    parser.add_argument(
+        "--after", metavar="TEXT", default="", help="answer this text before: the request finds its cache"
+    )
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        choices=("request", "start", "load", "flag"),
+        default="request",
+        help="request = from the call to the kernels; start = from the options to an engine that is ready; load = the "
+        "way of a stored tensor into a kernel's memory; flag = the way of each given flag's value (default: request)",
+    )
+    parser.add_argument("--tensor", metavar="NAME", help="tensor of --from load (default: the first query projection)")
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
@@ -35,20 +56,73 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.llm import LLM
     from quire.explain.trace import events, render, trace
 
+    if args.tensor is not None and args.begin != "load":
+        raise ConfigError("--tensor names what --from load shows: add --from load.")
+    if args.after and args.begin != "request":
+        raise ConfigError("--after is for a trace of a request: leave it or --from out.")
+    if args.begin == "flag":
+        return _print_flags(args)
+    if args.out is not None and args.begin == "load":
+        raise ConfigError("--from load has no times: leave --out out.")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
     adapters = {"enable_lora": True} if args.adapter else {}
+    options = (
+        adapters | given_options(args) | ({} if args.begin == "start" else {"async_depth": 1, "enforce_eager": True})
+    )
     try:
-        llm = LLM(**adapters | given_options(args) | {"async_depth": 1, "enforce_eager": True})
+        if args.begin == "start":
+            return _print_start(args, options)
+        llm = LLM(**options)
     except ModelNotFound as error:
         raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
     with llm:
+        if args.begin == "load":
+            from quire.explain.load_trace import load_lines
+
+            print(*load_lines(llm, args.tensor), sep="\n")
+            return 0
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked)
+        found = trace(
+            llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked, after=args.after
+        )
     print(*render(found, None if args.full else set()), sep="\n")
-    if args.out is not None:
-        try:
-            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(events(found, found.begin))}))
-        except OSError as error:
-            raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}): choose another file.") from None
+    _write(args.out, events(found, found.begin))
     return 0
+
+
+def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Build an engine, and print the calls of its start."""
+    from quire.entry.llm import LLM
+    from quire.explain.start_trace import start_lines, trace_start
+    from quire.explain.trace import events
+
+    llm, found = trace_start(lambda: LLM(**options), "start")
+    with llm:
+        print(*start_lines(found), sep="\n")
+    _write(args.out, events(found, found.begin))
+    return 0
+
+
+def _print_flags(args: argparse.Namespace) -> int:
+    """Print the way of each given option of the engine."""
+    from quire.config.engine import flat_names
+    from quire.explain.flag_trace import flag_lines, flag_way
+
+    settings, config = settings_of(args), engine_config(args)
+    names = [name for name in settings.values if name in flat_names() and name != "model"]
+    if not names:
+        raise ConfigError("--from flag shows the way of flags that are given: add one, such as --quantization fp8.")
+    for name in names:
+        print(*flag_lines(flag_way(config, name, settings.origins[name])), sep="\n")
+    return 0
+
+
+def _write(out: Path | None, found: Iterator[dict[str, object]]) -> None:
+    """Write events to the file of --out, if it is given. Raises `ConfigError` if it cannot be written."""
+    if out is None:
+        return
+    try:
+        out.write_bytes(msgspec.json.encode({"traceEvents": list(found)}))
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written ({error.strerror}): choose another file.") from None

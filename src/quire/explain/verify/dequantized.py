@@ -16,10 +16,10 @@ from msgspec import structs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.args.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.wrappers import PLACES
 from quire.contracts.errors import UnsupportedModel
-from quire.contracts.params import Param, fused, of_expert
+from quire.contracts.params import Param, Part, fused, of_expert
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
@@ -40,11 +40,14 @@ PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__
 MODULES = ((".block_sparse_moe.", ".mlp."), (".forget_gate.", "."))  # names of modules -> one name for both sides
 
 
-class _Kept:
-    """A model as a loader sees it, which keeps its weights by parameter and place of the expert."""
+class KeptWeights:
+    """A model as a loader sees it, which keeps its weights by parameter and place of the expert.
 
-    def __init__(self, model: Decoder, layout: tuple[Param, ...]) -> None:
-        self.args, self.layout, self.elsewhere = model.args, layout, frozenset[str]()
+    elsewhere   names of stored tensors that are left alone
+    """
+
+    def __init__(self, args: ModelArgs, layout: tuple[Param, ...], elsewhere: frozenset[str] = frozenset()) -> None:
+        self.args, self.layout, self.elsewhere = args, layout, elsewhere
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.weights: dict[str, dict[int, Weight]] = {}
 
@@ -74,7 +77,7 @@ def write_dequantized(
     """
     from safetensors.torch import save_file
 
-    kept, stored, rules = _Kept(model, params), dict[str, Tensor](), Rules()
+    kept, stored, rules = KeptWeights(model.args, params), dict[str, Tensor](), Rules()
     load_weights(cast(Any, kept), folder)
     raw = {
         key: value
@@ -85,8 +88,7 @@ def write_dequantized(
     for param in params:
         weights = kept.weights.pop(param.name)
         for place, weight in weights.items():  # in the order in which they were read
-            one = of_expert(param, place, len(weights))
-            for part, rows in _parts(one, _numbers(weight)):
+            for part, rows in parts_of(param, place, len(weights), numbers(weight)):
                 write_slice(stored.setdefault(part.stored, torch.zeros(part.shape)), part, rows)
                 if isinstance(weight, QuantizedMatrix):
                     own = (param.name, place) if param.shard == "experts" else part.stored
@@ -116,18 +118,19 @@ def _unquantized(params: tuple[Param, ...], raw: dict[str, Any]) -> tuple[Param,
     return tuple(structs.replace(param, parts=plain.get(param.name, param.parts)) for param in params)
 
 
-def _numbers(weight: Weight) -> Tensor:
+def numbers(weight: Weight) -> Tensor:
+    """Return a weight in float32, dequantized, in the order of its inputs."""
     if isinstance(weight, Tensor):
         return weight.float()
     found = dequantize(weight)
     return found if weight.order is None else found[:, weight.order.argsort()]
 
 
-def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the parts of a parameter with their rows."""
-    first = 0
-    for part in param.parts:
-        own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
+def parts_of(param: Param, place: int, count: int, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts of a parameter with their rows; of expert `place` of `count`, whose rows these are."""
+    first, parts = 0, of_expert(param, place, count).parts
+    for part in parts:
+        own = rows if len(parts) == 1 else rows[first : first + part.rows]
         first += part.rows
         yield part, own
 

@@ -1,9 +1,9 @@
-"""Gated activations by PyTorch's operators."""
+"""Activations by PyTorch's operators."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import checked, ref
+from quire.kernels.activation import POINTWISE, checked, ref
 
 
 def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
@@ -16,9 +16,13 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
     return ref.gated(gate, act, up)
 
 
-def squared(x: Tensor) -> Tensor:
-    """Return max(x, 0)^2, [T, I]. See `quire.kernels.activation`."""
-    return x.relu().square()
+def pointwise(x: Tensor, act: str) -> Tensor:
+    """Return the activation of each number of x, [T, I]. See `quire.kernels.activation`."""
+    if checked(act, POINTWISE) == "silu":
+        return F.silu(x)
+    if act == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return ref.pointwise(x, act)
 
 
 def opened(x: Tensor, gate: Tensor) -> Tensor:

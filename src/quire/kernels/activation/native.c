@@ -1,4 +1,4 @@
-/* Gated activations: see gated_of. */
+/* Activations: see gated_of and pointwise_of. */
 
 typedef struct GateJob {
     Tasks tasks;
@@ -23,7 +23,7 @@ static void gate_tasks(void *argument) {
     long row;
     while ((row = claim(&job->tasks)) >= 0) {
 #define CASE(act) case act: if (job->half) gate_row(job, row, act, 1); else gate_row(job, row, act, 0); break;
-        switch (job->act) { CASE(SILU) CASE(GELU_TANH) CASE(SWIGLU_OAI) }
+        switch (job->act) { CASE(SILU) CASE(GELU_TANH) CASE(SWIGLU_OAI) CASE(GELU) }
 #undef CASE
     }
 }
@@ -34,6 +34,39 @@ void quire_gated(const void *gate, const void *up, void *y, long rows, long widt
     GateJob job = {.tasks.count = rows, .gate = gate, .up = up, .y = y, .width = width, .gate_stride = gate_stride,
                    .up_stride = up_stride, .act = act, .half = half};
     RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads);
+}
+
+typedef struct PointJob {
+    Tasks tasks;
+    const void *x;
+    void *y;
+    long width, stride;
+    int act, half;
+} PointJob;
+
+INLINE void point_row(const PointJob *job, long row, int act, int half) {
+    const void *x = element(job->x, row * job->stride, half);
+    void *y = (void *)element(job->y, row * job->width, half);
+    for (long i = 0; i < job->width; i += W) {
+        const Lanes lanes = lanes_of(job->width - i);
+        store(y, i, lanes, pointwise_of(load(x, i, lanes, half), act), half);
+    }
+}
+
+static void point_tasks(void *argument) {
+    PointJob *job = argument;
+    long row;
+    while ((row = claim(&job->tasks)) >= 0) {
+#define CASE(act) case act: if (job->half) point_row(job, row, act, 1); else point_row(job, row, act, 0); break;
+        switch (job->act) { CASE(SILU) CASE(GELU_TANH) CASE(GELU) CASE(RELU) CASE(RELU2) }
+#undef CASE
+    }
+}
+
+/* x [rows, width] with a stride between rows -> y [rows, width]; half: as of quire_gated. */
+void quire_pointwise(const void *x, void *y, long rows, long width, long stride, int act, int half, int threads) {
+    PointJob job = {.tasks.count = rows, .x = x, .y = y, .width = width, .stride = stride, .act = act, .half = half};
+    RUN(point_tasks, &job, rows * width < SMALL ? 1 : threads);
 }
 
 typedef struct OpenJob {

@@ -1,16 +1,19 @@
-"""Gated activations in one pass; native.c has the C code."""
+"""Activations in one pass; native.c has the C code."""
 
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import number_of
-from quire.kernels.activation.cpu import squared as squared
+from quire.kernels.activation import POINTWISE, number_of
 from quire.kernels.native.library import loaded
 
 
 def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
     """Return the activation [T, I] of gate and up, the halves of each row. See `quire.kernels.activation`."""
-    gate, up = gate_up.chunk(2, 1) if up is None else (gate_up, up)
+    if up is None:  # two views: a recording knows no operation with two results
+        middle = -(-gate_up.shape[1] // 2)
+        gate, up = gate_up[:, :middle], gate_up[:, middle:]
+    else:
+        gate = gate_up
     for side in (gate, up):
         if side.dtype not in (torch.float32, torch.bfloat16) or not side.is_cpu or side.stride(1) != 1:
             raise ValueError(
@@ -33,6 +36,26 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
         up.stride(0),
         number_of(act),
         gate.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def pointwise(x: Tensor, act: str) -> Tensor:
+    """Return the activation of each number of x, [T, I]. See `quire.kernels.activation`."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or not x.is_cpu or x.stride(1) != 1:
+        raise ValueError(
+            f"native activation: x must be float32 or bfloat16 on the CPU, with stride 1 inside a row; it is "
+            f"{x.dtype} on {x.device} with strides {x.stride()}"
+        )
+    y = x.new_empty(x.shape)
+    loaded().quire_pointwise(
+        x.data_ptr(),
+        y.data_ptr(),
+        *x.shape,
+        x.stride(0),
+        number_of(act, POINTWISE),
+        x.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return y

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import checked
+from quire.kernels.activation import POINTWISE, checked
 
 
 def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tensor:
@@ -15,15 +15,19 @@ def gated(gate_up: Tensor, act: str = "silu", up: Tensor | None = None) -> Tenso
         y = gate * torch.sigmoid(gate) * up
     elif act == "gelu_tanh":
         y = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    elif act == "gelu":
+        y = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
     else:
         gate = gate.clamp(max=7)
         y = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
     return y.to(gate_up.dtype)
 
 
-def squared(x: Tensor) -> Tensor:
-    """Return max(x, 0)^2, [T, I]. See `quire.kernels.activation`."""
-    return x.relu().square()
+def pointwise(x: Tensor, act: str) -> Tensor:
+    """Return the activation of each number of x, [T, I]. See `quire.kernels.activation`."""
+    if checked(act, POINTWISE) == "relu":
+        return x.relu()
+    return x.relu().square() if act == "relu2" else gated(x, act, torch.ones_like(x))
 
 
 def opened(x: Tensor, gate: Tensor) -> Tensor:

@@ -11,15 +11,16 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
     sinks      [Hq]: one more score per head. It takes part in the softmax and adds nothing to the result
 
 Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends. So a sequence may read blocks
-that another sequence of the same step fills. Keys past a sequence's length may be anything, NaN too. Kernels of a GPU
-multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
-the largest number.
+that another sequence of the same step fills, if the step has parts of prompts: decodes fill blocks for later steps
+alone, and `kernels/joined/` writes and reads in one launch. Keys past a sequence's length may be anything, NaN too.
+Kernels of a GPU multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces
+any other value by the largest number.
 
 A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value is its code times a scale of `KVView`.
 
 Features that an implementation may declare: window (above 0), chunked (a window below 0), soft_cap, sinks, rows (it
 takes `row_positions`), e4m3 cache, e5m2 cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it
-writes), and
+writes), heads (its plan of a step serves `kernels/joined/decode_attention.py`, too), and
 
 recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size, window)
             is true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention.cpu import write_kv
-from quire.kernels.attention_cpu.native_calls import MAX_DIM, attend_chunks, attend_prompts, attend_rows, checked_scores
-from quire.kernels.attention_cpu.native_plan import partial_of, plan_native
-from quire.kernels.native.library import loaded, missing_amx
+from quire.kernels.attention_cpu.native_calls import (
+    MAX_DIM,
+    attend_chunks,
+    attend_prompts,
+    attend_rows,
+    checked_scores,
+    retarget_rows,
+)
+from quire.kernels.attention_cpu.native_plan import plan_native
+from quire.kernels.native.library import missing_amx
 
 __all__ = ["MAX_DIM", "paged_attention", "write_kv"]
 
@@ -68,22 +75,4 @@ def retarget(
                           after the replay
     num_heads, head_dim   of the group's layers; the most, if they differ
     """
-    plan, tables = plan_native(meta, block_size, window), meta.block_tables
-    assert not plan.chunks, "asked rows_only?"
-    (rows,) = plan.rows
-    if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError(
-            f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
-            "be int32 with stride 1 inside a row"
-        )
-    loaded().quire_retarget_rows(
-        recording,
-        tables.data_ptr(),
-        rows.items.data_ptr(),
-        rows.part_item.data_ptr(),
-        partial_of(plan, rows, num_heads, head_dim),
-        len(rows.items),
-        len(rows.part_item),
-        tables.stride(0),
-        meta.kv_group,
-    )
+    retarget_rows(recording, meta, plan_native(meta, block_size, window), num_heads, head_dim)

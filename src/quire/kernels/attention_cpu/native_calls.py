@@ -214,3 +214,26 @@ def attend_rows(
         meta.kv_group,
         torch.get_num_threads(),
     )
+
+
+def retarget_rows(recording: int, meta: AttentionMeta, plan: NativePlan, num_heads: int, head_dim: int) -> None:
+    """Make the recorded calls of a KV group compute the rows of another step. See `quire.kernels.attention.native`."""
+    tables = meta.block_tables
+    assert not plan.chunks, "asked rows_only?"
+    (rows,) = plan.rows
+    if tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise ValueError(
+            f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
+            "be int32 with stride 1 inside a row"
+        )
+    loaded().quire_retarget_rows(
+        recording,
+        tables.data_ptr(),
+        rows.items.data_ptr(),
+        rows.part_item.data_ptr(),
+        partial_of(plan, rows, num_heads, head_dim),
+        len(rows.items),
+        len(rows.part_item),
+        tables.stride(0),
+        meta.kv_group,
+    )

@@ -76,15 +76,18 @@ class NativePlan:
     window: int | None = None
 
 
-def plan_native(meta: AttentionMeta, block_size: int, window: int | None = None) -> NativePlan:
-    """Return the plan of a step. `meta.plans` keeps it, so that all layers with this window share it."""
-    plan = meta.plans.get((block_size, window))
+def plan_native(meta: AttentionMeta, block_size: int, window: int | None = None, few: float = FEW) -> NativePlan:
+    """Return the plan of a step. `meta.plans` keeps it, so that all layers with this window share it.
+
+    few   up to so many query rows of a sequence are computed one by one
+    """
+    plan = meta.plans.get((block_size, window, few))
     if not isinstance(plan, NativePlan):
-        plan = meta.plans[block_size, window] = _make_plan(meta, block_size, window)
+        plan = meta.plans[block_size, window, few] = _make_plan(meta, block_size, window, few)
     return plan
 
 
-def _make_plan(meta: AttentionMeta, block_size: int, window: int | None) -> NativePlan:
+def _make_plan(meta: AttentionMeta, block_size: int, window: int | None, few: float) -> NativePlan:
     if window == 0:
         raise ValueError(f"native attention: a window of {window} tokens is too small: a row attends to itself")
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
@@ -99,7 +102,7 @@ def _make_plan(meta: AttentionMeta, block_size: int, window: int | None) -> Nati
     chunks = []
     for s, length in enumerate(lengths):
         first, last = starts[s], starts[s + 1]
-        if last - first > FEW:
+        if last - first > few:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         elif positions is None:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]

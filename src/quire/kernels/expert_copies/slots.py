@@ -57,12 +57,15 @@ class ExpertSlots:
         return torch.where(ids < 0, ids, self.slots[experts, copy])
 
 
-def initial_slots(num_experts: int, redundant: int) -> tuple[Tensor, Tensor]:
-    """Return (slots, counts) of `ExpertSlots` before any load is known: slot p has expert p modulo `num_experts`."""
+def initial_slots(num_experts: int, redundant: int, turns: int = 1) -> tuple[Tensor, Tensor]:
+    """Return (slots, counts) of `ExpertSlots` before any load is known: slot p has expert p modulo `num_experts`.
+
+    turns   number of ranks to which these go in turn; 1: each rank has neighbours
+    """
+    held = torch.arange(num_experts + redundant).view(-1, turns).T.flatten() % num_experts
     slots = torch.full((num_experts, redundant + 1), -1, dtype=torch.int32)
     counts = torch.zeros(num_experts, dtype=torch.int32)
-    for slot in range(num_experts + redundant):
-        expert = slot % num_experts
+    for slot, expert in enumerate(held.tolist()):
         slots[expert, counts[expert]] = slot
         counts[expert] += 1
     return slots, counts

@@ -7,8 +7,8 @@ empty(num_experts, gate_up, down, device, form) -> packed
     the same module can read `packed`. Quantized weights are a `QuantizedMatrix` each, here and in `put`; the features
     of an implementation name the kinds that it takes, as those of `quire.kernels.linear` do.
     `form` (form.py) has the activation and says if the experts are biased. The default is "silu" without biases, which
-    every implementation runs; others need features: "gelu_tanh", "swiglu_oai", "relu2" (without gates: gate_up and b1
-    have I rows, those of up), "bias".
+    every implementation runs; others need features: "gelu_tanh", "gelu", "swiglu_oai", "relu2" (no gates: gate_up and
+    b1 have I rows, those of up), "bias".
 put(packed, place, gate_up [2I, H], down [H, I], biases)
     Packs the weights of an expert into its place, once after loading. The rows of gate come first, then those of up.
     `biases` of a biased form: b1 [2I], rows of gate first, and b2 [H]. Where ranks share an expert, and their results
@@ -26,6 +26,9 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     `residual` is added; the result may overwrite its memory. An id that comes twice in a row counts twice.
     Feature "join": one more argument, the `Fork.join` of a side stream that computes the residual (contiguous). `run`
     calls it before it reads the residual.
+run_adapted(x, (weights, ids, expert_map), packed, residual, adapters[, join]) -> [T, H]
+    Feature "adapters": `run` for a step in which some rows have adapters of experts (`quire.kernels.lora.routed`).
+    Rows without an adapter have the results of `run`, within rounding.
 quantize_rows(x, wire) -> x as `QuantizedRows`
     Feature "quantized rows", of weights whose scheme has a `wire`: `run` takes such rows as x, too, and returns the
     bits that it returns for the x that they were made of. Rows without an expert here may hold anything.

@@ -14,6 +14,7 @@ from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, ru
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
 from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
+from quire.kernels.lora.routed import Between, ExpertAdapters, Routed
 from quire.kernels.native import memory
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
@@ -71,42 +72,68 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
+    return run_adapted(x, (weights, ids, expert_map), packed, residual, None)
+
+
+def run_adapted(
+    x: Tensor | QuantizedRows,
+    routed: Routed,
+    packed: Packed,
+    residual: Tensor | None,
+    adapters: ExpertAdapters | None,
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
     if isinstance(packed, list):
-        return run_each(x, weights, ids, packed, expert_map, residual, _quantized)
-    return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
+        return run_each(x, routed, packed, residual, _quantized, adapters)
+    return run_each(x, routed, packed[0], residual, _expert, adapters)
 
 
 def run_each(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Sequence[ExpertWeights[Any]],
-    expert_map: Tensor | None,
     residual: Tensor | None,
     expert: Callable[..., Tensor],
+    adapters: ExpertAdapters | None = None,
+    *,
+    combine: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank
-    expert   function (rows [n, H] of x, weights of the expert) -> [n, H] in x's dtype, without routing weights
+    expert   function (rows [n, H] of x, weights of the expert) -> [n, H] in x's dtype, without routing weights. With
+             adapters a third argument adds their products (`Between`)
+    combine  function (weights [T, k], outputs [T, k, H]) -> weighted sums [T, H] float32; None: PyTorch's product
     """
+    weights, ids, expert_map = routed
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]
     rows, parts = x[order // ids.shape[1]], torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     parts[order[:end]] = 0
-    for own, count in zip(packed, counts[1:], strict=True):
+    for place, (own, count) in enumerate(zip(packed, counts[1:], strict=True)):
         if count:
             start, end = end, end + count
-            parts[order[start:end]] = expert(rows[start:end], own)
-    y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
+            pairs = order[start:end]
+            between = () if adapters is None else (adapters.of_expert(place, pairs // ids.shape[1]),)
+            parts[pairs] = expert(rows[start:end], own, *between)
+    parts = parts.view(*ids.shape, x.shape[1])
+    y = (weights[:, None] @ parts.float()).squeeze(1) if combine is None else combine(weights, parts)
     return (y if residual is None else y.add_(residual)).to(x.dtype)
 
 
-def _expert(x: Tensor, own: ExpertWeights[Tensor]) -> Tensor:
-    inner = activated(F.linear(x, own.gate_up, own.gate_up_bias), own.act, gated)
-    return F.linear(inner, own.down, own.down_bias)
+def _expert(x: Tensor, own: ExpertWeights[Tensor], between: Between | None = None) -> Tensor:
+    inner = F.linear(x, own.gate_up, own.gate_up_bias)
+    if between is not None:
+        between.add_up(inner, x)
+    h = activated(inner, own.act, gated)
+    y = F.linear(h, own.down, own.down_bias)
+    if between is not None:
+        between.add_down(y, h)
+    return y
 
 
-def _quantized(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix]) -> Tensor:
-    return run_pair(x, own).to(x.dtype)
+def _quantized(
+    x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix], between: Between | None = None
+) -> Tensor:
+    return run_pair(x, own, between).to(x.dtype)

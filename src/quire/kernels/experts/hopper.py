@@ -32,7 +32,7 @@ BAND = 32  # tiles of pairs that run side by side through the same columns; 8 ar
 MOST_SMALL = 24  # up to so many pairs per expert in the mean, the smaller tiles of triton.py are as fast
 WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the expert from there on, number of tiles
 
-empty, put, destination = triton.empty, triton.put, triton.destination
+empty, put, destination, run_adapted = triton.empty, triton.put, triton.destination, triton.run_adapted
 
 
 def run(

@@ -37,7 +37,7 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+    return run_each(x, (weights, ids, expert_map), packed, residual, _expert)
 
 
 def _expert(x: Tensor, own: ExpertWeights[native.Packed]) -> Tensor:

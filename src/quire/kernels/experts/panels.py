@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.activation.cpu import gated
 from quire.kernels.experts.cpu import run_each
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.weights import Biases, ExpertWeights, each_expert, empty_biases
+from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.linear import panels
+from quire.kernels.lora.routed import Between, ExpertAdapters, Routed
 from quire.kernels.pack.matrix import Weight
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
@@ -39,7 +41,12 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
-    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+    return run_each(x, (weights, ids, expert_map), packed, residual, expert)
+
+
+def run_adapted(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    return run_each(x, routed, packed, residual, _adapted, adapters)
 
 
 def way(x: Tensor, packed: Packed) -> str:
@@ -47,6 +54,17 @@ def way(x: Tensor, packed: Packed) -> str:
     return panels.way(x, packed[0][0]) if packed else ""
 
 
-def _expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+def expert(x: Tensor | QuantizedRows, own: ExpertWeights[panels.Packed]) -> Tensor:
+    """Return the outputs [n, H] of an expert for rows x, without routing weights."""
     first, second = (None if one is None else one.to(x.dtype) for one in (own.gate_up_bias, own.down_bias))
     return panels.run(panels.run_gated(x, own.gate_up, first, own.act), own.down, second)
+
+
+def _adapted(x: Tensor, own: ExpertWeights[panels.Packed], between: Between) -> Tensor:
+    first, second = (None if one is None else one.to(x.dtype) for one in (own.gate_up_bias, own.down_bias))
+    inner = panels.run(x, own.gate_up, first)
+    between.add_up(inner, x)
+    h = activated(inner, own.act, gated)
+    y = panels.run(h, own.down, second)
+    between.add_down(y, h)
+    return y

@@ -7,6 +7,7 @@ from quire.kernels.activation.ref import gated
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.weights import Biases, ExpertWeights, activated, each_expert, empty_biases
 from quire.kernels.linear import quantized_ref
+from quire.kernels.lora.routed import Between
 from quire.kernels.pack.matrix import QuantizedMatrix, empty
 from quire.kernels.quantize.rows import QuantizedRows
 
@@ -47,7 +48,17 @@ def way(x: Tensor, pairs: object) -> str:
     return quantized_ref.way(x, pairs[0][0]) if isinstance(pairs, list) and pairs else ""
 
 
-def run_pair(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix]) -> Tensor:
-    """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme."""
-    inner = activated(quantized_ref.run_float(x, own.gate_up, own.gate_up_bias), own.act, gated)
-    return quantized_ref.run_float(inner, own.down, own.down_bias)
+def run_pair(x: Tensor | QuantizedRows, own: ExpertWeights[QuantizedMatrix], between: Between | None = None) -> Tensor:
+    """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme.
+
+    between   adds the products of adapters; None: there are none
+    """
+    inner = quantized_ref.run_float(x, own.gate_up, own.gate_up_bias)
+    if between is not None:
+        assert isinstance(x, Tensor), "rows of other replicas have no adapters"
+        between.add_up(inner, x)
+    h = activated(inner, own.act, gated)
+    y = quantized_ref.run_float(h, own.down, own.down_bias)
+    if between is not None:
+        between.add_down(y, h)
+    return y

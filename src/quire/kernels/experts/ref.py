@@ -12,6 +12,7 @@ from quire.kernels.experts.quantized_ref import Pairs, empty_pairs, put_pair, ru
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.weights import Biases, activated
+from quire.kernels.lora.routed import ExpertAdapters, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
@@ -59,24 +60,44 @@ def run(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
+    return run_adapted(x, (weights, ids, expert_map), packed, residual, None)
+
+
+def run_adapted(
+    x: Tensor | QuantizedRows,
+    routed: Routed,
+    packed: Packed,
+    residual: Tensor | None,
+    adapters: ExpertAdapters | None,
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    weights, ids, expert_map = routed
     places = placed(ids, expert_map)
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
-    for place, result in enumerate(_results(x, packed)):
+    for place, result in enumerate(_results(x, packed, adapters)):
         y = y + (weights * (places == place)).sum(1, keepdim=True) * result
     return y.to(x.dtype)
 
 
-def _results(x: Tensor | QuantizedRows, packed: Packed) -> Iterator[Tensor]:
+def _results(x: Tensor | QuantizedRows, packed: Packed, adapters: ExpertAdapters | None) -> Iterator[Tensor]:
     """Yield the result of each expert for all rows, [T, H] float32."""
-    if isinstance(packed, list):
-        yield from (run_pair(x, own) for own in packed)
-        return
-    gate_up, down, act, first, second = packed
-    for place in range(len(gate_up)):
+    for place in range(len(packed) if isinstance(packed, list) else len(packed.gate_up)):
+        between = None if adapters is None else adapters.of_expert(place, None)
+        if isinstance(packed, list):
+            yield run_pair(x, packed[place], between)
+            continue
+        gate_up, down, act, first, second = packed
+        assert isinstance(x, Tensor), "rows are quantized for quantized weights alone"
         inner = x.float() @ gate_up[place].float().t()
-        inner = activated(inner if first is None else inner + first[place].float(), act, gated)
-        y = inner @ down[place].float().t()
-        yield y if second is None else y + second[place].float()
+        inner = inner if first is None else inner + first[place].float()
+        if between is not None:
+            between.add_up(inner, x)
+        h = activated(inner, act, gated)
+        y = h @ down[place].float().t()
+        y = y if second is None else y + second[place].float()
+        if between is not None:
+            between.add_down(y, h)
+        yield y
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:

@@ -21,10 +21,11 @@ from quire.kernels.activation.triton import gated_of
 from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.form import PLAIN, ExpertForm
 from quire.kernels.experts.scaled_stack import Packed, Stack
-from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
+from quire.kernels.experts.triton import Product, _find_tile, _place, _sort, run_apart, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import (
@@ -34,7 +35,8 @@ from quire.kernels.quantize.triton import (
     quantize,
     quantized,
     scale_of,
-    sums_of_16,
+    scaled_sums,
+    tile_scales,
     to_eight_bits,
 )
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
@@ -169,6 +171,30 @@ def run(
     return y
 
 
+def run_adapted(
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    first, second, act, first_bias, second_bias = packed
+
+    def multiplied(stack: Stack, bias: Tensor | None, parts: int, width: int) -> Product:
+        def product(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            pairs, (_, outputs, inputs) = len(rows), stack.values.shape
+            given = _rows(F.pad(rows, (0, inputs - rows.shape[1])), stack)
+            y = rows.new_empty(pairs, outputs)
+            cut = tiles(pairs, spread, False)
+            _product(given, stack, bias, order, starts, scales.shape[1], scales, y, None, False, "", cut)
+            return y if outputs == width else y.unflatten(1, (parts, -1))[..., : width // parts].flatten(1)
+
+        return product
+
+    products = (
+        multiplied(first, first_bias, 2, 2 * adapters.inner),
+        multiplied(second, second_bias, 1, x.shape[1]),
+    )
+    return run_apart(x, routed, products, act, len(first.values), residual, adapters, *join)
+
+
 def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:
     """Return x with `more` columns of zeros."""
     if isinstance(x, Tensor):
@@ -273,7 +299,7 @@ def many(
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
     """
-    first, second, (tokens, k), pairs = packed.gate_up, packed.down, ids.shape, ids.numel()
+    first, second, pairs = packed.gate_up, packed.down, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
@@ -283,11 +309,7 @@ def many(
     else:
         cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
         products(given, packed, order, starts, weights, parts, cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
-    )
+    sum_pairs(parts, ids, expert_map, residual, y, join)
 
 
 def in_gluon(packed: Packed) -> bool:
@@ -389,33 +411,21 @@ def _product(
 
 
 @jit
-def _scaled_sum(
+def _sums(
     tile,
     given,
-    scales,
-    col,
+    scale,
     J: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales.
-
-    tile     [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
-    scales   of the experts [J, 1, 1], pointers to [N / BLOCK, K / 128] or [N]
-    """
-    part = sums_of_16(tile, given, J, BLOCK_N, BLOCK_K, MOST, WORDS)
-    col = tl.minimum(col, N - 1)[None, :, None]
-    if BLOCK:
-        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
-        part *= tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
-        out = tl.sum(part, 2)
-    else:
-        out = tl.sum(part, 2) * tl.reshape(tl.load(scales + col), [J, BLOCK_N])
+    """Return `scaled_sums` [J, BLOCK_N], also times scales of channels."""
+    out = scaled_sums(tile, given, scale, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+    if BLOCK == 0:
+        out *= tl.reshape(scale, [J, BLOCK_N])
     return out
 
 
@@ -462,35 +472,41 @@ def _few_up_kernel(
     place = _place(ids, expert_map, pair, pair >= 0)
     if place < 0:
         return
-    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * (STEPS * BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     WIDE: tl.constexpr = K // 4 if WORDS else K
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
     at = gate_up + place.to(tl.int64) * (2 * N * WIDE) + word
     inside = word < WIDE
-    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    own_col = tl.arange(0, BLOCK_N)
+    row = tl.minimum(first + own_col, N - 1)[None, :, None] * WIDE
     gate_tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
     up_tile = tl.load(at + N * WIDE + row, mask=inside, other=0.0, eviction_policy="evict_first")
-    values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
-    own = tl.zeros([1, 1, 1], tl.float32)
-    if RULE < 0:
-        own += tl.load(fixed + place)
-    given = quantized(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
     if BLOCK:
         scales += place.to(tl.int64) * (2 * N // BLOCK * (K // 128))
         up_scales = scales + N // BLOCK * (K // 128)
     else:
         scales += place.to(tl.int64) * (2 * N)
         up_scales = scales + N
+    gate_scale = tile_scales(scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    up_scale = tile_scales(up_scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
+    own = tl.zeros([1, 1, 1], tl.float32)
+    if RULE < 0:
+        own += tl.load(fixed + place)
+    given = quantized(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
     for step in range(STEPS):
-        col = first + step * BLOCK_N
-        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
+        col = first + step * BLOCK_N + own_col
+        upcoming = first + (step + 1) * BLOCK_N
+        row = tl.minimum(upcoming + own_col, N - 1)[None, :, None] * WIDE
         more = inside & (step < STEPS - 1)
-        gate_now, up_now = gate_tile, up_tile
+        gate_now, up_now, gate_scale_now, up_scale_now = gate_tile, up_tile, gate_scale, up_scale
         gate_tile = tl.load(at + row, mask=more, other=0.0, eviction_policy="evict_first")
         up_tile = tl.load(at + N * WIDE + row, mask=more, other=0.0, eviction_policy="evict_first")
-        gate = _scaled_sum(gate_now, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        up = _scaled_sum(up_now, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        gate_scale = tile_scales(scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        up_scale = tile_scales(up_scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        gate = _sums(gate_now, given, gate_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        up = _sums(up_now, given, up_scale_now, 1, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             mine = bias + place.to(tl.int64) * (2 * N) + col[None, :]
             gate += tl.load(mine, mask=(col < N)[None, :], other=0.0).to(tl.float32)
@@ -537,7 +553,7 @@ def _few_down_kernel(
     N, K, BLOCK_K      outputs H and inputs I of an expert; I, padded to a power of two
     """
     token = tl.program_id(0)
-    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
+    first, own_col = tl.program_id(1) * (STEPS * BLOCK_N), tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     turn = tl.arange(0, J)[:, None, None]
     pair = token * TOP_K + turn
@@ -547,9 +563,17 @@ def _few_down_kernel(
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
     at = down + place.to(tl.int64) * (N * WIDE) + word
     inside = there & (word < WIDE)
-    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    row = tl.minimum(first + own_col, N - 1)[None, :, None] * WIDE
     tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
+    if BLOCK:
+        scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
+    else:
+        scales += tl.maximum(place, 0).to(tl.int64) * N
+    scale = tile_scales(scales, first, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
     weight = tl.reshape(tl.load(weights + pair, mask=there, other=0.0), [J, 1])
+    to = token.to(tl.int64) * N + first + own_col
+    if residual is not None:  # written before the kernel before began: its programs have waited
+        added = tl.load(residual + to, mask=first + own_col < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -558,25 +582,24 @@ def _few_down_kernel(
     if RULE < 0:
         own += tl.load(fixed + tl.maximum(place, 0))
     given = quantized(values, own, RULE, POWERS, MOST, J, BLOCK_K)
-    if BLOCK:
-        scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
-    else:
-        scales += tl.maximum(place, 0).to(tl.int64) * N
     for step in range(STEPS):
-        col = first + step * BLOCK_N
-        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
-        now = tile
+        col = first + step * BLOCK_N + own_col
+        upcoming = first + (step + 1) * BLOCK_N
+        row = tl.minimum(upcoming + own_col, N - 1)[None, :, None] * WIDE
+        now, scale_now = tile, scale
         tile = tl.load(at + row, mask=inside & (step < STEPS - 1), other=0.0, eviction_policy="evict_first")
-        sums = _scaled_sum(now, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        scale = tile_scales(scales, upcoming, N, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+        sums = _sums(now, given, scale_now, J, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
         if bias is not None:
             expert = tl.reshape(place, [J, 1])
             mine = bias + expert.to(tl.int64) * N + col[None, :]
             sums += tl.load(mine, mask=(expert >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
         out = tl.sum(sums * weight, 0)
-        to = token.to(tl.int64) * N + col
         if residual is not None:
-            out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
-        tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
+            out += added.to(tl.float32)
+            more = (step < STEPS - 1) & (upcoming + own_col < N)
+            added = tl.load(residual + to + (step + 1) * BLOCK_N, mask=more, other=0.0)
+        tl.store(y + to + step * BLOCK_N, out.to(y.dtype.element_ty), mask=col < N)
 
 
 @jit

@@ -21,16 +21,21 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import gated_of, squared_of
+from quire.kernels.activation.triton import gated, gated_of, pointwise_of
 from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.stacked import Packed as Packed
 from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
 from quire.kernels.experts.stacked import put as put
+from quire.kernels.experts.weights import activated
 from quire.kernels.linear.gemv import bucket, prefetch
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.triton_runtime import jit, tl
 
 Products = Callable[..., None]
+# Multiplies rows [pairs, K] in the order of experts: (rows, order, starts, routing weights [T, k], number of experts
+# over which pairs spread) -> [pairs, N] by number of the pair, times the routing weights.
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 MOST_FEW = 4  # tokens
 MOST_SCANNED = 4096  # up to so many pairs, each expert's program scans all pairs; more are divided among programs
 SHARES, CHUNK = 128, 128  # most programs that divide the pairs; pairs that one orders at a time
@@ -168,16 +173,12 @@ def many(
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
     multiply   function that computes the two products; None: `products`
     """
-    (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed.down.shape, ids.numel(), pdl.in_use()
+    (experts, hidden, inner), pairs = packed.down.shape, ids.numel()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
     (multiply or products)(x, packed, h, parts, order, starts, weights, cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and in_pdl
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
-    )
+    sum_pairs(parts, ids, expert_map, residual, y, join)
 
 
 def products(
@@ -200,6 +201,70 @@ def products(
     first, second, act, first_bias, second_bias = packed
     _product(x, first, first_bias, h, order, starts, weights.shape[1], None, act, cut[0])
     _product(h, second, second_bias, parts, order, starts, weights.shape[1], weights, "", cut[1])
+
+
+def run_adapted(
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+
+    def multiplied(weight: Tensor, bias: Tensor | None, second: int) -> Product:
+        def product(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            y = rows.new_empty(len(rows), weight.shape[1])
+            cut = tiles(len(rows), spread, rows.element_size())[second]
+            _product(rows, weight, bias, y, order, starts, scales.shape[1], scales, "", cut)
+            return y
+
+        return product
+
+    first, second, act, first_bias, second_bias = packed
+    products = multiplied(first, first_bias, 0), multiplied(second, second_bias, 1)
+    return run_apart(x, routed, products, act, len(first), residual, adapters, *join)
+
+
+def run_apart(
+    x: Tensor,
+    routed: Routed,
+    products: tuple[Product, Product],
+    act: str,
+    experts: int,
+    residual: Tensor | None,
+    adapters: ExpertAdapters,
+    *join: Join,
+) -> Tensor:
+    """Return residual + the weighted sum of the outputs of each token's experts, with adapters.
+
+    Each product multiplies rows in the order of experts and writes rows by number of the pair, as `down` does in
+    `many`. So rows are copied before both: steps without adapters do not run this.
+
+    products   gate and up, and down;  act  activation between them;  experts  of this rank
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
+    if not len(x):
+        return y
+    weights, ids, expert_map = routed
+    spread, between = experts if expert_map is None else len(expert_map), adapters.of_pairs(ids, expert_map)
+    order, starts = _sort(ids, expert_map, experts)
+    pairs = order.clamp(0, ids.numel() - 1)  # behind the pairs of this rank's experts stands anything
+    inner = products[0](x[pairs // ids.shape[1]], order, starts, torch.ones_like(weights), spread)
+    between.add_up(inner, x)
+    h = activated(inner, act, gated)
+    parts = products[1](h[pairs], order, starts, weights, spread)
+    between.add_down(parts, h, weights)
+    sum_pairs(parts, ids, expert_map, None if residual is None else y, y, *join)
+    return y
+
+
+def sum_pairs(
+    parts: Tensor, ids: Tensor, expert_map: Tensor | None, residual: Tensor | None, y: Tensor, *join: Join | None
+) -> None:
+    """Write residual + the sum of each token's weighted rows `parts` [T * k, H] to y [T, H]."""
+    (tokens, k), hidden = ids.shape, y.shape[1]
+    block = min(1024, bucket(hidden))
+    in_pdl = not any([one() for one in join if one]) and pdl.in_use()
+    _sum_kernel[(tokens, -(-hidden // block))](
+        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
+    )
 
 
 def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
@@ -348,7 +413,7 @@ def _few_up_kernel(
         one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
         if GATED:
             two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
-    value = gated_of(one, two, ACT) if GATED else squared_of(one)
+    value = gated_of(one, two, ACT) if GATED else pointwise_of(one, ACT)
     tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
 
 
@@ -388,6 +453,9 @@ def _few_down_kernel(
     at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
     tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
     weight = tl.load(weights + pair, mask=there, other=0.0)
+    to = token.to(tl.int64) * N + col
+    if residual is not None:  # written before the kernel before began: its programs have waited
+        added = tl.load(residual + to, mask=col < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -402,11 +470,10 @@ def _few_down_kernel(
     if bias is not None:
         own = tl.reshape(place, [J, 1])
         at = bias + own.to(tl.int64) * N + col[None, :]
-        added = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
-        out += tl.sum(added * tl.reshape(weight, [J, 1]), 0)
-    to = token.to(tl.int64) * N + col
+        biases = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
+        out += tl.sum(biases * tl.reshape(weight, [J, 1]), 0)
     if residual is not None:
-        out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
+        out += added.to(tl.float32)
     tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
 
 
@@ -606,7 +673,7 @@ def _product_kernel(
             own = tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
             up += own[:, None] if TALL else own[None, :]
     if FIRST:
-        acc = gated_of(acc, up, ACT) if GATED else squared_of(acc)
+        acc = gated_of(acc, up, ACT) if GATED else pointwise_of(acc, ACT)
     if TALL:
         acc = tl.trans(acc)
     to = first + row

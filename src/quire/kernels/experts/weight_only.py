@@ -8,16 +8,16 @@ them. Floor on an H200: the packed bytes of the hit experts over 4.3 TB/s, or 6 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import pdl
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.triton import _sort, _sum_kernel
+from quire.kernels.experts.triton import Product, _sort, run_apart, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
-from quire.kernels.linear.gemv import bucket
+from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.pack.matrix import QuantizedMatrix, scale_dtype
 from quire.kernels.weight_only.pairs_in_tiles import Stack, Tiles, product, tiles_of
 from quire.kernels.weight_only.pairs_in_words import Ending
@@ -93,6 +93,28 @@ def way(x: Tensor, packed: Packed) -> str:
     return product_words(packed[0].scheme, "stays packed, widened in registers", "")
 
 
+def run_adapted(
+    x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, adapters: ExpertAdapters, *join: Join
+) -> Tensor:
+    """Compute `run` with adapters. See `quire.kernels.experts`."""
+    first, second, act, first_bias, second_bias = packed
+
+    def multiplied(stack: Stack, bias: Tensor | None, width: int) -> Product:
+        whole = replace(stack, parts=1)  # gate and up are whole tiles of outputs
+
+        def made(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor, spread: int) -> Tensor:
+            given = F.pad(rows, (0, stack.inputs - rows.shape[1]))
+            y = rows.new_empty(len(rows), whole.outputs if stack.parts > 1 else width)
+            ending = Ending(y, "", bias, scales)
+            product(given, whole, order, starts, scales.shape[1], ending, tiles_of(len(rows), spread))
+            return y if y.shape[1] == width else y.unflatten(1, (stack.parts, -1))[..., : adapters.inner].flatten(1)
+
+        return made
+
+    products = multiplied(first, first_bias, 2 * adapters.inner), multiplied(second, second_bias, x.shape[1])
+    return run_apart(x, routed, products, act, len(first.tiles), residual, adapters, *join)
+
+
 def run(
     x: Tensor,
     weights: Tensor,
@@ -113,7 +135,7 @@ def run(
     if not len(x):
         return y
     first, second, act, first_bias, second_bias = packed
-    (tokens, k), pairs, hidden = ids.shape, ids.numel(), x.shape[1]
+    k, pairs, hidden = ids.shape[1], ids.numel(), x.shape[1]
     experts = len(first.tiles)
     order, starts = _sort(ids, expert_map, experts)
     if first.inputs > hidden or x.stride(1) != 1:
@@ -122,19 +144,5 @@ def run(
     cut = cut or tiles_of(pairs, experts if expert_map is None else len(expert_map))
     product(x, first, order, starts, k, Ending(h, act, first_bias), cut)
     product(h, second, order, starts, k, Ending(parts, "", second_bias, weights), cut)
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts,
-        ids,
-        expert_map,
-        None if residual is None else y,
-        y,
-        k,
-        hidden,
-        block,
-        in_pdl,
-        num_warps=4,
-        **pdl.options(in_pdl),
-    )
+    sum_pairs(parts, ids, expert_map, None if residual is None else y, y, join)
     return y

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels import pdl
 from quire.kernels.experts.form import PLAIN, ExpertForm
-from quire.kernels.experts.triton import _sort, _sum_kernel
+from quire.kernels.experts.triton import _sort, sum_pairs
 from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
-from quire.kernels.linear.gemv import bucket
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.weight_only import pairs_alone, words
 from quire.kernels.weight_only import pairs_in_words as products
@@ -139,7 +137,7 @@ def _many(
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert."""
     ids, weights, expert_map = routed.ids, routed.weights, routed.expert_map
     first, second, act, first_bias, second_bias = packed
-    (tokens, k), pairs, hidden, group = ids.shape, ids.numel(), x.shape[1], first.scheme.block[1]
+    k, pairs, hidden, group = ids.shape[1], ids.numel(), x.shape[1], first.scheme.block[1]
     order, starts = _sort(ids, expert_map, len(first.words))
     cut = products.tiles_of(pairs, len(first.words) if expert_map is None else len(expert_map), first.outputs * 2)
     given = products.bring(x, order, starts, k, cut)
@@ -147,18 +145,4 @@ def _many(
     products.product(given, first.words, first.scales, group, products.Ending(h, act, first_bias))
     given = products.Sorted(h, order, given.tiles, cut)
     products.product(given, second.words, second.scales, group, products.Ending(parts, "", second_bias, weights))
-    block = min(1024, bucket(hidden))
-    in_pdl = not (join and join()) and pdl.in_use()
-    _sum_kernel[(tokens, -(-hidden // block))](
-        parts,
-        ids,
-        expert_map,
-        residual,
-        y,
-        k,
-        hidden,
-        block,
-        in_pdl,
-        num_warps=4,
-        **pdl.options(in_pdl),
-    )
+    sum_pairs(parts, ids, expert_map, residual, y, join)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import UNGATED
-from quire.kernels.activation.cpu import squared
+from quire.kernels.activation.cpu import pointwise
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.pack.matrix import Weight
 
@@ -17,7 +17,7 @@ Biases = tuple[Tensor, Tensor]
 
 def activated(x: Tensor, act: str, gated: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Return the activation of the first product of experts. gated: computes those with a gate."""
-    return squared(x) if act in UNGATED else gated(x, act)
+    return pointwise(x, act) if act in UNGATED else gated(x, act)
 
 
 class ExpertWeights(NamedTuple, Generic[Matrix]):

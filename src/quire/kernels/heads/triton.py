@@ -31,6 +31,20 @@ def prepare(
     values: str = "",
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
+    block = 1 << (qkv.shape[2] // 2 - 1).bit_length()
+    rows = qkv.shape[0] * (qkv.shape[1] + (kv.k.shape[1] if values == "keys" else 0))
+    return launch((qkv, norm, eps, cos, sin), kv, kv_slots, values, row_block(rows, block))
+
+
+def launch(
+    given: tuple[Tensor, Tensor | None, float, Tensor, Tensor],
+    kv: KVView,
+    kv_slots: Tensor,
+    values: str,
+    cut: tuple[int, int],
+) -> Tensor:
+    """Do the work of `prepare`, whose first arguments are `given`. cut: rows and warps of a program."""
+    qkv, norm, eps, cos, sin = given
     tokens, _, dim = qkv.shape
     k, v = kv.k, kv.v
     block_size = k.shape[2]
@@ -46,7 +60,7 @@ def prepare(
     if not rows:
         return q
     block = 1 << (dim // 2 - 1).bit_length()
-    at_once, warps = row_block(rows, block)
+    at_once, warps = cut
     in_pdl = pdl.in_use()
     inverse = (1.0 / kv.k_scale, 1.0 / kv.v_scale) if is_coded(k) else (None, None)
     _heads_kernel[(-(-rows // at_once),)](

@@ -68,7 +68,7 @@ def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr
     """Apply bias, activation and residual, and store the result.
 
     out, other            products, float32: of gate and up with ACT, else `other` is not used
-    bias, residual, y     as in `gemv._few_kernel`
+    bias, residual, y     as in `gemv._few_kernel`; or `residual` is the numbers, loaded before
     row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
     ACT                   see `Epilogue`
     """
@@ -80,7 +80,9 @@ def finish(out, other, bias, residual, y, row, col, n, inside, ACT: tl.constexpr
             other += tl.load(bias + n + col, mask=col < n, other=0.0).to(tl.float32)
         out = gated_of(out, other, ACT)
     if residual is not None:
-        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if residual.dtype.is_ptr():
+            residual = tl.load(residual + at, mask=inside, other=0.0)
+        out += residual.to(tl.float32)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -96,5 +98,7 @@ def finish_in_gluon(out, other, bias, residual, y, row, col, rows, n, ACT: gl.co
         out = gated_in_gluon(out, other, ACT)
     at = row[None, :] * n + col[:, None]
     if residual is not None:
-        out += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+        if residual.dtype.is_ptr():
+            residual = gl.load(residual + at, mask=inside, other=0.0)
+        out += residual.to(gl.float32)
     gl.store(y + at, out.to(y.dtype.element_ty), mask=inside)

@@ -179,6 +179,10 @@ def _few_kernel(
     squares = tl.zeros([M, 1, BLOCK_K // 8], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    to_row, to_col = tl.arange(0, M)[:, None], col[None, :]
+    inside = (to_row < rows) & (to_col < n)
+    if residual is not None:  # beside the inputs, not behind the sums
+        residual = tl.load(residual + to_row * n + to_col, mask=inside, other=0.0)
     for start in range(0, K, BLOCK_K):
         given = tl.load(x + row * stride + start + lane, mask=(row < rows) & (start + lane < K), other=0.0)
         now = tile.to(tl.float32)
@@ -201,9 +205,7 @@ def _few_kernel(
         inverse = tl.rsqrt(tl.sum(squares, 2) / K + eps)
         out *= inverse
         other *= inverse
-    row = tl.arange(0, M)[:, None]
-    col = col[None, :]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), ACT)
+    finish(out, other, bias, residual, y, to_row, to_col, n, inside, ACT)
 
 
 @jit(do_not_specialize=["rows"])

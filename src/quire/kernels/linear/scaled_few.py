@@ -16,7 +16,7 @@ from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.linear.epilogue import Epilogue, finish
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled_weight import Scaled
-from quire.kernels.quantize.triton import magnitude, quantized, scale_of, sums_of_16
+from quire.kernels.quantize.triton import magnitude, quantized, scale_of, scaled_sums, tile_scales
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 
@@ -87,9 +87,10 @@ def product(x: Tensor, packed: Scaled, into: Epilogue, *, norm: Tensor | None = 
 
 
 @jit
-def _tile(weight, col, n, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
-    """Load BLOCK_K weights of the outputs `col` [BLOCK_N] from input `start` on, a quarter as many words if WORDS."""
+def _tile(weight, first, n, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
+    """Load BLOCK_K weights of BLOCK_N outputs from input `start` and output `first` on, a quarter as many if WORDS."""
     EACH: tl.constexpr = 4 if WORDS else 1
+    col = first + tl.arange(0, BLOCK_N)
     lane = start // EACH + tl.arange(0, BLOCK_K // EACH)[None, None, :]
     mask = (col < n)[None, :, None] & (lane < K // EACH)
     return tl.load(
@@ -101,38 +102,18 @@ def _tile(weight, col, n, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: 
 
 
 @jit
-def _sum(
-    tile,
-    given,
-    scales,
-    col,
-    n,
-    start,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Products [M, BLOCK_N] of a tile of weights and the inputs `given`, with the scales of blocks."""
-    part = sums_of_16(tile, given, M, BLOCK_N, BLOCK_K, MOST, WORDS)
-    if BLOCK:
-        group = start // 128 + tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
-        at = tl.minimum(col, n - 1)[None, :, None] // BLOCK * (K // 128) + group
-        part *= tl.load(scales + at, mask=group < K // 128, other=0.0)
-    return tl.sum(part, 2)
+def _inputs(x, norm, inverse, row, rows, stride, at, K: tl.constexpr):
+    """Load the inputs `at` [1, 1, BLOCK_K] of M rows, in float32; with a norm, as the norm rounds them."""
+    raw = tl.load(x + row * stride + at, mask=(row < rows) & (at < K), other=0.0)
+    return _normed(raw, tl.load(norm + at, mask=at < K, other=0.0) if norm is not None else None, inverse)
 
 
 @jit
-def _inputs(x, norm, inverse, row, rows, stride, at, K: tl.constexpr):
-    """Inputs `at` [1, 1, BLOCK_K] of M rows in float32; with a norm, as the norm rounds them."""
-    raw = tl.load(x + row * stride + at, mask=(row < rows) & (at < K), other=0.0)
+def _normed(raw, factor, inverse):
+    """Return inputs in float32; with a norm (`factor`: its weights), as the norm rounds them."""
     values = raw.to(tl.float32)
-    if norm is not None:
-        factor = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
-        values = (values * inverse * factor).to(raw.dtype).to(tl.float32)
+    if factor is not None:
+        values = (values * inverse * factor.to(tl.float32)).to(raw.dtype).to(tl.float32)
     return values
 
 
@@ -183,23 +164,37 @@ def _few_kernel(
     GATED: tl.constexpr = ACT != ""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * (STEPS * BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     row = tl.arange(0, M)[:, None, None]
-    tile = _tile(weight, first, n, 0, K, BLOCK_K, WORDS)
+    tile = _tile(weight, first, n, 0, K, BLOCK_N, BLOCK_K, WORDS)
+    scale = tile_scales(scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
     up_weight = weight + n.to(tl.int64) * (K // 4 if WORDS else K)
-    up_tile = tile
-    if GATED:
-        up_tile = _tile(up_weight, first, n, 0, K, BLOCK_K, WORDS)
     up_scales = scales + (n // BLOCK * (K // 128) if BLOCK else n)
+    up_tile, up_scale = tile, scale
+    if GATED:
+        up_tile = _tile(up_weight, first, n, 0, K, BLOCK_N, BLOCK_K, WORDS)
+        up_scale = tile_scales(up_scales, first, n, 0, K, BLOCK_N, BLOCK_K, BLOCK)
+    factor = tl.load(norm + lane, mask=lane < K, other=0.0) if norm is not None else None
+    to_row, to_col = tl.arange(0, M)[:, None], tl.arange(0, ROOM * BLOCK_N)[None, :]
+    inside = to_col < STEPS * BLOCK_N
+    to_col += first
+    inside &= to_col < n
+    if BLOCK == 0:
+        all_scales = tl.load(scales + to_col, mask=inside, other=0.0)
+        if GATED:
+            all_up_scales = tl.load(up_scales + to_col, mask=inside, other=0.0)
+    inside &= to_row < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
+    raw = tl.load(x + row * stride + lane, mask=(row < rows) & (lane < K), other=0.0)
+    if residual is not None:  # beside the inputs, not behind the sums
+        residual = tl.load(residual + to_row * n + to_col, mask=inside, other=0.0)
     inverse = tl.zeros([M, 1, 1], tl.float32)
     own = tl.zeros([M, 1, 1], tl.float32)
     if norm is not None:
         for start in tl.static_range(0, K, BLOCK_K):
-            values = tl.load(x + row * stride + start + lane, mask=(row < rows) & (start + lane < K), other=0.0)
-            values = values.to(tl.float32)
+            values = _inputs(x, None, 0, row, rows, stride, start + lane, K) if start > 0 else raw.to(tl.float32)
             inverse += tl.sum(values * values, 2, keep_dims=True)
         inverse = tl.rsqrt(inverse / K + eps)
     if RULE == 0 and BLOCK_K < K:
@@ -214,29 +209,28 @@ def _few_kernel(
     other = out
     turn = tl.arange(0, ROOM)[None, :, None]
     for start in tl.static_range(0, K, BLOCK_K):
-        values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
+        if start == 0:
+            values = _normed(raw, factor, inverse)
+        else:
+            values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
         given = quantized(values, own, -1 if RULE == 0 and BLOCK_K < K else RULE, POWERS, MOST, M, BLOCK_K)
         for step in range(STEPS):
-            col = first + step * BLOCK_N
-            now, up_now = tile, up_tile
+            now, up_now, scale_now, up_scale_now = tile, up_tile, scale, up_scale
             last = step == STEPS - 1
-            upcoming = tl.where(last, first, col + BLOCK_N)
+            upcoming = tl.where(last, first, first + (step + 1) * BLOCK_N)
             beyond = start + tl.where(last, BLOCK_K, 0)
-            tile = _tile(weight, upcoming, n, beyond, K, BLOCK_K, WORDS)
-            part = _sum(now, given, scales, col, n, start, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+            tile = _tile(weight, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, WORDS)
+            scale = tile_scales(scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
+            part = scaled_sums(now, given, scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
             out += tl.where(turn == step, part[:, None, :], 0.0)
             if GATED:
-                up_tile = _tile(up_weight, upcoming, n, beyond, K, BLOCK_K, WORDS)
-                part = _sum(up_now, given, up_scales, col, n, start, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+                up_tile = _tile(up_weight, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, WORDS)
+                up_scale = tile_scales(up_scales, upcoming, n, beyond, K, BLOCK_N, BLOCK_K, BLOCK)
+                part = scaled_sums(up_now, given, up_scale_now, M, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
                 other += tl.where(turn == step, part[:, None, :], 0.0)
-    col = tl.arange(0, ROOM * BLOCK_N)
-    inside = col < STEPS * BLOCK_N
-    col = (tl.program_id(0) * (STEPS * BLOCK_N) + col)[None, :]
-    inside = inside[None, :] & (col < n)
     out, other = tl.reshape(out, [M, ROOM * BLOCK_N]), tl.reshape(other, [M, ROOM * BLOCK_N])
     if BLOCK == 0:
-        out *= tl.load(scales + col, mask=inside, other=0.0)
+        out *= all_scales
         if GATED:
-            other *= tl.load(scales + n + col, mask=inside, other=0.0)
-    row = tl.arange(0, M)[:, None]
-    finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, ACT)
+            other *= all_up_scales
+    finish(out, other, bias, residual, y, to_row, to_col, n, inside, ACT)

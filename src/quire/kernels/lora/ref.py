@@ -19,6 +19,15 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdapterRows, first: int = 0
     return inner
 
 
+def prepare(weights: AdapterWeights) -> None:
+    """Do nothing: no table must be there before the first product."""
+
+
+def fuses(weights: AdapterWeights) -> bool:
+    """Return False: the activation follows in a call of its own."""
+    return False
+
+
 def expand(y: Tensor, inner: Inner, weights: AdapterWeights, rows: AdapterRows, first: int = 0) -> None:
     """Add the products B of inner to y in place. See `quire.kernels.lora`."""
     for slot, own, products in inner:

@@ -17,6 +17,7 @@
 #include "../linear/native.c"
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"
+#include "../lora/native.c"
 #include "../mamba/native.c"
 #include "../norm/native.c"
 #include "../shortconv/native.c"

@@ -318,12 +318,33 @@ static inline Vec tanh_of(Vec x) {
     return as_floats(as_words(y / (y + fill(2.0f))) | (as_words(x) & sign));
 }
 
-/* Gated activations, by their place in ACTS of quire.kernels.activation. */
-enum { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2 };
+/* erf x within 2e-7, NaN for NaN: 1 - t e^(p(t) - x^2) of t = 1 / (1 + |x| / 2), with the sign of x. The polynomial is
+   that of erfcc in Press et al., Numerical Recipes. */
+static inline Vec erf_of(Vec x) {
+    const Words sign = fill_words(INT32_MIN);
+    const Vec size = as_floats(as_words(x) & ~sign), t = fill(1.0f) / madd(size, fill(0.5f), fill(1.0f));
+    Vec p = fill(0.17087277f);
+    p = madd(p, t, fill(-0.82215223f));
+    p = madd(p, t, fill(1.48851587f));
+    p = madd(p, t, fill(-1.13520398f));
+    p = madd(p, t, fill(0.27886807f));
+    p = madd(p, t, fill(-0.18628806f));
+    p = madd(p, t, fill(0.09678418f));
+    p = madd(p, t, fill(0.37409196f));
+    p = madd(p, t, fill(1.00002368f));
+    p = madd(p, t, fill(-1.26551223f));
+    const Vec y = nmadd(t, exp_of(nmadd(size, size, p)), fill(1.0f));
+    return as_floats(as_words(y) | (as_words(x) & sign));
+}
 
-/* The activation of gate and up; `act` is a constant wherever this is inlined. All are gate * sigmoid(z) * up, because
-   (1 + tanh t) / 2 = sigmoid(2 t). The minima return their second operand, which is gate or up, where it is NaN. */
+/* Activations, by their NUMBERS of quire.kernels.activation. */
+enum { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, GELU = 3, RELU = 4, RELU2 = 5 };
+
+/* The activation of gate and up; `act` is a constant wherever this is inlined. But for GELU all are
+   gate * sigmoid(z) * up, because (1 + tanh t) / 2 = sigmoid(2 t). The minima return their second operand, which is
+   gate or up, where it is NaN. */
 INLINE Vec gated_of(Vec gate, Vec up, int act) {
+    if (act == GELU) return gate * madd(erf_of(gate * fill(0.707106781f)), fill(0.5f), fill(0.5f)) * up;
     Vec z = gate;
     if (act == GELU_TANH) /* 2 sqrt(2 / pi) = 1.5957691 */
         z = gate * fill(1.59576912f) * madd(gate * gate, fill(0.044715f), fill(1.0f));
@@ -338,5 +359,14 @@ INLINE Vec gated_of(Vec gate, Vec up, int act) {
 /* gated_of, chosen at run time: for a vector after long sums, of which it is a small part. */
 static inline Vec gated_by(Vec gate, Vec up, int act) {
     if (act == GELU_TANH) return gated_of(gate, up, GELU_TANH);
+    if (act == GELU) return gated_of(gate, up, GELU);
     return act == SWIGLU_OAI ? gated_of(gate, up, SWIGLU_OAI) : gated_of(gate, up, SILU);
+}
+
+/* The activation of x; `act` is a constant wherever this is inlined. The maximum returns x where it is NaN. */
+INLINE Vec pointwise_of(Vec x, int act) {
+    if (act != RELU && act != RELU2) return gated_of(x, fill(1.0f), act);
+    const Vec above = largest(fill(0.0f), x);
+    if (act == RELU) return above;
+    return above * above;
 }

@@ -81,6 +81,26 @@ def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
 
 
 @jit
+def tile_scales(
+    scales, first, n, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load the scales of BLOCK_K weights, from input `start` on, of BLOCK_N outputs, from `first` on.
+
+    Blocks: for each 16 inputs, [J, 1, BLOCK_K / 16] if all outputs have the same, else [J, BLOCK_N, BLOCK_K / 16].
+    Other weights (BLOCK 0): [J, BLOCK_N, 1].
+    scales   a pointer, or [J, 1, 1], to [n / BLOCK, K / 128] float32, or to [n]
+    """
+    col = first if BLOCK and BLOCK % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)[None, :, None]
+    col = tl.minimum(col, n - 1)
+    if BLOCK:
+        group = start // 128 + tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
+        scale = tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
+    else:
+        scale = tl.load(scales + col)
+    return scale
+
+
+@jit
 def to_eight_bits(x, scale, MOST: tl.constexpr):
     """Return x / scale in 8 bits, rounded half to even: e4m3 if MOST is 448, else int8. x, scale: float32.
 
@@ -152,6 +172,28 @@ def sums_of_16(
     else:
         sums = tl.sum(tl.reshape(tile.to(tl.float32) * given, [J, ROWS, DEEP // 16, 16]), 3)
     return sums
+
+
+@jit
+def scaled_sums(
+    tile,
+    given,
+    scale,
+    J: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Return the sums [J, BLOCK_N] over the last axis of tile * given, times the scales of blocks (`tile_scales`).
+
+    tile   [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
+    """
+    part = sums_of_16(tile, given, J, BLOCK_N, BLOCK_K, MOST, WORDS)
+    if BLOCK:
+        part *= scale
+    return tl.sum(part, 2)
 
 
 @jit

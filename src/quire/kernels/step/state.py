@@ -62,6 +62,12 @@ class Limits:
         return next((size for size, window in zip(self.block_sizes, self.windows, strict=True) if window is None), None)
 
     @property
+    def captured_tokens(self) -> int:
+        """Upper bound of the tokens of a captured step."""
+        decodes = (size * query for size in self.graph_sizes for query in self.queries)
+        return max((0, *self.graph_tokens, *decodes))
+
+    @property
     def max_drafts(self) -> int:
         """Largest number of drafts of a step."""
         return most_drafts(self.num_slots, self.num_drafts)

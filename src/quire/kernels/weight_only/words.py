@@ -426,6 +426,12 @@ def _few_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     upcoming = _given(x, 0, rows, stride, K, M, WARPS, SIZE, ACC)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
+    if residual is not None:  # beside the inputs, not behind the sums
+        col = tile * (16 * TALL >> GATED) + gl.arange(0, 16 * TALL >> GATED, gl.SliceLayout(1, OUT))
+        row = gl.arange(0, M, gl.SliceLayout(0, OUT)).to(gl.int64)
+        inside = (col < n)[:, None] & (row < rows)[None, :]
+        residual = gl.load(residual + row[None, :] * n + col[:, None], mask=inside, other=0.0)
     acc = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
     for turn in gl.static_range(TURNS):
         given = upcoming
@@ -451,7 +457,6 @@ def _few_kernel(
             if (piece + 1) * SIZE % DEEP == 0 and not E2M1:
                 acc += part * own_scales[piece * SIZE // DEEP][:, :, None]
                 part = gl.zeros([WARPS, 16 * TALL, M], gl.float32, ACC)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
     _finish(gl.sum(acc, 0), bias, residual, y, tile * (16 * TALL >> GATED), 0, rows, n, ACT, OUT)
 
 

@@ -79,4 +79,4 @@ def gated(
     else:
         yield from (Call(step.norm, (norm,)), call) if norm else (call,)
     if not run:
-        yield Call("activation.squared" if act in UNGATED else "activation.gated")
+        yield Call("activation.pointwise" if act in UNGATED else "activation.gated")

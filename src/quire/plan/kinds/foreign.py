@@ -86,7 +86,7 @@ class ForeignKind:
                 if leaf.shard == "columns" and step.sliced:
                     yield Call(SUM)
                 if gate is not None and not fused:
-                    yield Call("activation.squared" if gate.act == "relu2" else "activation.gated")
+                    yield Call("activation.gated" if gate.gated else "activation.pointwise")
         yield Call("heads.prepare", tuple(f"attention.head_norm.{side}" for side in "qk"[: len(self._args.head_norm)]))
         yield Call("attention.paged_attention")
 
@@ -126,7 +126,7 @@ def leaf_params(leaves: Iterable[ForeignLeaf], rank: Rank, at: str, layer: int =
             shape = leaf.shape or (1,)
             first, end = share(shape[0], rank.tp, rank.place) if leaf.shard else (0, shape[0])
             part = Part(stored, shape, first, end - first)
-            yield Param(f"{name}.value", part.local_shape, (part,), shard=leaf.shard)
+            yield Param(f"{name}.value", part.local_shape, (part,), shard=leaf.shard, dtype=leaf.dtype)
 
 
 def norm_params(leaf: ForeignNorm, name: str, layer: int = -1) -> Iterator[Param]:

@@ -39,11 +39,6 @@ def _fitting_slots(i: Inputs) -> str:
     return listed_or([str(-i.num_experts % i.parallel.expert_ranks + n * i.parallel.expert_ranks) for n in range(3)])
 
 
-def _fitting_hosts(i: Inputs) -> int:
-    local, hosts = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes
-    return max(1, i.parallel.dp // local) if local else hosts
-
-
 def _lacking_dispatcher(i: Inputs) -> str:
     return f"a dispatcher for {' and '.join(features.no_dispatcher(i))}"
 
@@ -57,7 +52,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "most_ranks": lambda i: f"{MOST_RANKS:,}",
     "hosts": lambda i: i.config.hosts.nnodes,
     "local": lambda i: i.config.hosts.data_parallel_size_local,
-    "fitting_hosts": _fitting_hosts,
     "uneven_parts": _uneven_parts,
     "fitting_tp": _fitting_tp,
     "layers": lambda i: i.model.num_layers,

@@ -69,7 +69,7 @@ def _drafts_unchosen(i: Inputs, model: ModelArgs) -> bool:
 def wrong_local(i: Inputs) -> bool:
     """True for a number of replicas of each host that is not -dp divided by the hosts."""
     local, hosts, dp = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes, i.parallel.dp
-    return local is not None and local * hosts != dp and not local == 1 > dp // hosts
+    return local is not None and not _ray(i) and local * hosts != dp and not local == 1 > dp // hosts
 
 
 def odd_layers(i: Inputs) -> list[int]:
@@ -303,10 +303,6 @@ CACHE: Mapping[str, Feature] = {
     "tier policy": Feature(given("kv_offload_policy"), "a policy of KV tiers", "--kv-offload-policy"),
     "folder size": Feature(given("kv_offload_dir_gb"), "a size of files", "--kv-offload-dir-gb"),
     "shared folder": Feature(given("kv_offload_dir_shared"), "a folder of several users", "--kv-offload-dir-shared"),
-    "connector": Feature(
-        lambda i: bool(i.config.cache.kv_transfer_config) and not i.role, "a connector of vLLM", "--kv-transfer-config"
-    ),
-    "given host memory": Feature(given("kv_offload_gb"), "--kv-offload-gb"),
     "prefill node": Feature(lambda i: i.role in ROLES[:2], "a prefill node", "--kv-transfer-config"),
     "decode node": Feature(lambda i: i.role in ROLES[::2], "a decode node", "--kv-transfer-config"),
     "no sharing": Feature(lambda i: not i.config.share.kv_share, "no --kv-share"),
@@ -321,6 +317,9 @@ ADAPTERS: Mapping[str, Feature] = {
     "modules of adapters": Feature(
         given("lora_target_modules"), "modules that adapters may change", "--lora-target-modules"
     ),
+    "adapters of experts": Feature(
+        lambda i: i.config.adapters.of_experts, "adapters of routed experts", "--lora-target-modules"
+    ),
     "sharded adapters": Feature(
         given("fully_sharded_loras"), "adapters both of whose matrices are cut", "--fully-sharded-loras"
     ),
@@ -328,6 +327,15 @@ ADAPTERS: Mapping[str, Feature] = {
 }
 OTHERS: Mapping[str, Feature] = {
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
+    "batch invariance": Feature(given("batch_invariant"), "bits that do not depend on the batch", "--batch-invariant"),
+    "latent attention": Feature(of_model(lambda i, m: "latent" in operations(m)), "latent attention"),
+    "recurrent layers on a GPU": Feature(
+        lambda i: i.device == "cuda" and _keeping(*RECURRENT)(i), "recurrent layers on a GPU"
+    ),
+    "gated shared experts on a CPU": Feature(
+        of_model(lambda i, m: i.device == "cpu" and m.moe is not None and m.moe.shared_gate),
+        "shared experts with a gate on a CPU",
+    ),
     "GPU memory": Feature(given("gpu_memory_utilization"), "a share of GPU memory", "--gpu-memory-utilization"),
     "graph sizes": Feature(given("cudagraph_capture_sizes"), "sizes of CUDA graphs", "--cudagraph-capture-sizes"),
     "largest graph": Feature(

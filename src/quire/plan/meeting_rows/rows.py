@@ -31,7 +31,8 @@ RANKS: tuple[Row, ...] = (
         "leave it out, or ask for several ranks (-tp, -pp, -dp)"),
     Row("local replicas", "other replicas", REFUSED,
         "data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the {dp} replicas (-dp)",
-        "leave it out, and start each host with --nnodes {fitting_hosts}, --node-rank and --master-addr"),
+        "give a number that divides {dp}, or leave it out"),
+    Row("local replicas", "Ray", IDLE, "data_parallel_size_local changes nothing: Ray chooses the nodes of replicas"),
     Row("collective checks", "captured exchanges", REFUSED,
         "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture that",
         "add enforce_eager (--enforce-eager), or leave check_collectives out"),
@@ -48,9 +49,6 @@ EXPERTS: tuple[Row, ...] = (
     Row("EPLB", "one expert rank", REFUSED,
         "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
         "add {more_ranks}, or leave it out"),
-    Row("EPLB", "-pp", MISSING, "it moves experts among the ranks of one stage", ONE,
-        what="balancing of experts with pipeline parallelism"),
-    Row("EPLB", "round robin", REFUSED, "--enable-eplb cannot be used with --expert-placement-strategy", ONE),
     Row("EPLB", "uneven slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: {slots} slots for "
         "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
@@ -154,8 +152,6 @@ TIERS: tuple[Row, ...] = (
         "leave out enable_prefix_caching=False, or kv_offload_gb"),
     Row("KV events", "no prefix cache", REFUSED, "kv_events_config tells the content of the prefix cache, which is off",
         "leave out enable_prefix_caching=False, or kv_events_config"),
-    Row("connector", "given host memory", REFUSED, "kv_transfer_config and kv_offload_gb both size the host memory",
-        "leave one out"),
     Row("prefill node", "no sharing", REFUSED, "kv_transfer_config: kv_role={role} without kv_share",
         "a prefill node shares its blocks (--kv-share HOST:PORT)"),
     Row("decode node", "no peers", REFUSED, "kv_transfer_config: kv_role={role} without kv_peers",
@@ -172,10 +168,32 @@ TIERS: tuple[Row, ...] = (
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
+NO_INVARIANCE = "leave out --batch-invariant"
+INVARIANCE: tuple[Row, ...] = (
+    Row("batch invariance", "-tp", MISSING, "ranks add parts of a sum in an order that depends on the number of rows",
+        "use -pp or -dp, or leave out --batch-invariant"),
+    Row("batch invariance", "lock-step", MISSING, "the sums of ranks follow the rows that replicas exchange",
+        "leave out --enable-expert-parallel, or --batch-invariant"),
+    Row("batch invariance", "CacheBlend", REFUSED, "batch_invariant: CacheBlend reuses KV that was computed behind "
+        "other texts, so bits depend on what is cached", "leave out --enable-cache-blend"),
+    Row("batch invariance", "adapters", MISSING, "products of adapters are divided by the rows of an adapter",
+        NO_INVARIANCE),
+    Row("batch invariance", "layers of transformers", MISSING, "the module runs kernels of PyTorch, which choose the "
+        "order of a sum by the number of rows", NO_INVARIANCE),
+    Row("batch invariance", "latent attention", MISSING, "prompts expand latents and decodes absorb them, which are "
+        "two orders of a sum", NO_INVARIANCE),
+    Row("batch invariance", "recurrent layers on a GPU", MISSING, "prompts go through a state in chunks and decodes "
+        "row by row, which are two orders of a sum", "use --device cpu, or leave out --batch-invariant"),
+    Row("batch invariance", "gated shared experts on a CPU", MISSING, "PyTorch's sigmoid of a number depends on the "
+        "numbers beside it", NO_INVARIANCE),
+)  # fmt: skip
 ADAPTERS: tuple[Row, ...] = (
-    Row("adapters", "layers of transformers", MISSING, "their projections were not tried with adapters",
-        "leave out --enable-lora"),
     Row("adapters", "routing", IDLE, "routing={routing}: adapters of routers change nothing, because no router runs"),
+    Row("adapters of experts", "lock-step", MISSING,
+        "rows travel to the experts of other replicas without their adapters, whose slots differ by replica",
+        "leave experts out of lora_target_modules, or leave out --enable-expert-parallel"),
+    Row("adapters of experts", "EPLB", MISSING, "experts move between ranks without the matrices of adapters",
+        "leave experts out of lora_target_modules, or leave out --enable-eplb"),
     Row("slots of adapters", "no adapters", IDLE, "max_loras changes nothing without enable_lora"),
     Row("rank of adapters", "no adapters", IDLE, "max_lora_rank changes nothing without enable_lora"),
     Row("held adapters", "no adapters", IDLE, "max_cpu_loras changes nothing without enable_lora"),
@@ -183,8 +201,8 @@ ADAPTERS: tuple[Row, ...] = (
     Row("sharded adapters", "no adapters", IDLE, "fully_sharded_loras changes nothing without enable_lora"),
     Row("sharded adapters", "no slices", IDLE, "fully_sharded_loras changes nothing with tensor_parallel_size=1"),
     Row("sharded adapters", "-tp", MISSING,
-        "the ranks cut one matrix of an adapter, as they cut the layer, and each has the other one whole",
-        "leave it out"),
+        "each rank has one matrix of an adapter whole, and cutting it, too, would add an exchange between the ranks to "
+        "each linear layer", "leave it out: answers are the same, and --max-loras decides the memory of adapters"),
 )  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
@@ -227,6 +245,7 @@ ROWS: tuple[Row, ...] = (
     *EMBEDS,
     *TIERS,
     *ADAPTERS,
+    *INVARIANCE,
     *DEVICES,
     *REQUESTS,
 )

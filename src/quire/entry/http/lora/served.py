@@ -53,7 +53,11 @@ class ServedAdapters:
         if self._folder is None or not self._enabled or Path(name).name != name or name.startswith("."):
             return None
         if name not in self._reading:
-            if not (self._folder / name / CONFIG).is_file():
+            try:
+                there = (self._folder / name / CONFIG).is_file()
+            except OSError:  # such as a name that is too long for a file
+                there = False
+            if not there:
                 return None
             self._reading[name] = asyncio.create_task(self.load(name, str(self._folder / name)))
             self._reading[name].add_done_callback(lambda done: self._reading.pop(name, None))
@@ -68,15 +72,20 @@ class ServedAdapters:
             raise AdapterError(NO_ADAPTERS)
         if name in self._served:
             raise AdapterError(f"adapter {shown(name)} has the name of the served model: give it another name.")
+        self._check_new(name, anew)
+        adapter = await asyncio.to_thread(self._folders.find, name, path)
+        if why := await self._check(adapter):
+            raise AdapterError(why)
+        self._check_new(name, anew)  # another call may have been faster
+        self._names[name] = adapter
+        return adapter
+
+    def _check_new(self, name: str, anew: bool) -> None:
+        """Raise `AdapterError` for a name that is known and must not get other content."""
         if not anew and name in self._names:
             raise AdapterError(
                 f"adapter {shown(name)} is loaded already: unload it before, or send load_inplace true to replace it."
             )
-        adapter = await asyncio.to_thread(self._folders.find, name, path)
-        if why := await self._check(adapter):
-            raise AdapterError(why)
-        self._names[name] = adapter
-        return adapter
 
     def unload(self, name: str) -> None:
         """Forget a name. Requests that run keep the adapter. Raises `AdapterError` for an unknown name."""

@@ -102,7 +102,7 @@ def test_any_folder_in_the_folder_of_adapters_is_a_name(client: Any, tmp_path: P
     write(tmp_path / "in" / "sql"), write(tmp_path / "secret")
     one = client(lora_folder=str(tmp_path / "in"))
     assert ids(one, "sql") != ids(one, None)
-    for name in ("../secret", "art", ".", "..", "in/sql", str(tmp_path / "secret")):
+    for name in ("../secret", "art", ".", "..", "in/sql", "x" * 300, "a\0b", str(tmp_path / "secret")):
         assert asyncio.run(one.post("/v1/completions", ASKED | {"model": name})).status == 404, name
     (tmp_path / "in" / "sick").mkdir()
     (tmp_path / "in" / "sick" / "adapter_config.json").write_text("{")

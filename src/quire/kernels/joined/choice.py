@@ -1,0 +1,45 @@
+"""The decodes that `decode_attention` computes, and the reason for the others. No torch."""
+
+from typing import NamedTuple
+
+from quire.args.layers import GroupedArgs
+from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
+
+# Most query heads of a KV head -> fewest rows of a step from which on the kernel was faster than two (H200,
+# docs/performance.md). With 4 heads and one row both take as long; with 8 a step took 5% to 11% longer.
+FEWEST_ROWS = {2: 1, 4: 2}
+
+
+class JoinedDecodes(NamedTuple):
+    """The decodes of an attention layer.
+
+    rows   of the steps in which they are one kernel, if the step fits; empty: none
+    why    reason for these rows
+    """
+
+    rows: range
+    why: str
+
+
+def choose_decodes(mixer: GroupedArgs, each: int, *, eager: bool, eight_bits: bool) -> JoinedDecodes:
+    """Choose for an attention layer, with kernels for a GPU.
+
+    each         query heads of a KV head, on this rank
+    eager        steps are not captured as CUDA graphs, so that each operation can be seen
+    eight_bits   the KV cache has 8 bits
+    """
+    words = f"with {each} query head{'s' * (each != 1)} of a KV head"
+    reasons = {
+        "enforce_eager runs each operation by itself": eager,
+        "the KV cache has 8 bits": eight_bits,
+        "the layer reads the keys and values of another one": mixer.kv_from >= 0,
+        "its values are normed, or made of its keys": bool(mixer.values),
+        "its queries grow with their positions": bool(mixer.scores.growth),
+        f"it has no heads of {mixer.head_dim} dimensions": mixer.head_dim not in HEAD_DIMS,
+        f"{words} it was slower": each > max(FEWEST_ROWS),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return JoinedDecodes(range(0), reason)
+    fewest = next(rows for most, rows in FEWEST_ROWS.items() if each <= most)
+    return JoinedDecodes(range(fewest, MOST_ROWS + 1), f"{words} it was faster")

@@ -1,0 +1,21 @@
+"""Layers whose decodes run from the projection on in one kernel. No torch."""
+
+from quire.args.layers import GroupedArgs
+from quire.contracts.parallel import share
+from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
+from quire.plan.engine import EnginePlan
+from quire.plan.kinds.grouped import GroupedKind
+
+
+def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
+    """Return layer -> its decodes, for each layer with grouped-query attention by Triton's kernels, in order."""
+    kernels, rank, found = {one.op: one for one in plan.kernels}, plan.mesh.rank, dict[int, JoinedDecodes]()
+    heads, attention = kernels.get("heads"), kernels.get("attention")
+    if heads is None or attention is None or heads.name != "triton" or "heads" not in attention.features:
+        return found
+    how = {"eager": plan.config.device.enforce_eager, "eight_bits": bool(plan.cache.features)}
+    for layer, mixer in ((i, one.mixer) for i, one in enumerate(plan.args.layers)):
+        if isinstance(mixer, GroupedArgs):
+            own, kv = share(mixer.num_heads, rank.tp, rank.place), GroupedKind(mixer).kv_heads(rank.tp, rank.place)
+            found[layer] = choose_decodes(mixer, (own[1] - own[0]) // (kv[1] - kv[0]), **how)
+    return found

@@ -1,0 +1,100 @@
+"""`quire trace --from start|load|flag`: beside the engine's own objects, and what cannot be shown."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from quire import LLM
+from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
+from quire.entry.cli.main import main
+from quire.explain.flag_trace import flag_way, readers
+from quire.explain.load_trace import load_lines
+from quire.observe.calls import PACKAGE, Span
+from quire.weights.files import read_checkpoint
+
+SMALL = ("--num-threads", "1", "--kv-cache-memory-bytes", "4M", "--max-model-len", "64")
+TENSOR = "model.layers.2.mlp.up_proj"
+
+
+def test_a_start_has_its_phases_and_its_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["trace", "--from", "start", "--out", str(tmp_path / "start.json"), *SMALL]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[2].rstrip(","): line for line in out.splitlines()}
+    indents = {name: len(line) - len(line[12:].lstrip()) for name, line in lines.items()}
+    for outer, inner in (("LLM", "assemble"), ("assemble", "load_text"), ("assemble", "resolve_engine")):
+        assert indents[outer] < indents[inner], out
+    assert {"load_weights", "build_model"} <= lines.keys()
+    assert re.search(r"resolve_dtype  plan/dtype\.py:\d+  -> bfloat16 \(as in the checkpoint\)", out)
+    assert re.search(r"choose_kernels .* linear: \w+", out)
+    places = re.findall(r" ([\w.]+)(?:, \d+ times)?  ([\w/]+\.py):(\d+)", out)
+    assert len(places) > 10
+    for name, file, number in places:
+        source = (PACKAGE / file).read_text().splitlines()[int(number) - 1 : int(number) + 4]
+        assert any(name.rpartition(".")[2] in one or "__init__" in one for one in source), (name, file, number)
+    events = json.loads((tmp_path / "start.json").read_text())["traceEvents"]
+    assert {"assemble", "load_weights"} <= {one["name"] for one in events}
+
+
+def test_a_tensor_ends_in_the_kernel_s_memory() -> None:
+    options = {"num_threads": 1, "kv_cache_memory_bytes": 4 << 20, "max_model_len": 64, "use_tqdm_on_load": False}
+    with LLM(str(bundled_model()), **options) as llm:
+        lines = list(load_lines(llm, TENSOR))
+        layer = llm.engine.runner.model.layers[2].mlp.gate_up  # type: ignore[union-attr]
+        address = layer.packed.weight.data_ptr() if hasattr(layer.packed.weight, "data_ptr") else None
+    header = read_checkpoint(bundled_model()).tensors[TENSOR + ".weight"]
+    assert f"bytes {header.offset:,} to {header.offset + header.num_bytes:,} of {header.file.name}" in lines[0]
+    assert "rows 768 to 1,536 of layers.2.mlp.gate_up.weight" in lines[1]
+    assert any(
+        re.match(r"  pack  quire\.kernels\.linear\.\w+\.pack_gated  kernels/linear/\w+\.py:\d+", one) for one in lines
+    )
+    memory = [one for one in lines if one.startswith("  memory")]
+    assert memory and (address is None or f"0x{address:x} on cpu" in memory[0])
+
+
+def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig.from_flat(model=str(bundled_model()), quantization="fp8", device="cpu")
+    way = flag_way(config, "quantization", "flag -q")
+    assert way.field.startswith("LoadConfig.quantization: str | None, default None  config/engine.py:")
+    assert any(one.where.startswith("assemble/obtain.py:") for one in way.readers)
+    assert any(path == "model.format" and other == "online fp8" for path, _, other in way.changes)
+    for one in way.readers:
+        file, _, line = one.where.partition(":")
+        assert ".quantization" in (PACKAGE / file).read_text().splitlines()[int(line) - 1]
+    assert main(["trace", "--from", "flag", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "--seed = 3, from flag --seed" in out and "changes nothing in the plan" in out
+
+
+def test_every_option_of_an_engine_is_read() -> None:
+    """A flag that nothing reads would be accepted and ignored; `trace --from flag` would show no reader."""
+    found = {one.function for one in readers("scheduler", "SchedulerConfig", "max_num_seqs")}
+    assert found
+    assert not list(readers("scheduler", "SchedulerConfig", "no_such_option"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "flag"], "add one"),
+        (["--tensor", "x"], "add --from load"),
+        (["--from", "start", "--after", "x"], "a trace of a request"),
+        (["--from", "load", "--out", "x.json"], "has no times"),
+        (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
+    ],
+)
+def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *words]) != 0
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_repeated_calls_are_joined() -> None:
+    from quire.explain.start_trace import _prune
+
+    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5) for i in range(3)]
+    root = Span("", "", end=100, inside=[*calls, Span("other", "a:2", begin=40, end=41)])
+    _prune(root, 2e-9)
+    (one,) = root.inside
+    assert one.joined == 3 and one.seconds == pytest.approx(15e-9)

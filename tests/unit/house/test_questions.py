@@ -1,0 +1,25 @@
+"""docs/questions.md has fifty questions with answers, and names code that exists."""
+
+import re
+from pathlib import Path
+
+from ...support.named_code import missing
+
+PAGE = (Path(__file__).parents[3] / "docs" / "questions.md").read_text()
+QUESTION = r"^### (\d+)\. ([^\n]+)\n\n```console\n(.+?)^```\n\n(.+?)\n\nCode: "
+QUESTIONS = re.findall(QUESTION, PAGE, re.M | re.S)
+
+
+def test_there_are_fifty() -> None:
+    assert [int(number) for number, *_ in QUESTIONS] == list(range(1, 51))
+    beliefs = [title for _, title, *_ in QUESTIONS if title.startswith('"')]
+    assert len(beliefs) >= 8
+    for number, title, block, answer in QUESTIONS:
+        commands = re.findall(r"^\$ ", block, re.M)
+        assert len(commands) == 1 or (title in beliefs and len(commands) == 2), number
+        assert 2 <= len(re.findall(r"[.:](?=\s|$)", answer)) <= 8, f"{number}: two to five sentences"
+
+
+def test_the_code_exists() -> None:
+    assert missing(PAGE) == []
+    assert missing("`kv/pool.py` (`BlockPool.take`, `none`), `kv/none.py`") == ["kv/pool.py: none", "kv/none.py"]
