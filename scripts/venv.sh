@@ -32,12 +32,7 @@ make_venv() {
   "$base" -m venv --clear "$venv"
 }
 
-ready_venv() {
-  local extras=$1 wanted stamp options=()
-  wanted="$root $(cksum < "$root/pyproject.toml")"
-  for stamp in "$venv/.quire$extras" "$venv/.quire[test]"; do
-    if [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
-  done
+with_pip() {  # makes the environment if it is not there, with pip alone
   if ! "$python" -c 'import pip' 2>/dev/null; then
     if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
       echo "$venv exists and is not a virtual environment: remove it, or set QUIRE_VENV to another folder." >&2
@@ -45,6 +40,15 @@ ready_venv() {
     fi
     make_venv
   fi
+}
+
+ready_venv() {
+  local extras=$1 wanted stamp options=()
+  wanted="$root $(cksum < "$root/pyproject.toml")"
+  for stamp in "$venv/.quire$extras" "$venv/.quire[test]"; do
+    if [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
+  done
+  with_pip
   echo "Installing Quire and what it needs (the first time PyTorch is downloaded) ..." >&2
   if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
     echo "No GPU here? PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu picks the much smaller CPU build." >&2

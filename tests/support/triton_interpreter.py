@@ -97,9 +97,9 @@ def _parse_files_once(interpreter: Any) -> None:
     class Assignments(interpreter.ASTTransformer):  # type: ignore[misc]
         def visit_Assign(self, node: ast.Assign) -> Any:
             value, made = node.value, super().visit_Assign(node)
-            made.value = ast.copy_location(made.value, value)
-            for one in (made.value.func, made.value.func.value, made.value.args[1]):
-                ast.copy_location(one, value)
+            call = ast.copy_location(made.value, value)
+            for part in (call.func, call.func.value, call.args[1]):
+                ast.copy_location(part, value)
             return made
 
     def rewrite_tree(self: Any) -> Any:

@@ -1,6 +1,7 @@
 """Flags are the options of the dataclasses, what is given wins over the environment, and mistakes are answered."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -55,6 +56,7 @@ FLAGS = """
 """.split()
 
 
+@functools.cache
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="quire test")
     add_model_argument(parser)

@@ -1,6 +1,7 @@
 """Launch lines of vLLM: every flag of theirs is understood, and what cannot be met is named before anything starts."""
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ SHORTENED = {
 }
 
 
+@functools.cache
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="quire serve")
     serve.configure(parser)
