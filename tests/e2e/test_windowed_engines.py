@@ -12,6 +12,7 @@ from quire.args.checkpoint import ModelArgs
 from quire.plan import kv_geometry
 from quire.plan.kinds import mixer
 
+from ..support.full import full_rows
 from ..support.pairwise import Row
 
 MIXED = (("use_sliding_window", True), ("max_window_layers", 1), ("sliding_window", 11), ("num_hidden_layers", 4))
@@ -19,27 +20,35 @@ ALL = (("sliding_window", 11),)
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["mixed", "all", "unequal"])
-def checkpoint(request: pytest.FixtureRequest, oracle: Any, tiny: Any) -> Any:
-    kinds = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL), "unequal": ("gemma4_text", ())}
-    family, changes = kinds[request.param]
-    return oracle(tiny(family=family, changes=changes), NUM_TOKENS)
+KINDS = {"mixed": ("qwen3", MIXED), "all": ("mistral", ALL), "unequal": ("gemma4_text", ())}
+OPTIONS: dict[str, Row] = {
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "draft_model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
+    "tiers": {"kv_offload_gb": 0.01, "num_gpu_blocks_override": 60},
+}
+# Several groups with each option, equal and unequal ones in turn; one group with those that know of groups.
+ALWAYS = [
+    ("mixed", "pp"),
+    ("mixed", "ngram"),
+    ("mixed", "draft_model"),
+    ("mixed", "tiers"),
+    ("all", "pp"),
+    ("all", "draft_model"),
+    ("unequal", "tp"),
+    ("unequal", "draft_model"),
+    ("unequal", "tiers"),
+]
+MORE = [(kind, option) for kind in KINDS for option in OPTIONS if (kind, option) not in ALWAYS]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
-        {"kv_offload_gb": 0.01, "num_gpu_blocks_override": 60},
-    ],
-    ids=["tp", "pp", "ngram", "draft_model", "tiers"],
-)
+@pytest.mark.parametrize(("kind", "option"), [*ALWAYS, *full_rows(MORE)])
 def test_tokens(
-    options: Row, checkpoint: Any, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Any
+    kind: str, option: str, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Any
 ) -> None:
+    (family, changes), options = KINDS[kind], OPTIONS[option]
+    checkpoint = oracle(tiny(family=family, changes=changes), NUM_TOKENS)
     if options.get("speculative_config", {}).get("method") == "draft_model":
         draft: Path = oracle(tiny(family="qwen3", changes=MIXED[:3]), NUM_TOKENS).folder
         options = {"speculative_config": options["speculative_config"] | {"model": str(draft)}}
