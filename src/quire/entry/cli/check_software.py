@@ -21,6 +21,8 @@ from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
 from quire.entry.installed import INSTALL
 from quire.kernels.native.build import intact
+from quire.kernels.native.levels import lacking, level_of, shipped
+from quire.platforms.cpu import read_cpu_flags
 
 TORCH_SECONDS = 120
 TORCH_QUESTION = """\
@@ -128,7 +130,16 @@ def hub() -> Iterator[Finding]:
 def compiler() -> Iterator[Finding]:
     """Yield a finding about the C compiler, which the native kernels need."""
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if found is None:
+    flags = read_cpu_flags()
+    if found is None and shipped(flags):
+        without = f" (without {' '.join(lacking(flags))})" if lacking(flags) else ""
+        yield Finding(
+            "compiler",
+            WARN if without else OK,
+            f"no C compiler: the native kernels of the wheel are used, for x86-64 {level_of(flags)}{without}",
+            "install gcc or clang" if without else "",
+        )
+    elif found is None:
         yield Finding(
             "compiler", WARN, "no C compiler: PyTorch's kernels are used instead of native ones", "install gcc or clang"
         )

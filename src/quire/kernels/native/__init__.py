@@ -4,9 +4,11 @@
     parallel.h             threads: shared by the kernels
     vectors.h, tiles.h     vectors of AVX2 or AVX-512, AMX tiles
     build.py               compiles the shared library on first use, into the kernel cache
+    levels.py              libraries that a wheel carries, one for each x86-64 level
     library.py             loads the library, or tells why there is none
     memory.py              memory in huge pages
     recording.py, recording.h   recorded CPU steps
 
-Knows no operation. Without a C compiler, a writable cache or a CPU with AVX2, every operation uses PyTorch.
+Knows no operation. Every operation uses PyTorch on a CPU without AVX2, and where the library can neither be compiled
+(no C compiler, no writable cache) nor is in the wheel.
 """

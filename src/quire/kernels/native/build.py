@@ -1,5 +1,7 @@
 """Build the C sources of this package into one shared library in the kernel cache, when it is first needed.
 
+A wheel may carry libraries that were built before (see `levels.py`).
+
 The library's name is a hash of everything that it depends on: sources, flags (which follow the CPU), compiler version.
 It is written under a temporary name and renamed, so that processes may race. It ends with a hash of its bytes: loading
 an incomplete library would kill the process, so only a complete one is loaded. A library that another user could have
@@ -62,14 +64,11 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
     cpu_flags   flags of this CPU in /proc/cpuinfo
     fresh       True: compile it even if it is there
     """
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise CannotBuild(f"native kernels are for x86-64 Linux, not {platform.machine()} {platform.system()}")
+    _refuse_other_systems()
     lacking = [flag for flag in NEEDED if flag not in cpu_flags]
     if lacking:
         raise CannotBuild(f"this CPU has no {lacking[0]}")
-    compilers = [path for name in COMPILERS if (path := shutil.which(name))]
-    if not compilers:
-        raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
+    compilers = _compilers()
     _make_folder(folder)
     flags = [*BASE_FLAGS, *units(cpu_flags)]
     old_flags = [flag for flag in flags if flag not in NEW]
@@ -84,6 +83,23 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
     raise failures[0]
 
 
+def compile_for(units: list[str], library: Path) -> None:
+    """Compile the sources into `library` for the vector units of some CPU, with the first compiler that succeeds.
+
+    units   compiler flags, see `units`
+
+    Raises `CannotBuild` on other systems than x86-64 Linux, and if no compiler succeeds.
+    """
+    _refuse_other_systems()
+    failures = []
+    for compiler in _compilers():
+        try:
+            return _compile([compiler, *BASE_FLAGS, *units], library)
+        except CompilerFails as failure:
+            failures.append(failure)
+    raise failures[0]
+
+
 def units(cpu_flags: frozenset[str]) -> list[str]:
     """Return the compiler flags for the vector units of a CPU with the flags `cpu_flags` of /proc/cpuinfo.
 
@@ -91,6 +107,18 @@ def units(cpu_flags: frozenset[str]) -> list[str]:
     """
     known = NEEDED | USED | (WIDE | USED_WIDE if cpu_flags >= WIDE.keys() else USED_NARROW)
     return [known[flag] for flag in known if flag in cpu_flags]
+
+
+def _refuse_other_systems() -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise CannotBuild(f"native kernels are for x86-64 Linux, not {platform.machine()} {platform.system()}")
+
+
+def _compilers() -> list[str]:
+    found = [path for name in COMPILERS if (path := shutil.which(name))]
+    if not found:
+        raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
+    return found
 
 
 def _built(folder: Path, compiler: str, flags: list[str], fresh: bool) -> Path:
@@ -143,10 +171,15 @@ def sources() -> list[Path]:
 def _key(compiler: str, flags: list[str]) -> str:
     digest = hashlib.sha256(" ".join([compiler, *flags]).encode())
     digest.update(_output([compiler, "--version"]))
+    hash_sources(digest)
+    return digest.hexdigest()[:20]
+
+
+def hash_sources(digest: "hashlib._Hash") -> None:
+    """Add the names and texts of all C files of the kernels to `digest`."""
     for path in sources():
         digest.update(path.relative_to(KERNELS).as_posix().encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:20]
 
 
 def _compile(command: list[str], library: Path) -> None:

@@ -3,6 +3,7 @@
 Pointers and sizes are passed as integers. The caller must check them, with `raise`: `python -O` removes `assert`.
 """
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from quire.config.env import cache_folder
 from quire.kernels.native.build import CannotBuild, build
+from quire.kernels.native.levels import lacking, shipped
 from quire.platforms.cpu import read_cpu_flags
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -50,7 +52,7 @@ FUNCTIONS = {
 def library() -> ctypes.CDLL | str:
     """Return the loaded library of native kernels, or the reason (text) why there is none.
 
-    The library is compiled at the first use on this machine.
+    The library is compiled at the first use on this machine, unless the installation carries one that is as fast.
     """
     try:
         return _load(cache_folder() / "kernels")
@@ -74,7 +76,7 @@ def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
     if isinstance(library, str):
         return library
     if not hasattr(library, "quire_linear_bf16"):
-        return "the compiled kernels are without AMX: install a newer C compiler"
+        return "the compiled kernels are without AMX: install a C compiler that knows it (gcc 11, clang 12, or newer)"
     return "the system does not let this process use AMX" if library.quire_enable_amx() else ""
 
 
@@ -86,7 +88,26 @@ def loaded() -> ctypes.CDLL:
 
 
 def _open(folder: Path) -> ctypes.CDLL:
+    """Load the library that uses most of this CPU: the shipped one if it lacks nothing, else one compiled here.
+
+    A shipped library that lacks something stands in where nothing can be compiled. A shipped library may need a newer C
+    library than this system's: then it is not loaded.
+    """
     flags = read_cpu_flags()
+    path = shipped(flags)
+    if path is not None and not lacking(flags):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(path))
+    try:
+        return _open_compiled(folder, flags)
+    except CannotBuild:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(str(path))
+        raise
+
+
+def _open_compiled(folder: Path, flags: frozenset[str]) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(build(folder, flags)))
     except OSError:  # compiled on another system that shares this cache: compile it again
