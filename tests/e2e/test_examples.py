@@ -14,6 +14,7 @@ import pytest
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.plan.layout import layout
 
+from ..support.documented import blocks
 from ..support.named_code import NAMED, missing
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +83,11 @@ def test_deepseek_refuses_a_folder_in_one_line(config: Any, said: str, tmp_path:
     with pytest.raises(SystemExit) as ended:
         example["main"](str(tmp_path))
     assert said in str(ended.value.code) and "\n" not in str(ended.value.code)
+
+
+def test_the_code_of_offline_use_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "offline.md").read_text()
+    code = [block.text for block in blocks(page) if block.language == "python"]
+    for text in code:
+        exec(compile(text, "docs/offline.md", "exec"), {"__name__": "__main__"})
+    assert len(code) == 3 and re.search("{'city': '(Oslo|Rome)'}", capsys.readouterr().out)

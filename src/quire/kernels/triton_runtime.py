@@ -32,10 +32,12 @@ else:
 
 GLUON_VERSIONS = ("3.6.",)  # Triton versions whose Gluon is tested: this lower level of Triton is experimental
 if triton is not None and triton.__version__.startswith(GLUON_VERSIONS) and not INTERPRETED:
-    from triton.experimental.gluon import jit as gluon_jit
+    from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia import hopper as descriptors
+
+    gluon_jit = gluon.jit
 else:
     gl = hopper = descriptors = None
 
