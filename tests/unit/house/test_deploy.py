@@ -1,0 +1,129 @@
+"""Files of deploy/: command lines are Quire's, names and ports agree, and the page says of each file whether it ran."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rules
+from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
+
+from ...support.documented import quire_commands, refusal
+
+DEPLOY = rules.ROOT / "deploy"
+SETS = [DEPLOY / "kubernetes" / name for name in ("engine", "replicas", "apart")]
+DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
+UNIT = DEPLOY / "systemd" / "quire.service"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def pods(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one["spec"]["template"] for one in found if one["kind"] in ("StatefulSet", "Deployment")]
+
+
+def words_of(pod: dict[str, Any]) -> list[str]:
+    """Return the words behind `quire` that a pod's container runs."""
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][0] == "quire"
+    return [*container["command"][1:], *container["args"]]
+
+
+def value_of(flag: str, words: list[str]) -> str:
+    return next(word.partition("=")[2] for word in words if word.startswith(f"{flag}="))
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.relative_to(DEPLOY).as_posix())
+def test_a_manifest_is_read(path: Path) -> None:
+    """A Kustomization names files that exist; containers run command lines of Quire."""
+    found = objects(path.read_text())
+    assert found and all(one["apiVersion"] and one["kind"] for one in found)
+    for one in found:
+        if one["kind"] == "Kustomization":
+            assert all((path.parent / resource).exists() for resource in one["resources"])
+    assert [why for pod in pods(found) if (why := refusal(words_of(pod)))] == []
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+@pytest.mark.parametrize("folder", SETS, ids=lambda path: path.name)
+def test_what_would_be_applied(folder: Path) -> None:
+    """Names agree: services choose pods, routers know every engine, and engines read each other where one listens."""
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
+    found = objects(done.stdout)
+    services = {one["metadata"]["name"]: one["spec"] for one in found if one["kind"] == "Service"}
+    for service in services.values():
+        assert (
+            len([pod for pod in pods(found) if service["selector"].items() <= pod["metadata"]["labels"].items()]) == 1
+        )
+    engines, asked, shared, read = set(), set(), set(), set()
+    for one in found:
+        if one["kind"] == "StatefulSet":
+            name, service, words = (
+                one["metadata"]["name"],
+                one["spec"]["serviceName"],
+                words_of(one["spec"]["template"]),
+            )
+            port = value_of("--port", words)
+            assert services[service]["ports"][0]["port"] == int(port)
+            engines |= {f"http://{name}-{i}.{service}:{port}" for i in range(one["spec"]["replicas"])}
+    for pod in pods(found):
+        words, (container,) = words_of(pod), pod["spec"]["containers"]
+        assert refusal(words) == "" and container["image"].startswith("registry.example/quire:")
+        asked |= {word.partition("=")[2] for word in words if re.match("--(prefill-)?backend=", word)}
+        shared |= {word.partition("=")[2] for word in words if word.startswith("--kv-share=")}
+        read |= {word.partition("=")[2] for word in words if word.startswith("--kv-peers=")}
+        assert container["ports"][0]["containerPort"] == int(value_of("--port", words))
+        assert {container[probe]["httpGet"]["path"] for probe in PROBES if probe in container} == {"/ready", "/live"}
+        assert pod["spec"]["terminationGracePeriodSeconds"] > int(value_of("--shutdown-timeout", words))
+    routed = any(words_of(pod)[0] == "route" for pod in pods(found))
+    assert asked == (engines if routed else set()) and shared == read
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image(path: Path) -> None:
+    """Its own command and those of its comment are read; what it copies is in the project and not ignored."""
+    text = path.read_text()
+    steps = re.findall(r"^(\w+) ((?:.*\\\n)*.*)$", text, re.M)
+    one = {name: rest for name, rest in steps}
+    assert json.loads(one["ENTRYPOINT"]) == ["quire"] and refusal(json.loads(one["CMD"])) == ""
+    run = shlex.split("".join(line.strip("# \\") + " " for line in text.splitlines() if line.startswith("#    ")))
+    command = run[len(run) - run[::-1].index(f"quire:{path.suffix[1:]}") :]
+    assert command[0] == "serve" and refusal(command) == ""
+    copied = [word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]]
+    kept = (rules.ROOT / ".dockerignore").read_text().splitlines()
+    assert all(word == "." or (f"!{word}" in kept and (rules.ROOT / word).is_file()) for word in copied)
+    assert all((rules.ROOT / line[1:]).exists() for line in kept if line.startswith("!"))
+
+
+def test_the_unit_of_systemd(tmp_path: Path) -> None:
+    """It starts again after faults alone, and gives running requests their time."""
+    text = UNIT.read_text()
+    given = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
+    (words,) = quire_commands(given["ExecStart"].replace("/opt/quire/bin/", ""))
+    assert refusal(words) == "" and int(given["TimeoutStopSec"]) > int(words[words.index("--shutdown-timeout") + 1])
+    assert given["Restart"] == "on-failure"
+    assert {int(code) for code in given["RestartPreventExitStatus"].split()} == {MISUSED, REFUSED, NO_MEMORY}
+    if shutil.which("systemd-analyze"):
+        unit = tmp_path / UNIT.name
+        unit.write_text(text.replace("/opt/quire/bin/quire", "/bin/true"))
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_page_says_of_each_file_whether_it_ran() -> None:
+    page = (rules.ROOT / "docs" / "deploying.md").read_text()
+    said = dict(re.findall(r"^\| `deploy/([^`]+)` \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
+    files = {path.relative_to(DEPLOY).as_posix() for path in (*DOCKERFILES, UNIT, *SETS)}
+    assert said.keys() == files
+    assert {path.relative_to(DEPLOY).parts[:2] for path in DEPLOY.rglob("*.yaml")} == {
+        ("kubernetes", folder.name) for folder in SETS
+    }
