@@ -14,7 +14,7 @@ from quire import LLM
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.trace import _stops, recording, render, trace
+from quire.explain.trace import engine_stops, recording, render, trace
 from quire.observe.calls import PACKAGE, Span
 from quire.procs.messages import Add
 from quire.worker.taps import HiddenTap
@@ -194,7 +194,7 @@ def test_the_kernels_of_quantized_weights_and_of_experts_are_stops(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
-    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
     assert len(before) > 200
     if fails:
         with pytest.raises(PromptTooLong), recording(llm) as root:
@@ -209,7 +209,7 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
 
 def test_a_request_of_a_server_shows_the_same_stops(llm: LLM) -> None:
     core = llm.engine.core
-    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
     found = traced(serve(core, asking(), Add((new(0, tokens=3),))))
     first, second, third = found.steps
     assert [one.kind for one in found.steps] == ["prefill", "decode", "decode"]
