@@ -1,6 +1,7 @@
 """`quire tour`: each stop is passed by a live request, and the command shows it."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import pytest
 from quire import LLM
 from quire.entry.cli.main import main
 from quire.tour import render
-from quire.tour.guide import Visit, write_page
+from quire.tour.guide import Visit, made_visit, write_page
 from quire.tour.live import Live
 from quire.tour.pages import StopPage
 from quire.tour.texts import LANGUAGES, read_tour
@@ -27,7 +28,7 @@ def visits(llm: LLM, name: str) -> Iterator[tuple[Visit, list[StopPage]]]:
     live = Live(llm, stops.STOPS)
     live.run(stops.PROMPT, 2)
     for language in LANGUAGES:
-        visit = Visit(live, read_tour(name, language), language, stops.facts(live) | {"package": "src/quire"})
+        visit = made_visit(live, name, language, stops.facts(live))
         yield visit, list(visit.pages())
 
 
@@ -58,18 +59,20 @@ def test_the_tour_of_a_token(
     options = import_module("quire.tour.token").OPTIONS
     with LLM(**options) as llm:
         (english, pages), (_, chinese) = visits(llm, "token")
-        text = llm.get_tokenizer().encode("The json module")
+        ids = llm.get_tokenizer().encode("The json module")
         file = tmp_path / "tour.html"
         write_page(file, english, pages)
     assert [page.number for page in pages] == list(range(1, 13)) and len(chinese) == 12
     assert [page.values for page in chinese] == [page.values for page in pages]
-    assert all(page.code.lines and page.values and "{" not in page.idea for page in pages + chinese)
-    assert shown(pages[0])["token ids"] == str(text) and shown(pages[3])["positions"] == "[0, 1, 2]"
+    assert all(page.code.marked and page.values and "{" not in page.idea for page in pages + chinese)
+    assert "{" not in english.text.about and [page.reference for page in pages].count(True) == 2
+    assert shown(pages[0])["token ids"] == str(ids) and shown(pages[3])["positions"] == "[0, 1, 2]"
     drawn = shown(pages[10])["token"].partition(" = ")[2]
     assert drawn in pages[10].idea and shown(pages[9])["best five"].startswith(drawn)
     assert shown(pages[11])["steps of this request"] == "step 0: prefill, 3 tokens; step 1: decode, 1 token"
     assert pages[7].code.name == "paged_attention" and pages[5].code.name == "DecoderBlock.forward"
-    tags = Tags(file.read_text()).seen
+    tags = Tags(text := file.read_text()).seen
+    assert "`" not in re.sub("<pre>.*?</pre>", "", text, flags=re.S) and "quire-tiny: " in text
     assert tags.count("section") == 12 and tags.count("svg") == 3 and "script" not in tags
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stdin=terminal))
@@ -83,10 +86,11 @@ def test_the_tour_of_a_token(
 def test_the_tour_of_experts_on_a_model_that_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tour", "moe", "--json", "--lang", "zh", "--set", "num_experts_per_tok=3"]) == 0
     pages = json.loads(capsys.readouterr().out)
+    assert not any(page["reference"] for page in pages if page["ran"].startswith("latent.ref."))
     values: list[dict[str, str]] = [dict(page["values"]) for page in pages]
     assert values[2]["way"] == "naive" and values[5]["chosen"].count("expert") == 3
     assert len(pages) == 8 and not any("{" in page["idea"] for page in pages)
-    assert "147,456" not in values[7]["weights"].partition(" of ")[0] or "of 196,608" in values[7]["weights"]
+    assert values[7]["weights"].startswith("73,728 of 196,608 ")
     assert main(["tour", "--set", "hidden_size=2"]) == 3 and main(["tour", "moe", "--set", "no=2"]) == 3
     assert "leave it out" in (said := capsys.readouterr().err) and "--set no does not exist" in said
 

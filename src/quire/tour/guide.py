@@ -16,7 +16,7 @@ from quire.explain.drawings import DRAWINGS
 from quire.observe.calls import PACKAGE
 from quire.tour.live import Live
 from quire.tour.made_up import make_model
-from quire.tour.pages import StopPage, pages
+from quire.tour.pages import StopPage, filled, pages
 from quire.tour.render import write_html
 from quire.tour.texts import Tour, read_tour
 
@@ -51,8 +51,13 @@ def guide(name: str, language: str, prompt: str | None, changes: dict[str, Any])
             options["model"] = str(folder)
         live = Live(stack.enter_context(LLM(**options)), stops.STOPS)
         live.run(prompt or stops.PROMPT, TOKENS)
-        facts = stops.facts(live) | {"package": _near(PACKAGE)}
-        yield Visit(live, read_tour(name, language), language, facts)
+        yield made_visit(live, name, language, stops.facts(live))
+
+
+def made_visit(live: Live, name: str, language: str, facts: dict[str, Any]) -> Visit:
+    """Return the visit of a request that ran. facts: values of the places {name} in the texts"""
+    facts, text = facts | {"package": _near(PACKAGE)}, read_tour(name, language)
+    return Visit(live, text._replace(about=filled(text.about, facts)), language, facts)
 
 
 def _near(path: Path) -> str:
@@ -65,5 +70,6 @@ def write_page(file: Path, visit: Visit, found: Iterable[StopPage]) -> None:
     shown: Sequence[StopPage] = tuple(found)
     config: EngineConfig = visit.live.llm.engine.config
     plan, cost = plan_engine(config).describe(), describe_cost(config, "", 1, None)
+    plan["model"]["name"] = Path(plan["model"]["name"]).name  # of a model that is made up: not its temporary folder
     drawn = {page.drawing: DRAWINGS[page.drawing](plan, cost) for page in shown if page.drawing}
     write_html(file, visit.text, shown, visit.language, {name: str(svg) for name, svg in drawn.items() if svg})

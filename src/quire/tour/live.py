@@ -39,6 +39,7 @@ class TourStop(NamedTuple):
 
     call      name of the call in the trace, a regular expression
     step      engine step of the call; BEFORE: before the first
+    marks     pieces of source: the lines with them matter, and are marked
     values    function that returns what is shown of the call; None: nothing of its arguments
     later     function that returns what is shown when the request has ended; None: nothing
     formula   "module:function" whose source is shown instead, where the function that runs calls compiled code
@@ -48,6 +49,7 @@ class TourStop(NamedTuple):
 
     call: str
     step: int
+    marks: tuple[str, ...]
     values: Callable[["Live", SeenCall], Values] | None = None
     later: Callable[["Live"], Values] | None = None
     formula: str = ""

@@ -25,18 +25,21 @@ class Code(NamedTuple):
     where   "file:line" below the package
     lines   as they stand in the file, at most SHOWN
     more    lines that are left out at the end
+    marked  numbers of the lines that matter
     """
 
     name: str
     where: str
     lines: tuple[str, ...]
     more: int
+    marked: tuple[int, ...] = ()
 
 
 class StopPage(NamedTuple):
     """A stop, as it is shown.
 
     code      the function that ran, or the formula that it computes
+    reference  True: the code is the reference of the kernel that ran, which computes the same
     ran       the name of the call, its step or rank, and milliseconds
     shapes    of arguments and result, as the trace has them
     drawing   name of a drawing; "": none
@@ -45,6 +48,7 @@ class StopPage(NamedTuple):
     number: int
     title: str
     code: Code
+    reference: bool
     ran: str
     shapes: str
     values: Values
@@ -69,36 +73,46 @@ def pages(live: Live, tour: Tour, facts: dict[str, Any], only: int | None = None
         if only not in (None, number):
             continue
         span = live.span(stop)
-        values = live.values.get(stop, [])
+        values, code = live.values.get(stop, []), code_of(stop, span.where)
         shapes = f"({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
         yield StopPage(
             number=number,
             title=text.title,
-            code=code_of(stop, span.where),
+            code=code,
+            reference=stop.formula.startswith("quire.kernels.") and code.where != span.where,
             ran=f"{span.name}, {1e3 * span.seconds:.3f} ms",
             shapes=shapes,
             values=values,
-            idea=_filled(text.idea, facts),
-            command=_filled(text.command, facts),
-            see=_filled(text.see, facts),
+            idea=filled(text.idea, facts),
+            command=filled(text.command, facts),
+            see=filled(text.see, facts),
             vllm=text.vllm,
             drawing=stop.drawing,
         )
 
 
-def _filled(text: str, facts: dict[str, Any]) -> str:
+def filled(text: str, facts: dict[str, Any]) -> str:
     """Replace each {name} of a text by its value. Other braces stay: commands have JSON."""
     return re.sub(r"\{(\w+)\}", lambda found: str(facts[found[1]]), text)
 
 
 def code_of(stop: TourStop, where: str) -> Code:
-    """Return the source of a stop: that of its formula, or of the function at `where` of its call."""
-    if not stop.formula:
-        path, _, line = where.partition(":")
-        return code_at(PACKAGE / path, int(line))
-    module, _, name = stop.formula.partition(":")
-    function = inspect.unwrap(operator.attrgetter(name)(importlib.import_module(module)))
-    return code_at(Path(inspect.getfile(function)), function.__code__.co_firstlineno)
+    """Return the source of a stop: that of its formula, or of the function at `where` of its call.
+
+    Raises LookupError if no line that is shown has one of the stop's marks.
+    """
+    path, _, line = where.partition(":")
+    file, first = PACKAGE / path, int(line or 0)
+    if stop.formula:
+        module, _, name = stop.formula.partition(":")
+        function = inspect.unwrap(operator.attrgetter(name)(importlib.import_module(module)))
+        file, first = Path(inspect.getfile(function)), function.__code__.co_firstlineno
+    code = code_at(file, first)
+    for mark in stop.marks:
+        if not any(mark in one for one in code.lines):
+            raise LookupError(f"{code.where}: {code.name} shows no line with {mark!r}")
+    marked = (number for number, one in enumerate(code.lines) if any(mark in one for mark in stop.marks))
+    return code._replace(marked=tuple(marked))
 
 
 @cache

@@ -89,25 +89,38 @@ def _answer(live: Live) -> Values:
 
 LAYER = "model.layers.0."
 STOPS = (
-    TourStop(r"LLM\.generate", BEFORE, later=_holdings, formula="quire.plan.placement:ranks", drawing="ranks"),
-    TourStop(r"RanksExecutor\.submit", 0, _sent),
-    TourStop("embed", 0, later=_shown(["model.embed_tokens.weight"], "embed"), rank=1),
+    TourStop(
+        r"LLM\.generate",
+        BEFORE,
+        ("= divmod(", "place=place"),
+        later=_holdings,
+        formula="quire.plan.placement:ranks",
+        drawing="ranks",
+    ),
+    TourStop(r"RanksExecutor\.submit", 0, ("self._processes.send(",), _sent),
+    TourStop(
+        "embed", 0, ("self.slice.group.all_reduce(",), later=_shown(["model.embed_tokens.weight"], "embed"), rank=1
+    ),
     TourStop(
         r"layers\.0\.attention\.qkv",
         0,
+        ('"q": rows(', '"k": rows(', '"v": rows(', '"qkv.weight"'),
         later=_shown([f"{LAYER}self_attn.{one}_proj.weight" for one in "qkv"], "layers.0.attention.qkv"),
+        formula="quire.plan.kinds.grouped:GroupedKind.params",
         rank=1,
     ),
     TourStop(
         r"layers\.0\.attention\.output\.add",
         0,
+        ("self.tp.add(self(x",),
         later=_shown([f"{LAYER}self_attn.o_proj.weight"], "layers.0.attention.output.add"),
         rank=1,
     ),
-    TourStop(r"tp\.all_reduce", 0, later=_sums, rank=1, drawing="exchanges"),
+    TourStop(r"tp\.all_reduce", 0, ("dist.all_reduce(",), later=_sums, rank=1, drawing="exchanges"),
     TourStop(
         r"layers\.0\.mlp",
         0,
+        ("branch.add(self.down",),
         later=_shown(
             [f"{LAYER}mlp.{one}_proj.weight" for one in ("gate", "down")],
             "layers.0.mlp.gate_up",
@@ -115,7 +128,7 @@ STOPS = (
         ),
         rank=1,
     ),
-    TourStop("head", 0, later=_answer, rank=1),
+    TourStop(r"SlicedSampling\.sample", 0, ("_vocabulary.whole(logits)", "all_gather(keys)"), later=_answer, rank=1),
 )
 
 
@@ -131,5 +144,5 @@ def facts(live: Live) -> dict[str, Any]:
         "vocab": f"{args.vocab_size:,}",
         "hidden": args.hidden_size,
         "sums": len(live.calls("tp.all_reduce", 0, 0)),
-        "rows": args.vocab_size // len(RANKS),
+        "rows": f"{args.vocab_size // len(RANKS):,}",
     }

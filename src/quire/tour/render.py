@@ -1,5 +1,6 @@
 """A tour as text: pages for a terminal, one after the other, and an HTML file with drawings."""
 
+import re
 import shutil
 import sys
 import unicodedata
@@ -8,11 +9,12 @@ from html import escape
 from pathlib import Path
 
 from quire.contracts.errors import ConfigError
-from quire.tour.pages import StopPage
+from quire.tour.pages import Code, StopPage
 from quire.tour.texts import WORDS, Tour
 
 WIDTH = 120  # columns where the output is no terminal
 STAYS = "，。；：、？！）》”,.;:?!)"  # signs that no line begins with
+OPENS = "（《“"  # signs that no line ends with
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 pre, td, th { font: 13px/1.4 ui-monospace, monospace }
@@ -26,8 +28,9 @@ def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) ->
     words = WORDS[language]
     yield from ("", f"{page.number}/{count}  {page.title}", "-" * min(width, 60), "")
     yield from fold(page.idea, width)
-    yield from ("", f"{words['code']}  {page.code.name}  {page.code.where}")
-    yield from (f"    {line}" for line in page.code.lines)
+    yield from ("", f"{_code(page, words)}  {page.code.name}  {page.code.where}")
+    marked = page.code.marked
+    yield from (f"  {'> '[number not in marked]} {line}".rstrip() for number, line in enumerate(page.code.lines))
     if page.code.more:
         yield f"    {words['more'].format(count=page.code.more)}"
     yield from ("", f"{words['ran']}  {page.ran}")
@@ -71,8 +74,8 @@ def _pieces(text: str) -> Iterator[str]:
     """Yield words, each with the blanks behind it, and wide characters one by one."""
     piece = ""
     for sign in text:
-        wide = unicodedata.east_asian_width(sign) in "WF"
-        if piece and (wide or piece[-1] == " " != sign or unicodedata.east_asian_width(piece[-1]) in "WF"):
+        wide = _columns(sign) == 2
+        if piece and piece[-1] not in OPENS and (wide or piece[-1] == " " != sign or _columns(piece[-1]) == 2):
             yield piece
             piece = ""
         piece += sign
@@ -91,22 +94,39 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
     """
     words = WORDS[language]
     parts = [f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
-    parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{escape(tour.about)}</p>"]
+    parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{_prose(tour.about)}</p>"]
     for page in found:
-        code = "\n".join((*page.code.lines, *[words["more"].format(count=page.code.more)] * bool(page.code.more)))
+        code = "\n".join(_marked(page.code))
+        if page.code.more:
+            code += "\n" + words["more"].format(count=page.code.more)
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(shown)}</td></tr>" for name, shown in page.values)
         parts.append(
-            f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{escape(page.idea)}</p>"
-            f"<h3>{words['code']}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{escape(code)}</pre>"
+            f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
+            f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
             f"<p>{words['ran']}: {escape(page.ran)}<br>{escape(page.shapes)}</p><table>{rows}</table>"
         )
         if page.drawing in drawings:
             parts.append(f"<figure>{drawings[page.drawing]}</figure>")
         parts.append(
-            f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre><p>{escape(page.see)}</p>"
-            f"<p>{words['vllm']}: {escape(page.vllm)}</p></section>"
+            f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre><p>{_prose(page.see)}</p>"
+            f"<p>{words['vllm']}: {_prose(page.vllm)}</p></section>"
         )
     try:
         file.write_text("\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html: {file} cannot be written ({error.strerror}): choose another file.") from None
+
+
+def _prose(text: str) -> str:
+    """Return a paragraph as HTML."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def _marked(code: Code) -> Iterator[str]:
+    """Yield the lines of a function as HTML."""
+    for number, line in enumerate(code.lines):
+        yield f"<mark>{escape(line)}</mark>" if number in code.marked else escape(line)
+
+
+def _code(page: StopPage, words: dict[str, str]) -> str:
+    return words["reference" if page.reference else "code"]

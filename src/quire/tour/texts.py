@@ -11,6 +11,7 @@ LANGUAGES = ("en", "zh")
 WORDS = {
     "en": {
         "code": "code",
+        "reference": "code (the reference: the kernel that ran computes the same)",
         "ran": "ran",
         "values": "values",
         "try": "change this and see",
@@ -20,6 +21,7 @@ WORDS = {
     },
     "zh": {
         "code": "代码",
+        "reference": "代码（参考实现：实际运行的 kernel 计算结果相同）",
         "ran": "执行",
         "values": "数值",
         "try": "改一改，看结果",

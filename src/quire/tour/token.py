@@ -143,23 +143,38 @@ def _answer(live: Live) -> Values:
 
 
 STOPS = (
-    TourStop(r"FrontEnd\.encode", BEFORE, _text),
-    TourStop(r"Scheduler\.plan", 0, _plan),
-    TourStop(r"KVAllocator\.admit", 0, _blocks, drawing="memory"),
-    TourStop(r"step\.\w+\.build_inputs", 0, _inputs),
-    TourStop("embed", 0, _embedding, drawing="model"),
-    TourStop(r"layers\.0", 0, _layer),
-    TourStop(r"heads\.\w+\.prepare", 0, _heads, formula="quire.kernels.heads.ref:prepare", drawing="attention"),
+    TourStop(r"FrontEnd\.encode", BEFORE, ("self.tokenizer.encode(",), _text),
+    TourStop(r"Scheduler\.plan", 0, ("share_budget(", "self.admitter.admit(", "self._writer.write("), _plan),
+    TourStop(r"KVAllocator\.admit", 0, ("pool.share(", "pool.take("), _blocks, drawing="memory"),
+    TourStop(r"step\.\w+\.build_inputs", 0, ("out=b.positions)", "b.token_ids.copy_(", "out=kv_slots)"), _inputs),
+    TourStop("embed", 0, ("self._scaled(self._rows(token_ids))",), _embedding, drawing="model"),
+    TourStop(r"layers\.0", 0, ("hidden = self.attention(hidden", "hidden = self.mlp(hidden"), _layer),
+    TourStop(
+        r"heads\.\w+\.prepare",
+        0,
+        ("apply_rope(", "write_kv("),
+        _heads,
+        formula="quire.kernels.heads.ref:prepare",
+        drawing="attention",
+    ),
     TourStop(
         r"attention\.\w+\.paged_attention",
         0,
+        ('torch.einsum("hd,lhd->hl"', "scores.softmax(", 'torch.einsum("hl,lhd->hd"'),
         _attention,
         formula="quire.kernels.attention.ref:paged_attention",
     ),
-    TourStop(r"layers\.0\.mlp", 0, _feed_forward),
-    TourStop("head", 0, _head),
-    TourStop(r"sampling\.draw\.draw_greedy", 0, _draw),
-    TourStop(r"EngineCore\.step", 0, _finish, _answer, formula="quire.engine.core:EngineCore._advance"),
+    TourStop(r"layers\.0\.mlp", 0, ("branch.add(self.down",), _feed_forward),
+    TourStop("head", 0, ("self.kernel.run_float(",), _head),
+    TourStop(r"sampling\.draw\.draw_greedy", 0, (".argmax(",), _draw),
+    TourStop(
+        r"EngineCore\.step",
+        0,
+        ("self.begin_step()", "self.submit(planned)", "self.confirm()"),
+        _finish,
+        _answer,
+        formula="quire.engine.core:EngineCore._advance",
+    ),
 )
 
 

@@ -1,18 +1,18 @@
 """Texts of the tours: each stop has its parts, its command exists, and both languages have the same."""
 
 import re
-import shlex
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from quire.entry.cli.main import build_parser
 from quire.entry.cli.tour import NAMES
 from quire.observe.calls import PACKAGE
 from quire.tour.pages import code_at, code_of
 from quire.tour.render import fold
 from quire.tour.texts import WORDS, parse_tour, read_tour
+
+from ...support.documented import parser, quire_commands, refusal
 
 STOPS = {"token": 12, "moe": 8, "ranks": 8}
 
@@ -23,11 +23,11 @@ def test_each_stop_has_its_idea_in_about_five_sentences_and_a_command_that_exist
     assert len(tour.stops) == STOPS[name] == len(import_module(f"quire.tour.{name}").STOPS)
     for stop in tour.stops:
         assert 4 <= len(re.findall(r"[.:](?= [A-Z]|$)", stop.idea)) <= 8, stop.title
-        words = shlex.split(stop.command.replace("{package}", str(PACKAGE)))
-        args = build_parser().parse_args(words[1:])
-        assert words[0] == "quire" and args.command == words[1], stop.command
+        (words,) = quire_commands(stop.command.replace("{package}", str(PACKAGE)))
+        assert not refusal(words), stop.command
         assert all(Path(word).is_dir() for word in words if word.startswith("/")), stop.command
-        assert not hasattr(args, "stop") or args.stop is None or args.stop <= STOPS[args.name]
+        at = parser().parse_args(words)
+        assert words[0] != "tour" or at.stop <= STOPS[at.name], stop.command
 
 
 def test_a_stop_without_its_parts_is_told() -> None:
@@ -37,7 +37,9 @@ def test_a_stop_without_its_parts_is_told() -> None:
 
 def test_a_formula_that_is_gone_is_told() -> None:
     every = [stop for name in NAMES for stop in import_module(f"quire.tour.{name}").STOPS if stop.formula]
-    assert len(every) >= 8 and all(code_of(stop, "").lines for stop in every)
+    assert len(every) >= 8 and all(code_of(stop, "").marked for stop in every)
+    with pytest.raises(LookupError, match=r"prepare shows no line with 'gone\('"):
+        code_of(every[0]._replace(marks=("gone(",)), "")
     with pytest.raises(AttributeError, match="gone"):
         code_of(every[0]._replace(formula="quire.kernels.heads.ref:gone"), "")
     with pytest.raises(LookupError, match="no function begins at"):
@@ -60,6 +62,7 @@ def test_the_source_is_shown_without_its_docstring() -> None:
         ("键和值在缓存里。", 8, ["键和值在", "缓存里。"]),
         ("键和值。在", 6, ["键和值。", "在"]),
         ("KV 缓存 block", 8, ["KV 缓存", "block"]),
+        ("键（和值）在", 5, ["键", "（和", "值）", "在"]),
         ("", 8, []),
     ],
 )

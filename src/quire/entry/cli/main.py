@@ -51,7 +51,7 @@ COMMANDS: dict[str, Any] = {
     "completion": completion,
 }
 LOG = logging.getLogger("quire")
-LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
+LOCAL = ("chat", "complete", "bench", "verify", "tour", "trace")  # commands whose engine logs in this process
 ARGUMENTS = {
     "bench": "KIND ",
     "completion": "SHELL ",
