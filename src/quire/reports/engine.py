@@ -25,7 +25,6 @@ from quire.plan.collectives import collectives, groups
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.formats import decided_by
-from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, Features, LayerStep
@@ -41,6 +40,7 @@ from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
 from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
+from quire.reports.holdings import Holdings
 from quire.reports.joined import describe_joined
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts

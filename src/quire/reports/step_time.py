@@ -14,12 +14,12 @@ from quire.contracts.parallel import Rank, share
 from quire.plan.collectives import EDITED, LOGGED, SAMPLED
 from quire.plan.draft_exchanges import DECODE, FIRST, LATER, PROMPTS, draft_layers
 from quire.plan.engine import EnginePlan
-from quire.plan.holdings import Holdings
 from quire.plan.kinds.experts import CROSSING, EVERY, SHARED, WHEN
 from quire.plan.kinds.interfaces import TOKEN
 from quire.plan.memory import MemoryPlan
 from quire.plan.placement import held_of, ranks
 from quire.reports.gpu_rates import HOST_GPUS, GpuRates, rates_of
+from quire.reports.holdings import Holdings
 from quire.reports.step_costs import Cost, Layers, StepWork, total
 
 USUAL = 4096  # tokens of context of the first step that is shown

@@ -16,8 +16,8 @@ from quire.plan.engine import EnginePlan, keep_stored, state_types
 from quire.plan.formats import with_formats
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
-from quire.plan.packed_bytes import headers_of, kept_of
 from quire.plan.placement import held_of, ranks
+from quire.reports.packed_bytes import headers_of, kept_of
 from quire.weights.files import Checkpoint, StoredTensor, stored_in
 
 
