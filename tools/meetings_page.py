@@ -51,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "peers": {"kv_offload_gb": 1.0, "kv_peers": ("a:1",)},
     "adapters": {"enable_lora": True},
     "batch invariance": {"batch_invariant": True},
+    "weights in host memory": {"cpu_offload_gb": 4.0},
     "KV events": {"kv_events_config": {"enable_kv_cache_events": True}},
     "no prefix cache": {"enable_prefix_caching": False},
     "round robin": {

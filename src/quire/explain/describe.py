@@ -215,7 +215,7 @@ def _fits(plan: EnginePlan, gpu: Gpu, sizes: Parallel) -> bool:
 
 def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """Size the memory of a rank; `free`: bytes of a CPU's memory, which all ranks share, before weights are loaded."""
-    weights = holdings.held[rank.number][1]
+    weights = holdings.held[rank.number][1] - holdings.host_layers(rank).saved
     plan = msgspec.structs.replace(of_rank(holdings.plan, rank), geometry=holdings.page(rank))
     if gpu is None:
         every = sum(held for _, held in holdings.held)
