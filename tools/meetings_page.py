@@ -11,7 +11,7 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.plan.meeting_rows.features import FEATURES
-from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, Inputs, Row
+from quire.plan.meeting_rows.records import ENGINE, IDLE, MISSING, REFUSED, REQUEST, STEPS, VERIFY, Inputs, Row
 from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import inputs_of, rows_of
 
@@ -125,7 +125,7 @@ def _page() -> Iterator[str]:
         "from the table of the package, `plan/meetings.py`. A name in braces stands for a value of the engine. `quire\n"
         "explain MODEL` with the flags of `quire serve` lists all rows that apply ([explain.md](explain.md)).\n"
     )
-    engine = [row for row in ROWS if row.scope != REQUEST]
+    engine = [row for row in ROWS if row.scope == ENGINE]
     for status, title, words in (
         (MISSING, "Not implemented yet", "These would make sense. `quire explain` plans them, `quire serve` refuses."),
         (REFUSED, "Refused", "These contradict each other, or the model."),
@@ -134,6 +134,8 @@ def _page() -> Iterator[str]:
         yield from _section(title, words, [row for row in engine if row.status == status])
     words = "A request with both is answered with 400."
     yield from _section("Fields of a request", words, [row for row in ROWS if row.scope == REQUEST])
+    words = "The command refuses these, and compares with everything else that an engine has ([verify.md](verify.md))."
+    yield from _section("`quire verify`", words, [row for row in ROWS if row.scope in (VERIFY, STEPS)])
 
 
 def _section(title: str, words: str, rows: Sequence[Row]) -> Iterator[str]:

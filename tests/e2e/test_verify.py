@@ -27,8 +27,9 @@ from quire.args.layers import NONE
 from quire.args.rope import UNROTATED
 from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
-from quire.explain.verify import parity
-from quire.explain.verify.parity import NUM_TOKENS, verify
+from quire.explain.verify import request
+from quire.explain.verify.parity import verify
+from quire.explain.verify.request import NUM_TOKENS
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
 from quire.models import qwen2
@@ -151,7 +152,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             return report
 
         with monkeypatch.context() as patch:
-            patch.setattr(parity, "NUM_TOKENS", 4)  # an error is in every step
+            patch.setattr(request, "NUM_TOKENS", 4)  # an error is in every step
             patch.setattr(quire.assemble.cpu, "load_weights", loaded)
             read = obtain.read_checkpoint_config
             patch.setattr(obtain, "read_checkpoint_config", lambda *given: config(read(*given)))
@@ -375,13 +376,13 @@ def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: p
     def scaled(module: Any, given: Any, result: Tensor) -> Tensor:
         return result * 1.001
 
-    def assembled(config: EngineConfig) -> Any:
+    def assembled(config: EngineConfig, ranks: str) -> Any:
         engine = quire.assemble.engine.assemble(config)
         last = engine.worker.model.layers[-1]
         (last.attention if half == "attention" else last).register_forward_hook(scaled)
         return engine
 
-    monkeypatch.setattr(parity, "assemble", assembled)
+    monkeypatch.setattr(request, "assemble", assembled)
     for family in ("qwen3", "deepseek_v3"):
         report = verify(str(checkpoint(family)), CONFIG)
         differing = [(stage.name, step.name) for stage in report.stages for step in stage.steps if step.diverged]

@@ -188,18 +188,18 @@ class ChildRank(LoadedRank):
 
 
 class ChildRunner(RunningRank):
-    """A rank in its process that runs steps."""
+    """A rank in its process that runs steps. parts: its model and model runner"""
 
     def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
         assert parts.worker is not None
-        self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
+        self.parts, self._runner, self._device, self._note = parts, parts.worker, device, note
         self._trace, self._collecting = StepTrace(parts.worker, groups), False
         self.depth = parts.depth
 
     @property
     def payload(self) -> bytes:
         """The encoded `RankFacts` of this rank."""
-        parts = self._parts
+        parts = self.parts
         return packed(
             RankFacts(
                 depth=parts.depth,

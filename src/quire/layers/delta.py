@@ -23,7 +23,6 @@ class GatedDelta(RecurrentMixer):
     def __init__(self, args: DeltaArgs, at: str, norm: NormArgs, build: Build) -> None:
         super().__init__()
         self.kernels, self.by_head = build.kernels, args.by_head
-        self.parts = {name: build.params[f"{at}.{name}.weight"].parts for name in ("input", "rates")}  # as stored
         self.input, self.rates = Linear(f"{at}.input", build), Linear(f"{at}.rates", build)
         self.low_rank = args.low_rank
         self.decays = Linear(f"{at}.decays", build) if self.low_rank else None

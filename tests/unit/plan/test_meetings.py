@@ -22,7 +22,7 @@ from quire.kernels.select import probe_of
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
-from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, AskedFields, Inputs, Row
+from quire.plan.meeting_rows.records import ENGINE, IDLE, MISSING, REFUSED, REQUEST, STEPS, VERIFY, AskedFields, Inputs, Row
 from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
 from quire.plan.placement import parallel_sizes
@@ -239,6 +239,13 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("given embeddings", other) for other in ("chunks", "transfer", "prompt logprobs")}
         | {("given embeddings", other) for other in ("repetition penalty", "truncated prompt")},
     ),
+    (
+        MOVES | EXAMPLES["Ray"] | {"data_parallel_size": 2, "load_format": "dummy", "dtype": "bfloat16"},
+        {"foreign": True},
+        {("verify", "-dp"), ("verify", "hosts or Ray"), ("verify", "random weights"), ("verify", "EPLB")}
+        | {("verify", "layers of transformers"), ("verify", "other dtype")},
+    ),
+    ({"kv_cache_dtype": "fp8"}, {"chosen": True}, {("coded cache", "chosen tokens")}),
 ]
 
 
@@ -290,15 +297,15 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
 
 
 def pairs_of(inputs: Inputs) -> set[tuple[str, str]]:
-    scope = REQUEST if inputs.request != AskedFields() else "engine"
-    return {(row.feature, row.other) for row in rows_of(inputs, scope)}
+    scopes = (REQUEST,) if inputs.request != AskedFields() else (ENGINE, VERIFY, STEPS)
+    return {(row.feature, row.other) for scope in scopes for row in rows_of(inputs, scope)}
 
 
 @pytest.mark.parametrize(("options", "changes", "pairs"), SAMPLES, ids=lambda one: "")
 def test_each_row_applies_once(options: dict[str, Any], changes: dict[str, Any], pairs: set[tuple[str, str]]) -> None:
     inputs = sample(options, changes)
     assert pairs <= pairs_of(inputs)
-    for one in met(inputs, REQUEST if "request" in changes else "engine"):
+    for one in [one for scope in (ENGINE, REQUEST, VERIFY, STEPS) for one in met(inputs, scope)]:
         assert one.said.endswith(".") and "{" not in one.feature + one.said.replace('{"', ""), one
 
 
@@ -337,7 +344,7 @@ def test_every_pair_is_refused_by_its_rows_or_resolves(first: str, device: str) 
             continue
         inputs = example(options, device)
         on = {name for name, feature in FEATURES.items() if feature.when(inputs)}
-        rows = [row for row in ROWS if {row.feature, row.other} <= on and row.scope != REQUEST]
+        rows = [row for row in ROWS if {row.feature, row.other} <= on and row.scope == ENGINE]
         if second == first:
             assert all(row.other == "a CPU" for row in rows), first
         try:

@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
-from quire.contracts.errors import ConfigError
-from quire.entry.cli.one_device import check_one_device
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
 
@@ -26,9 +24,6 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
-    if config.load.load_format == "dummy":
-        raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
-    check_one_device(config.parallel, "quire verify")
     from quire.explain.verify.parity import verify
 
     report = verify(config.model.model, config, args.prompt, reference=args.reference)

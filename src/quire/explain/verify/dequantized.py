@@ -5,7 +5,7 @@ quantized by the rule of each matrix (`quire.kernels.linear.quantized_ref`), nev
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,6 @@ from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, Part, fused, of_expert
 from quire.kernels.linear.quantized_ref import rounded
 from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
-from quire.layers.decoder import Decoder
 from quire.plan.as_stored import as_stored
 from quire.plan.layout import layout
 from quire.quantization.scheme_words import scheme_words
@@ -60,24 +59,24 @@ class KeptWeights:
         """Return None, so that the loader calls `take` for the module instead of loading it in place."""
 
 
-def describe(model: Decoder) -> tuple[str, bool]:
+def describe(params: Iterable[Param]) -> tuple[str, bool]:
     """Return (quantization schemes of a model's matrices in words, True if any scheme quantizes activations)."""
-    schemes = dict.fromkeys(param.scheme for param in model.layout if param.scheme)
+    schemes = dict.fromkeys(param.scheme for param in params if param.scheme)
     return "; ".join(map(scheme_words, schemes)), any(scheme.inputs for scheme in schemes)
 
 
 def write_dequantized(
-    model: Decoder, params: tuple[Param, ...], folder: Path, out: Path
+    args: ModelArgs, params: tuple[Param, ...], folder: Path, out: Path
 ) -> tuple[tuple[Param, ...], Rules]:
     """Write the model in `folder` to `out`, dequantized to float32.
 
-    params   the model's parameters with the names of the tensors in `folder`
+    params   all parameters of the model, with the names of the tensors in `folder`
 
     Returns the parameters with the names of the tensors in `out`, and the rule of each quantized weight.
     """
     from safetensors.torch import save_file
 
-    kept, stored, rules = KeptWeights(model.args, params), dict[str, Tensor](), Rules()
+    kept, stored, rules = KeptWeights(args, params), dict[str, Tensor](), Rules()
     load_weights(cast(Any, kept), folder)
     raw = {
         key: value

@@ -4,7 +4,7 @@ Translates tensor names where the reference is of another family. Unpacks the fl
 checkpoint's order. Reads the loader's files with the safetensors library.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
+from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, Part
 from quire.kernels.experts.weights import ExpertWeights
 from quire.layers.decoder import Decoder
@@ -49,19 +50,12 @@ class Changed:
         return f"{self.name}: {self.count:,} of {self.size:,} numbers differ, by up to {self.most:.1e} of the largest"
 
 
-def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ...]:
-    """Return `params` with the tensor names of the checkpoint in `folder`.
+def reference_layout(params: Sequence[Param], folder: Path) -> tuple[Param, ...]:
+    """Return `params` with the tensor names of the checkpoint in `folder`; see `renamed`.
 
-    The names follow the model family in the folder's config.json. If Quire does not support the family, the folder must
-    use the names in `params`. Raises ModelError for a tensor that the folder lacks.
+    Raises ModelError for a tensor that the folder lacks.
     """
-    try:
-        stored = read_checkpoint(folder).tensors
-        theirs = layout(as_stored(read_checkpoint_config(folder), stored, lambda name: stored[name].shape))
-    except UnsupportedModel:
-        theirs = params
-    parts = {param.name: param.parts for param in theirs}
-    named = tuple(replace(param, parts=parts.get(param.name, param.parts)) for param in params)
+    named = renamed(params, folder)
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
         raise ModelError(
@@ -71,14 +65,30 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
     return named
 
 
-def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) -> tuple[Changed, ...]:
+def renamed(params: Sequence[Param], folder: Path, rank: Rank | None = None) -> tuple[Param, ...]:
+    """Return the parameters of a rank (None: the only one) with the tensor names of the checkpoint in `folder`.
+
+    The names follow the model family in the folder's config.json. If Quire does not support the family, the folder must
+    use the names in `params`.
+    """
+    try:
+        stored = read_checkpoint(folder).tensors
+        theirs = layout(as_stored(read_checkpoint_config(folder), stored, lambda name: stored[name].shape), rank)
+    except UnsupportedModel:
+        return tuple(params)
+    parts = {param.name: param.parts for param in theirs}
+    return tuple(replace(param, parts=parts.get(param.name, param.parts)) for param in params)
+
+
+def changed_parameters(model: Decoder, folder: Path, rank: Rank) -> tuple[Changed, ...]:
     """Return a `Changed` for every tensor in `folder` that is not exactly the one with which `model` computes.
 
-    params   the model's layout with the folder's names; see `reference_layout`
+    rank   whose parameters the model has
     Matrices that are quantized in memory are left out: their packed layouts cannot be unpacked.
     """
     from safetensors import safe_open
 
+    params = renamed(model.layout, folder, rank)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
@@ -91,6 +101,7 @@ def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) 
 
 
 def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:
+    ours = ours.cpu()
     if ours.shape[-theirs.dim() :] != theirs.shape:
         return Changed(name, ours.numel(), ours.numel(), float("inf"))
     differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())

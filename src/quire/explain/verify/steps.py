@@ -1,14 +1,15 @@
 """Recording of every step of Quire's layers in a running engine, under the names that Hugging Face gives to the steps.
 
-Wraps the modules of an assembled model in float32 on a CPU, where no kernel joins a norm and a projection. Knows how
-layers order their rows; knows nothing of the reference. A watched model serves no requests afterwards.
+Wraps the modules of an assembled model in float32. Under tensor parallelism each step is joined from the parts of the
+ranks. Knows how layers order their rows; knows nothing of the reference. A watched model serves no requests afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from quire.contracts.errors import ConfigError
+from quire.contracts.params import Part
 from quire.explain.verify.recording import (
     ATTENTION,
     FEED_FORWARD,
@@ -24,6 +25,7 @@ from quire.explain.verify.step_kinds import FEED_FORWARDS, MIXERS
 from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
 from quire.layers.layer_inputs import OwnInput
+from quire.layers.linear import Linear
 
 
 def check_layers(model: Decoder) -> None:
@@ -37,35 +39,54 @@ def check_layers(model: Decoder) -> None:
             )
 
 
-def watch(model: Decoder, recording: Recording) -> None:
+def watch(model: Decoder, recording: Recording, *, inner: bool = True) -> None:
     """Record every operation in the layers of `model` from now on, but not the output of whole layers.
 
     A `HiddenTap` of the worker gets that output. Afterwards the model must serve no other requests.
+
+    inner   False: only the sum after attention is recorded
     """
     block: Any
     stored = {param.name: param.parts[0].stored.split(".")[-2] for param in model.layout}  # names of modules
-    for index, block in enumerate(model.layers):
+    for index, block in zip(model.numbers, model.layers, strict=True):
         name = f"layers.{index}.{{}}.weight".format
         both = block.attention is not None and block.mlp is not None
         recording.after[index] = stored.get(name("mlp_norm"), "mlp") if both and block.norm is None else ""
         recording.ends[index] = ATTENTION if block.mlp is None else FEED_FORWARD
-        for half, part, branch, kinds in (
-            (ATTENTION, block.attention, block.attention_branch, MIXERS),
-            (FEED_FORWARD, block.mlp, block.mlp_branch, FEED_FORWARDS),
-        ):
-            if part is None:
-                continue
-            stage = stage_name(index, half)
-            keep: Any = partial(recording.keep, stage)
-            if block.norm is not None and half == ATTENTION:
-                on_result(block.norm, keep, stored[name("norm")])
-            _watch_norms(branch, keep, stored, name("mlp_{}" if half == FEED_FORWARD else "attention_{}"))
-            recording.kinds[stage] = kinds[type(part)]
-            recording.kinds[stage].watch(part, keep)
-            if recording.after[index] and half == ATTENTION:
-                on_result(part, keep, "sum")
-        if block.own_input is not None:
-            _watch_input(block.own_input, keep)
+        if recording.after[index]:
+            on_result(block.attention, partial(recording.keep, stage_name(index, ATTENTION)), "sum")
+        if inner:
+            _watch_layer(model, index, block, recording, stored)
+
+
+def _watch_layer(model: Decoder, index: int, block: Any, recording: Recording, stored: Mapping[str, str]) -> None:
+    """Record the operations in a layer. index: its number in the model; stored: parameter -> name of its module"""
+    name = f"layers.{index}.{{}}.weight".format
+    parts = _parts_below(model, index)
+    for module in block.modules():
+        if isinstance(module, Linear):
+            module.fuses = lambda norm: False  # type: ignore[method-assign]  # norms are steps of their own
+    for half, part, branch, kinds in (
+        (ATTENTION, block.attention, block.attention_branch, MIXERS),
+        (FEED_FORWARD, block.mlp, block.mlp_branch, FEED_FORWARDS),
+    ):
+        if part is None:
+            continue
+        stage = stage_name(index, half)
+        keep: Any = partial(recording.keep, stage)
+        if block.norm is not None and half == ATTENTION:
+            on_result(block.norm, keep, stored[name("norm")])
+        _watch_norms(branch, keep, stored, name("mlp_{}" if half == FEED_FORWARD else "attention_{}"))
+        recording.kinds[stage] = kinds[type(part)]
+        recording.kinds[stage].watch(part, keep, parts)
+    if block.own_input is not None:
+        _watch_input(block.own_input, keep)
+
+
+def _parts_below(model: Decoder, layer: int) -> Mapping[str, Sequence[Part]]:
+    """Return name of a parameter below its layer -> parts of this rank."""
+    at = f"layers.{layer}."
+    return {param.name.removeprefix(at): param.parts for param in model.layout if param.name.startswith(at)}
 
 
 def _watch_input(layer: OwnInput, keep: Any) -> None:

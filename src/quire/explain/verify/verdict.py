@@ -80,6 +80,8 @@ class Report:
     scale       largest absolute logit of transformers
     quantized   quantization schemes of the model's matrices, in words; "": none
     rounds      True when activations are quantized
+    cache       type of a KV cache of codes; "": the KV cache is float32
+    drafts      numbers of drafts, and of these accepted; (0, 0): no speculation
     """
 
     model: str
@@ -93,6 +95,8 @@ class Report:
     scale: float
     quantized: str = ""
     rounds: bool = False
+    cache: str = ""
+    drafts: tuple[int, int] = (0, 0)
 
     @property
     def first_divergent(self) -> tuple[str, str] | None:

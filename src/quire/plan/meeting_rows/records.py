@@ -16,6 +16,7 @@ REFUSED = "refused"  # the options contradict each other, or the model
 MISSING = "missing"  # would make sense, and is not implemented yet
 IDLE = "no effect"  # an option changes nothing: a note says so
 ENGINE, REQUEST = "engine", "request"  # scopes
+VERIFY, STEPS = "verify", "verify steps"  # scopes: `quire verify`, and where it compares step by step
 
 
 class AskedFields(NamedTuple):

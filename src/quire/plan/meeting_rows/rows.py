@@ -1,6 +1,6 @@
 """Rows of the table of what works with what, by theme."""
 
-from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, Row
+from quire.plan.meeting_rows.records import IDLE, MISSING, REFUSED, REQUEST, STEPS, VERIFY, Row
 
 OFF = "leave out --enable-cache-blend"
 NGRAM = 'use "method": "ngram", or leave out --speculative-config'
@@ -243,6 +243,22 @@ REQUESTS: tuple[Row, ...] = (
     Row("transfer", "stream", REFUSED, "kv_transfer_params: a prefill node answers as a whole",
         "leave out stream, and send max_tokens 1", scope=REQUEST),
 )  # fmt: skip
+VERIFIED: tuple[Row, ...] = (
+    Row("verify", "-dp", REFUSED, "quire verify runs one request, which one replica computes", "leave out -dp",
+        scope=VERIFY),
+    Row("verify", "hosts or Ray", REFUSED, "quire verify reads what the ranks have recorded from files of this host",
+        "leave out --nnodes and --distributed-executor-backend ray", scope=VERIFY),
+    Row("verify", "random weights", REFUSED,
+        "load_format=dummy makes random weights, which cannot equal a checkpoint's", "leave it out", scope=VERIFY),
+    Row("verify", "layers of transformers", REFUSED, "quire verify compares layers of Quire with those of "
+        "transformers, and the layers of this model are transformers' own", scope=VERIFY),
+    Row("verify", "other dtype", REFUSED, "quire verify compares step by step in float32",
+        "leave out --dtype {dtype}, or compare with a reference that --dump has stored (--against)", scope=STEPS),
+    Row("verify", "EPLB", REFUSED, "quire verify compares the parameters of each rank with the checkpoint, and experts "
+        "move between ranks", "leave out --enable-eplb", scope=STEPS),
+    Row("coded cache", "chosen tokens", REFUSED, "the keys by which tokens are chosen are rounded to codes, too, and "
+        "no bound says which other choice this explains", "leave out --kv-cache-dtype", scope=STEPS),
+)  # fmt: skip
 ROWS: tuple[Row, ...] = (
     *RANKS,
     *EXPERTS,
@@ -257,4 +273,5 @@ ROWS: tuple[Row, ...] = (
     *HOST_WEIGHTS,
     *DEVICES,
     *REQUESTS,
+    *VERIFIED,
 )

@@ -39,3 +39,4 @@ FEED_FORWARDS: Mapping[type[nn.Module], FeedForwardSteps] = {
     MoE: ExpertSteps(),
     MLPBesideExperts: BesideSteps(),
 }
+KINDS = (*MIXERS.values(), *FEED_FORWARDS.values())

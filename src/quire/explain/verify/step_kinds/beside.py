@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from quire.explain.verify.recording import on_added, on_result
 from quire.explain.verify.step_kinds.dense import DenseSteps
 from quire.explain.verify.step_kinds.experts import ExpertSteps
-from quire.explain.verify.step_kinds.interfaces import Keep
+from quire.explain.verify.step_kinds.interfaces import FeedForwardSteps, Keep, Parts
 from quire.layers.beside import MLPBesideExperts
 
 AFTER, BEFORE_EXPERTS, AFTER_EXPERTS = (
@@ -13,7 +13,7 @@ AFTER, BEFORE_EXPERTS, AFTER_EXPERTS = (
 )
 
 
-class BesideSteps:
+class BesideSteps(FeedForwardSteps):
     """The steps of both parts and of the norms around them, by the names of Gemma 4. A `FeedForwardSteps`."""
 
     room = "mlp"
@@ -22,10 +22,10 @@ class BesideSteps:
     }
     inputs: Mapping[str, tuple[str, ...]] = DenseSteps.inputs
 
-    def watch(self, layer: MLPBesideExperts, keep: Keep) -> None:
+    def watch(self, layer: MLPBesideExperts, keep: Keep, parts: Parts) -> None:
         """Record the steps of both parts, and the norms."""
-        DenseSteps().watch(layer.mlp, keep)
-        ExpertSteps().watch(layer.moe, keep)
+        DenseSteps().watch(layer.mlp, keep, parts)
+        ExpertSteps().watch(layer.moe, keep, parts)
         on_result(layer.dense_after, keep, AFTER)
         on_result(layer.experts_norm, keep, BEFORE_EXPERTS)
         on_added(layer.experts_after, keep, AFTER_EXPERTS)

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.explain.verify.recording import on_result
-from quire.explain.verify.step_kinds.interfaces import Keep
-from quire.layers.context import StepContext
+from quire.explain.verify.recording import on_result, whole
+from quire.explain.verify.step_kinds.interfaces import FeedForwardSteps, Keep, Parts
 from quire.layers.moe import MoE
 
 DOWN = (
@@ -29,7 +28,7 @@ ROUTER = (
 EXPERTS = ("mlp.experts", "feed_forward.experts", "block_sparse_moe.experts", "mixer.experts")
 
 
-class ExpertSteps:
+class ExpertSteps(FeedForwardSteps):
     """The steps of a router, its experts and shared experts. A `FeedForwardSteps`."""
 
     room = "mlp"
@@ -40,16 +39,18 @@ class ExpertSteps:
     }
     inputs: Mapping[str, tuple[str, ...]] = {"shared gate_proj, up_proj": DOWN}
 
-    def watch(self, layer: MoE, keep: Keep) -> None:
+    def watch(self, layer: MoE, keep: Keep, parts: Parts) -> None:
         """Record the router's weights [T, E], the shared experts, and the sum of the routed experts."""
         experts = layer.router.routing.num_experts
+        layer.forks = False  # a copy of a result would have to wait for the side stream
 
         def routed(weights: Tensor, ids: Tensor) -> None:
             keep("router", weights.new_zeros(len(ids), experts).scatter_(1, ids.long(), weights))
 
         def summed(module: Any, given: Any, result: Tensor) -> None:
             x, weights, ids, residual = given
-            keep("experts", module.forward(x, weights, ids, torch.zeros_like(residual)))
+            own = module.forward(x, weights, ids, torch.zeros_like(x if residual is None else residual))
+            keep("experts", own if layer.tp is None else layer.tp.all_reduce(own))
 
         layer.on_routing = routed
         layer.experts.register_forward_hook(summed)
@@ -61,17 +62,10 @@ class ExpertSteps:
 
 def _watch_shared(shared: Any, keep: Keep) -> None:
     """Record the shared expert before a gate scales it: the gate is a step of its own."""
-    add = shared.down.add
-    inner: list[Tensor] = []
 
     def projected(module: Any, given: Any, result: Tensor) -> None:
-        inner[:] = [result]
-        keep("shared gate_proj, up_proj", result)
-
-    def tapped(x: Tensor, residual: Tensor, ctx: StepContext) -> Tensor:
-        keep("shared down_proj", add(inner[0].clone(), torch.zeros_like(residual), ctx))
-        result: Tensor = add(x, residual, ctx)
-        return result
+        x, ctx = given
+        keep("shared gate_proj, up_proj", whole(result, shared.down.tp))
+        keep("shared down_proj", shared.down.add(result.clone(), torch.zeros_like(x), ctx))
 
     shared.gate_up.register_forward_hook(projected)
-    shared.down.add = tapped

@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 from quire.explain.verify.differences import Differences, relative_difference
-from quire.explain.verify.recording import on_result, on_sum
-from quire.explain.verify.step_kinds.interfaces import Keep
+from quire.explain.verify.recording import on_result, on_sum, whole
+from quire.explain.verify.step_kinds.interfaces import Keep, MixerSteps, Parts
 from quire.kernels.attention import AttentionMeta, as_list, sequences
 from quire.kernels.index import Chosen
+from quire.kernels.latent.rows import numbers
 from quire.layers.latent import LatentAttention
 
 
 def _rows(meta: AttentionMeta, chosen: Chosen) -> Tensor:
     """Return the tokens [T, top_k] that each row of a step attends to, ascending; -1 behind the last one."""
-    known, top_k = iter(chosen.positions), chosen.positions.shape[1]
+    decodes, top_k = chosen.decodes or 0, chosen.positions.shape[1]
+    known = iter(chosen.positions[decodes:])
     rows = torch.full((as_list(meta.query_start)[-1], top_k), -1, dtype=torch.int32)
+    rows[:decodes] = chosen.positions[:decodes]
     for prompt in sequences(meta):
         first, last, _, past = prompt
-        for row in range(first, last):
+        for row in range(max(first, decodes), last):
             seen = past + row - first + 1
             if prompt in chosen.sequences:
                 rows[row] = next(known)
@@ -30,14 +33,15 @@ def _rows(meta: AttentionMeta, chosen: Chosen) -> Tensor:
     return rows
 
 
-class LatentSteps:
+class LatentSteps(MixerSteps):
     """The steps of latent attention. A `MixerSteps`."""
 
     room = "self_attn"
     paths: Mapping[str, tuple[str, ...]] = {}
     inputs: Mapping[str, tuple[str, ...]] = {}
+    cached = ("kv_a_layernorm", "keys")
 
-    def watch(self, layer: LatentAttention, keep: Keep) -> None:
+    def watch(self, layer: LatentAttention, keep: Keep, parts: Parts) -> None:
         """Record projections and norms, queries and rotated keys as attention reads them, and chosen tokens."""
         sizes, kernel = layer.sizes, layer.kernel
 
@@ -49,7 +53,7 @@ class LatentSteps:
             return torch.cat((x[..., : -sizes.rope_dim], torch.stack((first, second), -1).flatten(-2)), -1)
 
         def queries(name: str, q: Tensor) -> None:
-            keep(name, neighbours(q.unflatten(1, (layer.num_heads, -1))))
+            keep(name, whole(neighbours(q.unflatten(1, (layer.num_heads, -1))), layer.output.tp))
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
             q, latent = result[:, : -(sizes.kv_rank + sizes.rope_dim)], result[:, -(sizes.kv_rank + sizes.rope_dim) :]
@@ -62,10 +66,10 @@ class LatentSteps:
         def prepare(q: Tensor, kv: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
             *_, cache, slots = rest
             q = kernel.prepare(q, kv, norm, eps, *rest)
-            block, offset = slots // cache.block_size, slots % cache.block_size
-            keep("kv_a_layernorm", cache.latent[block, 0, offset])
-            keep("queries", q)
-            keep("keys", cache.rope[block, 0, offset])
+            latents, keys = numbers(cache, (slots // cache.block_size, slots % cache.block_size))
+            keep("kv_a_layernorm", latents)
+            keep("queries", whole(q, layer.output.tp))
+            keep("keys", keys)
             return q
 
         layer.down.register_forward_hook(projected)
