@@ -355,9 +355,7 @@ def _assemble_replicas(
         return [assemble_rank(plans, on_loading=on_loading, end_phase=end_phase)]
     from quire.assemble.ranks import MODULE, assemble_ranks
 
-    return assemble_ranks(
-        plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived, module=module or MODULE
-    )
+    return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived, module=module or MODULE)
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int = 0) -> EngineCore:

@@ -23,7 +23,6 @@ from quire.ranks.executor import RankProcesses, RanksExecutor
 from quire.ranks.launchers import Place
 from quire.reports.ranks import rank_name
 
-
 MODULE = "quire.assemble.rank_child"
 
 

@@ -7,7 +7,6 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.explain.verify import parity, request
-from quire.explain.verify.bounds import Bounds
 
 
 @pytest.mark.parametrize(

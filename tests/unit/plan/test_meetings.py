@@ -22,7 +22,18 @@ from quire.kernels.select import probe_of
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
-from quire.plan.meeting_rows.records import ENGINE, IDLE, MISSING, REFUSED, REQUEST, STEPS, VERIFY, AskedFields, Inputs, Row
+from quire.plan.meeting_rows.records import (
+    ENGINE,
+    IDLE,
+    MISSING,
+    REFUSED,
+    REQUEST,
+    STEPS,
+    VERIFY,
+    AskedFields,
+    Inputs,
+    Row,
+)
 from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
 from quire.plan.placement import parallel_sizes

@@ -2,8 +2,14 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.explain.verify.against import Comparison
+    from quire.explain.verify.verdict import Report
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
 
@@ -18,14 +24,32 @@ def configure(parser: FlagParser) -> None:
         metavar="FOLDER",
         help="checkpoint that transformers reads instead of MODEL, with the same parameters",
     )
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--dump", type=Path, metavar="FILE", help="also store the reference's values, for --against")
+    files.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="compare with the values in FILE, that --dump has stored on another machine; needs no transformers",
+    )
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
-    from quire.explain.verify.parity import verify
+    report: Report | Comparison
+    if args.against is not None:
+        if args.reference is not None:
+            raise ConfigError(
+                "--reference is what transformers reads, and --against runs no transformers: leave it out."
+            )
+        from quire.explain.verify.against import against
 
-    report = verify(config.model.model, config, args.prompt, reference=args.reference)
+        report = against(config.model.model, config, args.prompt, args.against)
+    else:
+        from quire.explain.verify.parity import verify
+
+        report = verify(config.model.model, config, args.prompt, reference=args.reference, dump=args.dump)
     print(report.render())
     return 0 if report.ok else 1

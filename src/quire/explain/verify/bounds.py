@@ -16,6 +16,7 @@ EXPERTS_BOUND = 2e-3
 TURN = 2.5e-7  # of a rotation per position: an angle is a float32 product, and two of its roundings are so much
 # Half of the distance of two neighbours among the numbers of a KV cache, of numbers just above a power of two.
 CACHES = {E4M3: 2.0**-4, E5M2: 2.0**-3, DS_MLA: 2.0**-4}
+TURNED_KEYS = {DS_MLA: 2.0**-8}  # which are bfloat16 there
 # Some products of float32 on a GPU are of TF32, which has 10 bits behind the point: 2^-11 for either number.
 TF32, TF32_BOUND = ("experts", "recurrence"), 3e-3
 CODED_BOUND = 3e-3  # of attention over codes on a GPU, whose products are of 16-bit numbers
@@ -26,7 +27,7 @@ class Bounds(NamedTuple):
 
     rows     tokens of the sequence
     rounds   True: activations are quantized
-    cache    type of the KV cache
+    cache    type of a KV cache of codes; "": the KV cache is float32
     gpu      True: Quire computes on a GPU
     """
 
@@ -44,6 +45,8 @@ class Bounds(NamedTuple):
             bound = EXPERTS_BOUND
         if self.gpu and step in TF32:
             bound = max(bound, TF32_BOUND)
-        if self.gpu and step == "attention" and self.cache in CACHES:
+        if self.gpu and step == "attention" and self.cache:
             bound = CODED_BOUND
-        return bound + CACHES.get(self.cache, 0.0) * cached
+        if cached and self.cache:
+            bound += TURNED_KEYS.get(self.cache, CACHES[self.cache]) if step == "keys" else CACHES[self.cache]
+        return bound

@@ -50,12 +50,12 @@ class Changed:
         return f"{self.name}: {self.count:,} of {self.size:,} numbers differ, by up to {self.most:.1e} of the largest"
 
 
-def reference_layout(params: Sequence[Param], folder: Path) -> tuple[Param, ...]:
-    """Return `params` with the tensor names of the checkpoint in `folder`; see `renamed`.
+def reference_layout(params: Sequence[Param], folder: Path, rank: Rank) -> tuple[Param, ...]:
+    """Return the parameters of a rank with the tensor names of the checkpoint in `folder`; see `renamed`.
 
     Raises ModelError for a tensor that the folder lacks.
     """
-    named = renamed(params, folder)
+    named = renamed(params, folder, rank)
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
         raise ModelError(
@@ -65,8 +65,8 @@ def reference_layout(params: Sequence[Param], folder: Path) -> tuple[Param, ...]
     return named
 
 
-def renamed(params: Sequence[Param], folder: Path, rank: Rank | None = None) -> tuple[Param, ...]:
-    """Return the parameters of a rank (None: the only one) with the tensor names of the checkpoint in `folder`.
+def renamed(params: Sequence[Param], folder: Path, rank: Rank) -> tuple[Param, ...]:
+    """Return the parameters of a rank with the tensor names of the checkpoint in `folder`.
 
     The names follow the model family in the folder's config.json. If Quire does not support the family, the folder must
     use the names in `params`.

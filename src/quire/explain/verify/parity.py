@@ -15,22 +15,31 @@ from typing import Any
 from torch import Tensor
 
 from quire.assemble.engine import Engine, plan_ranks, read_files
-from quire.config.engine import EngineConfig, ParallelConfig
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
-from quire.contracts.params import Param
 from quire.explain.verify import reference as peer
 from quire.explain.verify.bounds import Bounds
-from quire.explain.verify.dequantized import QuantizedInputs, Rules, describe, write_dequantized
+from quire.explain.verify.dequantized import Holding, QuantizedInputs, Rules, describe, write_dequantized
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.parameters import Changed, reference_layout
 from quire.explain.verify.request import check_options, controls, open_engine, prompt_tokens, run_quire
+from quire.explain.verify.stored import take
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.plan.cache_dtype import ASKED
+from quire.plan.layout import alone
 from quire.plan.meeting_rows.records import STEPS
+from quire.plan.placement import parallel_sizes
+
+LOGITS = ("logits", "lm_head")
 
 
 def verify(
-    model: str, config: EngineConfig | None = None, prompt: str | None = None, *, reference: Path | None = None
+    model: str,
+    config: EngineConfig | None = None,
+    prompt: str | None = None,
+    *,
+    reference: Path | None = None,
+    dump: Path | None = None,
 ) -> Report:
     """Compare `model` (folder, hub id, or "" for the bundled one) with transformers. Return the report.
 
@@ -39,6 +48,7 @@ def verify(
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder of another checkpoint, which transformers reads instead of `model`. Its tensors are named as
                 in `model`, or as in the model family of the config.json in this folder
+    dump        file to which the values of transformers are written; see `stored.py`
     Raises ConfigError when transformers is not installed, for such options, or if the context is too short; ModelError
     for a tensor that the reference lacks, and the errors of `assemble`.
     """
@@ -53,55 +63,60 @@ def verify(
         device=replace(config.device, device="cuda" if cuda else "cpu"),
     )
     with open_engine(config) as engine:
-        return _compared(engine, model or "quire-tiny", prompt, reference)
+        return _compared(engine, model or "quire-tiny", prompt, reference, dump)
 
 
-def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | None) -> Report:
+def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | None, dump: Path | None) -> Report:
     """Run the engine and the reference, of a quantized model the dequantized one."""
     with ExitStack() as stack:
-        folder, rules, params = reference or engine.folder, Rules(), _params(engine)
-        layout = params if reference is None else reference_layout(params, reference)
-        if any(param.stored or param.scheme for param in params):
+        folder, rules, held = reference or engine.folder, Rules(), _held(engine)
+        if reference is not None:
+            held = [(rank, reference_layout(params, reference, rank)) for rank, params in held]
+        words, rounds = describe(param for _, params in held for param in params)
+        if any(param.stored or param.scheme for _, params in held for param in params):
             read, folder = folder, Path(stack.enter_context(TemporaryDirectory(prefix="quire-verify-")))
-            layout, rules = write_dequantized(engine.args, layout, read, folder)
+            rules = write_dequantized(engine.args, held, read, folder)
         control = controls(engine)
         control("record", inner=True)
-        changed = [Changed(**fields) for own in control("changed", folder=str(folder)) for fields in own]
+        every = [Changed(**fields) for own in control("changed", folder=str(folder)) for fields in own]
         prompt_ids = prompt_tokens(engine, prompt)
         made = run_quire(engine, prompt_ids, control)
         token_ids = [*prompt_ids, *made.tokens[:-1]]
         theirs = peer.load(folder)
-        stack.enter_context(QuantizedInputs(theirs, rules, layout))
-        alone = peer.run_alone(theirs, token_ids, made.recording)
+        sizes = parallel_sizes(engine.config.parallel)
+        stack.enter_context(QuantizedInputs(theirs, rules, [params for _, params in held], sizes))
+        by_itself = peer.run_alone(theirs, token_ids, made.recording)
         found = peer.run_on(theirs, token_ids, made.recording)
-        words, rounds = describe(params)
         cache = ASKED.get(engine.config.cache.kv_cache_dtype, "")
+        if dump is not None:
+            ids = [*prompt_ids, *made.tokens]
+            take(name, engine.folder, ids, len(prompt_ids), by_itself, coded=rounds).write(dump)
         bounds = Bounds(len(token_ids), rounds, cache, engine.device.device == "cuda")
         report = Report(
             model=name,
             reference=str(reference or engine.folder),
             num_prompt=len(prompt_ids),
-            stages=_stages(alone, found, bounds),
-            changed=tuple(changed),
+            stages=_stages(by_itself, found, bounds),
+            changed=tuple({one.name: one for one in every}.values()),  # ranks have copies
             quantized=words,
             rounds=rounds,
             cache=cache,
             drafts=made.drafts,
-            **answers(made.tokens, alone["logits"]),
+            **answers(made.tokens, made.recording.result(*LOGITS) if rounds or cache else by_itself["logits"]),
         )
     return report
 
 
-def _params(engine: Engine) -> tuple[Param, ...]:
-    """Return all parameters of the model; of an engine of several ranks as one rank would have them."""
+def _held(engine: Engine) -> list[Holding]:
+    """Return the parameters of every rank."""
     if engine.runner is not None:
-        return tuple(engine.worker.model.layout)
-    config = replace(engine.config, parallel=ParallelConfig())
-    return plan_ranks(config, read_files(config))[0].params
+        return [(alone(engine.args), tuple(engine.worker.model.layout))]
+    plans = plan_ranks(engine.config, read_files(engine.config))
+    return [(plan.mesh.rank, plan.params) for plan in plans]
 
 
-def _stages(alone: dict[str, Tensor], found: Differences, bounds: Bounds) -> tuple[Stage, ...]:
-    """Return the differences of all stages. alone: results of the reference by itself, by stage"""
+def _stages(by_itself: dict[str, Tensor], found: Differences, bounds: Bounds) -> tuple[Stage, ...]:
+    """Return the differences of all stages. by_itself: results of the reference alone"""
     ours, stages = found.ours, list[Stage]()
     for name, steps in ours.pieces.items():
         cached = ours.kinds[name].cached if name in ours.kinds else ()
@@ -110,12 +125,12 @@ def _stages(alone: dict[str, Tensor], found: Differences, bounds: Bounds) -> tup
             for step in steps
         )
         total = ours.result(name, parts[-1].name)
-        stages.append(Stage(name, parts, relative_difference(total.flatten(1), alone[name])))
+        stages.append(Stage(name, parts, relative_difference(total.flatten(1), by_itself[name])))
     return tuple(stages)
 
 
 def answers(tokens: list[int], logits: Tensor) -> dict[str, Any]:
-    """Return fields of `Report` about greedy tokens of Quire, and the reference's logits [T, V] of the last tokens."""
+    """Return fields of `Report` about greedy tokens of Quire, by the logits [T, V] that decide which are right."""
     chosen = logits[-len(tokens) :]
     wanted = chosen.argmax(-1).tolist()
     at = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), None)

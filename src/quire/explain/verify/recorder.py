@@ -79,7 +79,7 @@ def save(recording: Recording, path: Path) -> None:
     """Write a settled recording to a file."""
     from safetensors.torch import save_file
 
-    tensors = {BETWEEN.join(at): recording.result(*at) for at in _steps(recording)}
+    tensors = {f"{at}{BETWEEN}{step}": recording.result(at, step) for at, step in _steps(recording)}
     told = {
         "steps": [*_steps(recording)],
         "kinds": {stage: KINDS.index(kind) for stage, kind in recording.kinds.items()},
@@ -97,8 +97,8 @@ def load(folder: Path) -> Recording:
     for stage in range(len([*folder.iterdir()])):
         with safe_open(folder / f"{stage}.safetensors", "pt") as file:
             told = json.loads(file.metadata()["recording"])
-            for at in told["steps"]:
-                recording.keep(*at, file.get_tensor(BETWEEN.join(at)))
+            for at, step in told["steps"]:
+                recording.keep(at, step, file.get_tensor(f"{at}{BETWEEN}{step}"))
         recording.kinds |= {name: KINDS[kind] for name, kind in told["kinds"].items()}
         recording.after |= {int(layer): path for layer, path in told["after"].items()}
         recording.ends |= {int(layer): half for layer, half in told["ends"].items()}

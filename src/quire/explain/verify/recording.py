@@ -73,7 +73,7 @@ def whole(part: Tensor, tp: Group | None, start: int | None = None) -> Tensor:
 
 
 def pieces_of(result: Tensor, parts: Sequence[Part], tp: Group | None) -> list[Tensor]:
-    """Return the numbers of all ranks for each part of a fused projection. result: this rank's [T, rows of its parts]"""
+    """Return the numbers of all ranks for each part of a fused projection, of this rank's `result` [T, rows]."""
     each = zip(parts, result.split([part.rows for part in parts], 1), strict=True)
     return [whole(piece, tp, part.start) for part, piece in each]
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from quire.assemble.engine import Engine, assemble, read_files
 from quire.config.engine import EngineConfig
@@ -71,7 +71,7 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 def controls(engine: Engine) -> Controls:
     """Return the operations of the recorders of all ranks. Those of one device record from now on."""
     if engine.runner is None:
-        return lambda name, **given: list(engine.core.executor.control(name, given))
+        return lambda name, **given: cast(list[Any], engine.core.executor.control(name, given))
     recorder = Recorder(engine.worker, alone(engine.args))
     engine.worker.features.attach(recorder)
     return lambda name, **given: [recorder.controls[name](**given)]

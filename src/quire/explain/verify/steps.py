@@ -84,9 +84,13 @@ def _watch_layer(model: Decoder, index: int, block: Any, recording: Recording, s
 
 
 def _parts_below(model: Decoder, layer: int) -> Mapping[str, Sequence[Part]]:
-    """Return name of a parameter below its layer -> parts of this rank."""
-    at = f"layers.{layer}."
-    return {param.name.removeprefix(at): param.parts for param in model.layout if param.name.startswith(at)}
+    """Return name of a parameter below its layer -> parts of this rank. "kept": of the layer whose KV it reads."""
+
+    def below(at: str) -> dict[str, Sequence[Part]]:
+        return {param.name.removeprefix(at): param.parts for param in model.layout if param.name.startswith(at)}
+
+    kept = below(f"layers.{model.args.kept_by(layer)}.")
+    return below(f"layers.{layer}.") | {"kept": kept.get("attention.qkv.weight", ())}
 
 
 def _watch_input(layer: OwnInput, keep: Any) -> None:

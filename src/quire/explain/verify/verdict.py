@@ -75,9 +75,10 @@ class Report:
     stages      in the order in which they are computed
     changed     tensors of the checkpoint whose numbers are not those with which Quire computes
     ours        greedy tokens of Quire
-    theirs      greedy choices of transformers, each after the same earlier tokens (those of Quire)
-    margin      first difference of the tokens: lead of transformers' token over Quire's, in logits; 0: no difference
-    scale       largest absolute logit of transformers
+    theirs      greedy choices of transformers, each after the same earlier tokens (those of Quire). Where numbers are
+                rounded on purpose (`apart`) those of the logits that were compared, as the last step
+    margin      first difference of the tokens: lead of the token of `theirs` over Quire's, in logits; 0: no difference
+    scale       largest absolute logit of `theirs`
     quantized   quantization schemes of the model's matrices, in words; "": none
     rounds      True when activations are quantized
     cache       type of a KV cache of codes; "": the KV cache is float32
@@ -99,6 +100,11 @@ class Report:
     drafts: tuple[int, int] = (0, 0)
 
     @property
+    def apart(self) -> bool:
+        """True when a tiny difference may grow where both compute alone: codes turn from a number to its neighbour."""
+        return self.rounds or bool(self.cache)
+
+    @property
     def first_divergent(self) -> tuple[str, str] | None:
         """(stage, step) names of the first step that differs by more than rounding; None if none does."""
         return next(((stage.name, step.name) for stage in self.stages if (step := stage.first_divergent)), None)
@@ -113,10 +119,9 @@ class Report:
     def tied(self) -> bool:
         """True when the greedy tokens show no error: none differs, or the first difference is a tie.
 
-        A tie: the lead in logits is at most TIE of the largest, so rounding decides. With quantized activations this is
-        always True, because a rounding may change many of their values.
+        A tie: the lead in logits is at most TIE of the largest, so rounding decides.
         """
-        return self.rounds or self.first_token is None or self.margin <= TIE * self.scale
+        return self.first_token is None or self.margin <= TIE * self.scale
 
     @property
     def ok(self) -> bool:
@@ -142,6 +147,12 @@ class Report:
                 else "and leaves activations as they are"
             )
             lines[3:3] = [f"Weights: {self.quantized}.", f"The reference has them dequantized in float32, {how}."]
+        if self.cache:
+            lines[3:3] = [
+                f"KV cache: {self.cache}. The reference attends to the numbers that were read from it, so its rounding "
+                "is in the steps that are written to it alone.",
+                "A tiny difference may grow where both compute alone.",
+            ]
         first = self.first_divergent
         for stage in self.stages:
             shown = stage.first_divergent or stage.worst
@@ -149,7 +160,7 @@ class Report:
             lines.append(f"{stage.name.ljust(width)}  {stage.so_far:7.1e}  {shown.difference:7.1e}  {mark}")
         if first is not None:
             lines += ["", *self._steps(first[0])]
-        return "\n".join([*lines, "", self._tokens_line(), *self._verdict()])
+        return "\n".join([*lines, "", self._tokens_line(), *self._drafts_line(), *self._verdict()])
 
     def _steps(self, name: str) -> Iterator[str]:
         stage = next(stage for stage in self.stages if stage.name == name)
@@ -167,9 +178,14 @@ class Report:
             return f"greedy tokens: all {len(self.ours)} equal"
         tie = "; a tie, not an error" if self.tied and self.first_divergent is None else ""
         return (
-            f"greedy tokens: first difference at token {at}: Quire {self.ours[at]}, transformers "
-            f"{self.theirs[at]} (margin {self.margin:.3g}{tie})"
+            f"greedy tokens: first difference at token {at}: Quire {self.ours[at]}, "
+            f"{'the logits' if self.apart else 'transformers'} {self.theirs[at]} (margin {self.margin:.3g}{tie})"
         )
+
+    def _drafts_line(self) -> Iterator[str]:
+        made, accepted = self.drafts
+        if made:
+            yield f"drafts: {accepted} of {made} accepted; each token is the greedy choice after the tokens before it."
 
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent

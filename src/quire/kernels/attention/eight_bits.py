@@ -25,6 +25,6 @@ def encode(numbers: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (numbers.float() * (1.0 / scale)).clamp(-MOST[dtype], MOST[dtype]).to(dtype)
 
 
-def gather(cache: Tensor, index: tuple[Tensor, ...] | Tensor) -> Tensor:
+def gather(cache: Tensor, index: tuple[Tensor | slice, ...] | Tensor) -> Tensor:
     """Return cache[index]. 8-bit floating-point caches are gathered as integers, as PyTorch on a GPU requires."""
     return cache.view(torch.uint8)[index].view(cache.dtype) if is_coded(cache) else cache[index]

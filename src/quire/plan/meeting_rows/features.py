@@ -358,9 +358,7 @@ OTHERS: Mapping[str, Feature] = {
 }
 VERIFIED: Mapping[str, Feature] = {
     "verify": Feature(lambda i: True, "quire verify"),
-    "random weights": Feature(
-        lambda i: i.config.load.load_format == "dummy", "random weights", "--load-format dummy"
-    ),
+    "random weights": Feature(lambda i: i.config.load.load_format == "dummy", "random weights", "--load-format dummy"),
     "other dtype": Feature(
         lambda i: ALIASES.get(i.config.model.dtype, i.config.model.dtype) not in ("auto", "float32"),
         "another type than float32",

@@ -45,7 +45,8 @@ class ExpertSteps(FeedForwardSteps):
         layer.forks = False  # a copy of a result would have to wait for the side stream
 
         def routed(weights: Tensor, ids: Tensor) -> None:
-            keep("router", weights.new_zeros(len(ids), experts).scatter_(1, ids.long(), weights))
+            dense, live = weights.new_zeros(len(ids), experts), ids >= 0  # rows without a draft choose none
+            keep("router", dense.scatter_add_(1, ids.long().clamp(min=0), weights.where(live, 0.0)))
 
         def summed(module: Any, given: Any, result: Tensor) -> None:
             x, weights, ids, residual = given

@@ -37,12 +37,12 @@ class GroupedSteps(MixerSteps):
         order = head_order(layer.rotary_dim, width, interleaved=layer.interleaved) or range(width)
         plain = torch.tensor(order, device=layer.qkv.device).argsort()
         kernel, sizes = layer.kernels.heads, {"q": heads, "k": kv_heads, "v": kv_heads}
-        starts = {part.name: part.start for part in parts["attention.qkv.weight"]}
+        starts = {part.name: part.start for part in (*parts["kept"], *parts["attention.qkv.weight"])}
 
         def share(step: str, own: Tensor) -> None:
-            """Record a step [T, heads, width] of all ranks. Ranks may have copies of KV heads, and never of queries."""
+            """Record a step [T, heads, width] of all ranks. Ranks may have copies of KV heads."""
             side = "q" if step == "queries" else step[0]
-            keep(step, whole(own, layer.output.tp, starts.get(side)))
+            keep(step, whole(own, layer.output.tp, starts.get("k" if side == "v" else side)))
 
         def projected(module: Any, given: Any, result: Tensor) -> None:
             by_head, gates = result.view(len(result), -1, width), list[Tensor]()

@@ -1,0 +1,159 @@
+"""`quire verify MODEL --against FILE`: Quire, with any options, beside a reference that another machine has stored.
+
+Here Quire computes alone from the tokens on, so rounding adds up from stage to stage. Needs no transformers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError
+from quire.explain.verify.request import Made, check_options, controls, open_engine, prompt_tokens, run_quire
+from quire.explain.verify.stored import Stored, check_checkpoint, projected, read
+from quire.explain.verify.verdict import TIE
+
+# Largest difference of a row, relative to its length, that rounding explains, by the type in which Quire computes.
+BOUNDS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+CODED = 0.5  # where activations or the KV cache are codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The outcome of `against`.
+
+    engine    type and device of the computation
+    stages    (name, largest difference of a row, relative to its length), in the order in which they are computed
+    rows      tokens compared: those that have the same tokens before them in both
+    bound     largest difference that rounding explains
+    tokens    greedy tokens compared;  differs  index of the first one that differs, or None
+    choices   the token of Quire and that of the reference there
+    lead      of the reference's token over Quire's, relative to the largest logit; 0: none differs
+    """
+
+    model: str
+    where: str
+    reference: Stored
+    engine: str
+    stages: tuple[tuple[str, float], ...]
+    rows: int
+    bound: float
+    differs: int | None
+    choices: tuple[int, int]
+    lead: float
+    drafts: tuple[int, int]
+
+    @property
+    def first_divergent(self) -> str | None:
+        """Name of the first stage that differs by more than rounding; None if none does."""
+        return next((name for name, difference in self.stages if not difference <= self.bound), None)
+
+    @property
+    def ok(self) -> bool:
+        """True when every stage agrees, and the greedy tokens, or their first difference is a tie."""
+        return self.first_divergent is None and self.lead <= max(TIE, self.bound)
+
+    def render(self) -> str:
+        """Return the table of stages, the greedy tokens and the verdict as plain text."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.reference.versions.items())
+        width, first = max(len(name) for name, _ in self.stages), self.first_divergent
+        lines = [
+            f"{self.model} in {self.engine}, against {self.where}: a reference in float32 by {versions}",
+            f"so far: both compute alone from the tokens on. The largest difference of {self.rows} rows, relative to the "
+            f"length of the row; bound {self.bound:.0e}.",
+            "",
+            f"{'stage'.ljust(width)}   so far",
+            *(f"{name.ljust(width)}  {found:7.1e}{'  <-- differs' * (name == first)}" for name, found in self.stages),
+            "",
+        ]
+        return "\n".join([*lines, *self._tokens(), *self._verdict()])
+
+    def _tokens(self) -> Iterator[str]:
+        ours, theirs = self.choices
+        if self.differs is None:
+            yield f"greedy tokens: all {len(self.reference.logits)} equal"
+        else:
+            yield (
+                f"greedy tokens: first difference at token {self.differs}: Quire {ours}, reference {theirs} (lead "
+                f"{self.lead:.1e} of the largest logit{'; a tie, not an error' * self.ok}); later rows are not compared"
+            )
+        if self.drafts[0]:
+            yield f"drafts: {self.drafts[1]} of {self.drafts[0]} accepted"
+
+    def _verdict(self) -> Iterator[str]:
+        first = self.first_divergent
+        if self.ok:
+            yield "equal: every stage within its bound. An error below it shows where `quire verify` runs without --against."
+        elif first is None:
+            yield "differs: every stage agrees, but a greedy token does not: look at sampling."
+        else:
+            yield f"differs: {first} is the first stage beyond rounding."
+
+
+def against(model: str, config: EngineConfig, prompt: str | None, where: Path) -> Comparison:
+    """Compare `model` under any options with the reference in the file `where`.
+
+    prompt   text; None: the prompt of the reference
+    Raises ConfigError for a file that is no reference, and for one of another checkpoint or prompt.
+    """
+    reference = read(where)
+    check_options(config, model)
+    with open_engine(config) as engine:
+        check_checkpoint(reference, engine.folder, where)
+        prompt_ids = reference.token_ids[: reference.num_prompt]
+        if prompt is not None:
+            _check_prompt(prompt_tokens(engine, prompt), prompt_ids, where)
+        if (length := engine.core.facts.max_model_len) < len(reference.token_ids):
+            raise ConfigError(
+                f"{where} has {len(reference.token_ids)} tokens, and the context here {length}: raise max_model_len."
+            )
+        control = controls(engine)
+        control("record", inner=False)
+        made = run_quire(engine, prompt_ids, control)
+        coded = reference.coded or config.cache.kv_cache_dtype.startswith("fp8")
+        words = f"{engine.dtype.dtype} on {engine.device.device}"
+        bound = CODED if coded else BOUNDS[engine.dtype.dtype]
+    return compared(model or "quire-tiny", str(where), reference, made, words, bound)
+
+
+def compared(model: str, where: str, reference: Stored, made: Made, engine: str, bound: float) -> Comparison:
+    """Compare what Quire has made with a reference. For the others see `Comparison`."""
+    wanted = reference.token_ids[reference.num_prompt :]
+    differs = next((i for i, (a, b) in enumerate(zip(made.tokens, wanted, strict=True)) if a != b), None)
+    rows = len(reference.token_ids) - 1 if differs is None else reference.num_prompt + differs
+    found = list[tuple[str, float]]()
+    for index, stage in enumerate(reference.stages):
+        if (steps := made.recording.pieces.get(stage)) is not None:
+            ours = projected(made.recording.result(stage, [*steps][-1])[:rows].flatten(1).float())
+            apart = (ours - reference.projections[index, :rows]).norm(dim=-1)
+            norms = reference.norms[index, :rows]
+            found.append((stage, float((apart / norms.clamp_min(max(float(norms.median()) / 10, 1e-30))).max())))
+    choices, lead = (0, 0), 0.0
+    if differs is not None:
+        logits, choices = reference.logits[differs], (made.tokens[differs], wanted[differs])
+        lead = float((logits.max() - logits[choices[0]]) / logits.abs().max())
+    return Comparison(
+        model=model,
+        where=where,
+        reference=reference,
+        engine=engine,
+        stages=tuple(found),
+        rows=rows,
+        bound=bound,
+        differs=differs,
+        choices=choices,
+        lead=lead,
+        drafts=made.drafts,
+    )
+
+
+def _check_prompt(ours: list[int], theirs: list[int], where: Path) -> None:
+    """Raise ConfigError if the tokens of two prompts differ."""
+    if ours == theirs:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    here, there = (str(one[at]) if at < len(one) else "none" for one in (ours, theirs))
+    raise ConfigError(
+        f"{where} is a reference of another prompt: token {at} is {here} here and {there} there. Leave --prompt out, "
+        "and the prompt of the reference is used."
+    )
