@@ -28,6 +28,7 @@ from quire.args.rope import UNROTATED
 from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain.verify import request
+from quire.explain.verify.against import against
 from quire.explain.verify.parity import verify
 from quire.explain.verify.request import NUM_TOKENS
 from quire.explain.verify.verdict import Report, Stage, Step
@@ -376,7 +377,7 @@ def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: p
     def scaled(module: Any, given: Any, result: Tensor) -> Tensor:
         return result * 1.001
 
-    def assembled(config: EngineConfig, ranks: str) -> Any:
+    def assembled(config: EngineConfig) -> Any:
         engine = quire.assemble.engine.assemble(config)
         last = engine.worker.model.layers[-1]
         (last.attention if half == "attention" else last).register_forward_hook(scaled)
@@ -506,8 +507,9 @@ def test_a_tie_is_no_error(margin: float, ok: bool) -> None:
     assert ("look at sampling" in report.render()) is not ok
 
 
-@pytest.mark.parametrize(("chunk", "depth"), [(7, 1), (16, 2)])
-def test_chunks_and_depth_are_verified_as_they_run(oracle: Any, chunk: int, depth: int) -> None:
+@pytest.mark.parametrize(("chunk", "depth", "cache"), [(7, 1, "auto"), (16, 2, "fp8")])
+def test_engines_are_verified_as_they_run(oracle: Any, chunk: int, depth: int, cache: str) -> None:
+    """Chunks, steps in flight, and a cache of codes, whose rounding is in the keys and values alone."""
     config = EngineConfig.from_flat(
         num_threads=1,
         max_num_batched_tokens=chunk,
@@ -515,14 +517,33 @@ def test_chunks_and_depth_are_verified_as_they_run(oracle: Any, chunk: int, dept
         async_depth=depth,
         block_size=8,
         kv_cache_memory_bytes=1 << 22,
+        kv_cache_dtype=cache,
     )
-    assert verify(str(oracle().folder), config).ok
+    report = verify(str(oracle().folder), config)
+    assert report.ok, report.render()
+    rounded = {step.name for stage in report.stages for step in stage.steps if step.difference > 1e-3}
+    assert rounded == (set() if cache == "auto" else {"keys", "values"})
+    assert ("KV cache: float8_e4m3fn" in report.render()) == (cache == "fp8")
 
 
-def test_the_bundled_model_on_a_text() -> None:
-    report = verify("", CONFIG, "The module provides")
+TEXT = "The module provides"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def test_the_bundled_model_on_a_text_and_against_the_stored_reference(tmp_path: Path) -> None:
+    """With drafts, some of which are accepted; then in bfloat16, beside the values that transformers had."""
+    where, drafting = tmp_path / "reference", EngineConfig.from_flat(**OPTIONS, speculative_config=NGRAM)
+    report = verify("", drafting, TEXT, dump=where)
     assert report.ok and report.model == "quire-tiny" and len(report.stages) == 19
     assert report.num_prompt < 10
+    made, accepted = report.drafts
+    assert 0 < accepted < made and f"drafts: {accepted} of {made} accepted" in report.render()
+    assert where.stat().st_size < 1 << 21
+    beside = against("", EngineConfig.from_flat(**OPTIONS, dtype="bfloat16"), None, where)
+    assert beside.ok and len(beside.stages) == 19, beside.render()
+    assert max(found for _, found in beside.stages) > 1e-3, "bfloat16 rounds"
+    with pytest.raises(ConfigError, match=r"is a reference of another prompt: token \d+ is \d+ here and \d+ there"):
+        against("", CONFIG, "The module is", where)
 
 
 def test_the_trained_model_with_experts(shared: Path) -> None:

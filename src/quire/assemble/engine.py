@@ -166,14 +166,11 @@ class Found(NamedTuple):
         )
 
 
-def assemble(
-    config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True, ranks: str = ""
-) -> Engine:
+def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
     on_loading   called with (bytes done, bytes in all) while weights are read; replaces the progress bar
     served       True: a server, which streams tokens; False: offline, where steps of an MoE model may be larger
-    ranks        name of the Python module that builds each of several ranks; "": `quire.assemble.rank_child`
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
@@ -208,7 +205,7 @@ def assemble(
         "Loading weights", 0, unit="B", enabled=config.load.use_tqdm_on_load and on_loading is None
     ) as progress:
         arrived = threading.Event()
-        replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end, ranks)
+        replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
     parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
     cores = _assemble_cores(
         replicas,
@@ -344,18 +341,14 @@ def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCom
 
 
 def _assemble_replicas(
-    plans: Sequence[EnginePlan],
-    arrived: threading.Event,
-    on_loading: Loading,
-    end_phase: Callable[[str], None],
-    module: str,
+    plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading, end_phase: Callable[[str], None]
 ) -> list[Parts]:
-    """Build the engine of each replica: on this process's device, or in processes of their own. module: see `ranks`"""
+    """Build the engine of each replica: on this process's device, or in processes of their own."""
     if len(plans) == 1:
         return [assemble_rank(plans, on_loading=on_loading, end_phase=end_phase)]
-    from quire.assemble.ranks import MODULE, assemble_ranks
+    from quire.assemble.ranks import assemble_ranks
 
-    return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived, module=module or MODULE)
+    return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived)
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int = 0) -> EngineCore:

@@ -14,29 +14,26 @@ from quire.ranks.headless import plan_digest, versions
 from quire.ranks.host_launcher import Hosts, Members
 from quire.ranks.launchers import Launcher, LocalLauncher, Place
 
+MODULE = "quire.assemble.rank_child"
 LOG = logging.getLogger("quire").getChild("hosts")
 
 
-def open_launcher(plan: EnginePlan, module: str) -> Launcher:
-    """Return the launcher of an engine's ranks. Raises a `UserError` that names the fix.
-
-    plan     of any rank
-    module   name of the Python module whose `build_rank` builds a rank
-    """
+def open_launcher(plan: EnginePlan) -> Launcher:
+    """Return the launcher of an engine's ranks. `plan`: of any rank. Raises a `UserError` that names the fix."""
     config = plan.config
     hosts, gpus = config.hosts, plan.machine.device == "cuda"
     if hosts.distributed_executor_backend == "ray":
         from quire.assemble.ray_launcher import open_ray_hosts  # an extra, and a slow import
 
-        return open_ray_hosts(plan, module)
+        return open_ray_hosts(plan, MODULE)
     if hosts.nnodes == 1:
-        return LocalLauncher(module, rank_variables())
+        return LocalLauncher(MODULE, rank_variables())
     key, where = cluster_key()
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
     LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)
     members = Members(first=1, total=hosts.nnodes, versions=versions(), gpus=gpus, model=plan_digest(plan))
-    return Hosts(LocalLauncher(module, rank_variables(interface_of(address))), listener, key, members)
+    return Hosts(LocalLauncher(MODULE, rank_variables(interface_of(address))), listener, key, members)
 
 
 @contextmanager

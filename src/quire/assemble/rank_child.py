@@ -1,5 +1,6 @@
 """The engine of a rank in its process: joins the other ranks, loads the model, runs the steps that the core sends."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,18 +189,18 @@ class ChildRank(LoadedRank):
 
 
 class ChildRunner(RunningRank):
-    """A rank in its process that runs steps. parts: its model and model runner"""
+    """A rank in its process that runs steps."""
 
     def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
         assert parts.worker is not None
-        self.parts, self._runner, self._device, self._note = parts, parts.worker, device, note
+        self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
         self._trace, self._collecting = StepTrace(parts.worker, groups), False
         self.depth = parts.depth
 
     @property
     def payload(self) -> bytes:
         """The encoded `RankFacts` of this rank."""
-        parts = self.parts
+        parts = self._parts
         return packed(
             RankFacts(
                 depth=parts.depth,
@@ -223,11 +224,20 @@ class ChildRunner(RunningRank):
         return self._runner.collect()
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        own: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
+        own: dict[str, Callable[..., object]] = {
+            "describe": self._runner.describe,
+            "trace": self._trace.control,
+            "attach": self._attach,
+        }
         controls = own | self._runner.features.controls
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
         return controls[name](**args)
+
+    def _attach(self, module: str) -> None:
+        """Add the step feature that `make(worker, rank)` of a Python module returns, between two steps."""
+        make = importlib.import_module(module).make
+        self._runner.features.attach(make(self._runner, self._parts.plan.mesh.rank))
 
     def close(self) -> None:
         """Do nothing: the end of the process frees its memory."""

@@ -23,8 +23,6 @@ from quire.ranks.executor import RankProcesses, RanksExecutor
 from quire.ranks.launchers import Place
 from quire.reports.ranks import rank_name
 
-MODULE = "quire.assemble.rank_child"
-
 
 def assemble_ranks(
     plans: Sequence[EnginePlan],
@@ -32,18 +30,16 @@ def assemble_ranks(
     on_loading: Loading,
     end_phase: Callable[[str], None],
     arrived: threading.Event | None = None,
-    module: str = MODULE,
 ) -> list[Parts]:
     """Start a process for every plan and build the engine in them. Return the parts of each replica of attention.
 
     arrived   set when a result of a replica arrives
-    module    name of the Python module whose `build_rank` builds a rank
     Raises the first `UserError` of a rank.
     """
     parallel, loading = plans[0].mesh.parallel, _first_ends("processes", end_phase, on_loading)
     together = parallel.together.size  # ranks that start, end and fail together
     with ExitStack() as meetings, ExitStack() as started:
-        launcher = open_launcher(plans[0], module)
+        launcher = open_launcher(plans[0])
         started.callback(launcher.close)
         places = launcher.place(len(plans))
         made: list[RankProcesses] = []

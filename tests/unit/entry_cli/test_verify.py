@@ -23,18 +23,29 @@ def test_the_report_decides(
         def render(self) -> str:
             return "layer 0: equal"
 
-    def verify(model: str, config: Any, prompt: str | None, *, reference: Path | None) -> Report:
-        calls.append((model, config.model.dtype, prompt, reference))
+    def verify(model: str, config: Any, prompt: str | None, *, reference: Path | None, dump: Path | None) -> Report:
+        calls.append((model, config.model.dtype, prompt, reference, dump))
         return Report()
 
-    module = types.ModuleType("quire.explain.verify.parity")
-    module.verify = verify  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quire.explain.verify.parity", module)
+    def against(model: str, config: Any, prompt: str | None, where: Path) -> Report:
+        calls.append((model, prompt, where))
+        return Report()
+
+    for name, function in {"parity": verify, "against": against}.items():
+        module = types.ModuleType(f"quire.explain.verify.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     if "quire.explain" not in sys.modules:
         monkeypatch.setitem(sys.modules, "quire.explain", types.ModuleType("quire.explain"))
-    assert main(["verify", "some/model", "-p", "text", "--dtype", "float32", "--reference", "other"]) == code
-    assert calls == [("some/model", "float32", "text", Path("other"))]
-    assert capsys.readouterr().out == "layer 0: equal\n"
+    given = ["verify", "some/model", "-p", "text", "--dtype", "float32"]
+    assert main([*given, "--reference", "other", "--dump", "file"]) == code
+    assert main([*given, "--against", "file"]) == code
+    assert calls == [
+        ("some/model", "float32", "text", Path("other"), Path("file")),
+        ("some/model", "text", Path("file")),
+    ]
+    assert capsys.readouterr().out == "layer 0: equal\n" * 2
+    assert main([*given, "--against", "file", "--reference", "other"]) == 3
 
 
 def test_random_weights_have_nothing_to_be_compared_with(capsys: pytest.CaptureFixture[str]) -> None:

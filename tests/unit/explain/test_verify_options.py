@@ -12,15 +12,15 @@ from quire.explain.verify import parity, request
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_parallel_size": 2}, "which one replica computes: leave out -dp"),
-        ({"nnodes": 2, "tensor_parallel_size": 2}, "from files of this host: leave out --nnodes"),
-        ({"dtype": "bfloat16"}, "in float32: leave out --dtype bfloat16, or compare with a reference that --dump"),
+        ({"data_parallel_size": 2}, "on one replica: leave out -dp"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "reads files of its ranks: use one host"),
+        ({"dtype": "bfloat16"}, "in float32: leave out --dtype, or compare with a reference that --dump"),
         ({"load_format": "dummy"}, "load_format=dummy makes random weights"),
     ],
     ids=str,
 )
 def test_what_is_not_compared_is_refused(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "assemble", lambda config, ranks: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(request, "assemble", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=words):
         parity.verify("", EngineConfig.from_flat(**options))
 
@@ -40,7 +40,7 @@ def test_what_is_compared_is_assembled(
     class Assembled(Exception):
         """The model would be loaded now."""
 
-    def assemble(config: EngineConfig, ranks: str) -> None:
+    def assemble(config: EngineConfig) -> None:
         assert (config.model.dtype, config.cache.kv_cache_dtype, config.device.device) == found
         raise Assembled
 

@@ -8,7 +8,7 @@ from quire.config.flags import FlagParser, add_engine_flags, add_model_argument,
 from quire.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.explain.verify.against import Comparison
+    from quire.explain.verify.against import StoredComparison
     from quire.explain.verify.verdict import Report
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
@@ -38,7 +38,7 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
-    report: Report | Comparison
+    report: Report | StoredComparison
     if args.against is not None:
         if args.reference is not None:
             raise ConfigError(

@@ -9,9 +9,19 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
-from quire.explain.verify.request import Made, check_options, controls, open_engine, prompt_tokens, run_quire
-from quire.explain.verify.stored import Stored, check_checkpoint, projected, read
+from quire.explain.verify.dequantized import describe
+from quire.explain.verify.request import (
+    Made,
+    check_options,
+    controls,
+    held_by_ranks,
+    open_engine,
+    prompt_tokens,
+    run_quire,
+)
+from quire.explain.verify.stored import StoredReference, check_checkpoint, projected, read
 from quire.explain.verify.verdict import TIE
+from quire.plan.cache_dtype import ASKED
 
 # Largest difference of a row, relative to its length, that rounding explains, by the type in which Quire computes.
 BOUNDS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
@@ -19,7 +29,7 @@ CODED = 0.5  # where activations or the KV cache are codes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StoredComparison:
     """The outcome of `against`.
 
     engine    type and device of the computation
@@ -33,7 +43,7 @@ class Comparison:
 
     model: str
     where: str
-    reference: Stored
+    reference: StoredReference
     engine: str
     stages: tuple[tuple[str, float], ...]
     rows: int
@@ -59,8 +69,8 @@ class Comparison:
         width, first = max(len(name) for name, _ in self.stages), self.first_divergent
         lines = [
             f"{self.model} in {self.engine}, against {self.where}: a reference in float32 by {versions}",
-            f"so far: both compute alone from the tokens on. The largest difference of {self.rows} rows, relative to the "
-            f"length of the row; bound {self.bound:.0e}.",
+            "so far: both compute alone from the tokens on. The largest difference of a row, relative to its length; "
+            f"{self.rows} rows, bound {self.bound:.0e}.",
             "",
             f"{'stage'.ljust(width)}   so far",
             *(f"{name.ljust(width)}  {found:7.1e}{'  <-- differs' * (name == first)}" for name, found in self.stages),
@@ -83,14 +93,14 @@ class Comparison:
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent
         if self.ok:
-            yield "equal: every stage within its bound. An error below it shows where `quire verify` runs without --against."
+            yield "equal: every stage within the bound. `quire verify` without --against finds smaller errors."
         elif first is None:
             yield "differs: every stage agrees, but a greedy token does not: look at sampling."
         else:
             yield f"differs: {first} is the first stage beyond rounding."
 
 
-def against(model: str, config: EngineConfig, prompt: str | None, where: Path) -> Comparison:
+def against(model: str, config: EngineConfig, prompt: str | None, where: Path) -> StoredComparison:
     """Compare `model` under any options with the reference in the file `where`.
 
     prompt   text; None: the prompt of the reference
@@ -110,14 +120,17 @@ def against(model: str, config: EngineConfig, prompt: str | None, where: Path) -
         control = controls(engine)
         control("record", inner=False)
         made = run_quire(engine, prompt_ids, control)
-        coded = reference.coded or config.cache.kv_cache_dtype.startswith("fp8")
+        _, rounds = describe(param for _, params in held_by_ranks(engine) for param in params)
+        coded = reference.coded or rounds or config.cache.kv_cache_dtype in ASKED
         words = f"{engine.dtype.dtype} on {engine.device.device}"
         bound = CODED if coded else BOUNDS[engine.dtype.dtype]
     return compared(model or "quire-tiny", str(where), reference, made, words, bound)
 
 
-def compared(model: str, where: str, reference: Stored, made: Made, engine: str, bound: float) -> Comparison:
-    """Compare what Quire has made with a reference. For the others see `Comparison`."""
+def compared(
+    model: str, where: str, reference: StoredReference, made: Made, engine: str, bound: float
+) -> StoredComparison:
+    """Compare what Quire has made with a reference. For the others see `StoredComparison`."""
     wanted = reference.token_ids[reference.num_prompt :]
     differs = next((i for i, (a, b) in enumerate(zip(made.tokens, wanted, strict=True)) if a != b), None)
     rows = len(reference.token_ids) - 1 if differs is None else reference.num_prompt + differs
@@ -132,7 +145,7 @@ def compared(model: str, where: str, reference: Stored, made: Made, engine: str,
     if differs is not None:
         logits, choices = reference.logits[differs], (made.tokens[differs], wanted[differs])
         lead = float((logits.max() - logits[choices[0]]) / logits.abs().max())
-    return Comparison(
+    return StoredComparison(
         model=model,
         where=where,
         reference=reference,

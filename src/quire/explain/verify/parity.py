@@ -14,19 +14,25 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.assemble.engine import Engine, plan_ranks, read_files
+from quire.assemble.engine import Engine
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.explain.verify import reference as peer
 from quire.explain.verify.bounds import Bounds
-from quire.explain.verify.dequantized import Holding, QuantizedInputs, Rules, describe, write_dequantized
+from quire.explain.verify.dequantized import QuantizedInputs, Rules, describe, write_dequantized
 from quire.explain.verify.differences import Differences, relative_difference
 from quire.explain.verify.parameters import Changed, reference_layout
-from quire.explain.verify.request import check_options, controls, open_engine, prompt_tokens, run_quire
+from quire.explain.verify.request import (
+    check_options,
+    controls,
+    held_by_ranks,
+    open_engine,
+    prompt_tokens,
+    run_quire,
+)
 from quire.explain.verify.stored import take
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.plan.cache_dtype import ASKED
-from quire.plan.layout import alone
 from quire.plan.meeting_rows.records import STEPS
 from quire.plan.placement import parallel_sizes
 
@@ -69,7 +75,7 @@ def verify(
 def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | None, dump: Path | None) -> Report:
     """Run the engine and the reference, of a quantized model the dequantized one."""
     with ExitStack() as stack:
-        folder, rules, held = reference or engine.folder, Rules(), _held(engine)
+        folder, rules, held = reference or engine.folder, Rules(), held_by_ranks(engine)
         if reference is not None:
             held = [(rank, reference_layout(params, reference, rank)) for rank, params in held]
         words, rounds = describe(param for _, params in held for param in params)
@@ -105,14 +111,6 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
             **answers(made.tokens, made.recording.result(*LOGITS) if rounds or cache else by_itself["logits"]),
         )
     return report
-
-
-def _held(engine: Engine) -> list[Holding]:
-    """Return the parameters of every rank."""
-    if engine.runner is not None:
-        return [(alone(engine.args), tuple(engine.worker.model.layout))]
-    plans = plan_ranks(engine.config, read_files(engine.config))
-    return [(plan.mesh.rank, plan.params) for plan in plans]
 
 
 def _stages(by_itself: dict[str, Tensor], found: Differences, bounds: Bounds) -> tuple[Stage, ...]:

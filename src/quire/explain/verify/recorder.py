@@ -22,7 +22,7 @@ from quire.worker.taps import HiddenTap
 BETWEEN = "|"  # between stage and step in the name of a tensor
 
 
-class Recorder(HiddenTap):
+class LayerRecorder(HiddenTap):
     """Records the steps of a rank's layers, which run eagerly. Its operations are controls of the model runner.
 
     rank   of the model runner
@@ -73,6 +73,11 @@ class Recorder(HiddenTap):
             self.recording.keep(stage_name(layer, self.recording.ends[layer]), "sum", hidden)
         elif self.rank.first:
             self.recording.keep("embed", "embed_tokens", hidden)
+
+
+def make(worker: StepRunner, rank: Rank) -> LayerRecorder:
+    """Return a recorder for a model runner; see the control "attach" of a rank."""
+    return LayerRecorder(worker, rank)
 
 
 def save(recording: Recording, path: Path) -> None:

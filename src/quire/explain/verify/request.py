@@ -7,13 +7,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
-from quire.assemble.engine import Engine, assemble, read_files
+from quire.assemble.engine import Engine, assemble, plan_ranks, read_files
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, RequestFailed
 from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
-from quire.explain.verify.recorder import Recorder, load
+from quire.explain.verify import recorder
+from quire.explain.verify.dequantized import Holding
+from quire.explain.verify.recorder import load
 from quire.explain.verify.recording import Recording
 from quire.plan.layout import alone
 from quire.plan.meeting_rows.records import VERIFY, Inputs
@@ -22,12 +24,11 @@ from quire.text.tokenizer import TOKENIZER_FILE
 
 NUM_TOKENS = 32  # greedy tokens compared
 NUM_PROMPT = 48  # prompt tokens when the model has no tokenizer
-RANKS = "quire.explain.verify.rank"  # builds each of several ranks
 TEXT = (
     "The quire is a stack of folded pages. In 1455 about 180 copies of the first printed Bible were made of them; "
     "each copy has 1,286 pages, and every page holds 42 lines."
 )
-Controls = Callable[..., list[Any]]  # runs an operation of `Recorder` on every rank; returns the values by rank
+Controls = Callable[..., list[Any]]  # runs an operation of `LayerRecorder` on every rank; returns values by rank
 
 
 class Made(NamedTuple):
@@ -61,20 +62,29 @@ def check_options(config: EngineConfig, model: str, *scopes: str) -> None:
 @contextmanager
 def open_engine(config: EngineConfig) -> Iterator[Engine]:
     """Context manager: yield an engine whose ranks can record. A folder without a tokenizer needs none."""
-    engine = assemble(_without_missing_tokenizer(config), ranks=RANKS)
+    engine = assemble(_without_missing_tokenizer(config))
     try:
         yield engine
     finally:
         engine.close()
 
 
+def held_by_ranks(engine: Engine) -> list[Holding]:
+    """Return every rank with its parameters."""
+    if engine.runner is not None:
+        return [(alone(engine.args), tuple(engine.worker.model.layout))]
+    plans = plan_ranks(engine.config, read_files(engine.config))
+    return [(plan.mesh.rank, plan.params) for plan in plans]
+
+
 def controls(engine: Engine) -> Controls:
-    """Return the operations of the recorders of all ranks. Those of one device record from now on."""
+    """Add a `LayerRecorder` to every rank. Return their operations."""
     if engine.runner is None:
+        engine.core.executor.control("attach", {"module": recorder.__name__})
         return lambda name, **given: cast(list[Any], engine.core.executor.control(name, given))
-    recorder = Recorder(engine.worker, alone(engine.args))
-    engine.worker.features.attach(recorder)
-    return lambda name, **given: [recorder.controls[name](**given)]
+    own = recorder.make(engine.worker, alone(engine.args))
+    engine.worker.features.attach(own)
+    return lambda name, **given: [own.controls[name](**given)]
 
 
 def _without_missing_tokenizer(config: EngineConfig) -> EngineConfig:

@@ -2,7 +2,7 @@
 
     norms, projections   of each row of each stage: its length, and its products with WIDTH seeded vectors of +-1
     logits               [N, V] float32 of the N greedy tokens
-    told                 JSON: the fields of `Stored` that are no tensors
+    told                 JSON: the fields of `StoredReference` that are no tensors
 
 The file is of safetensors. Rows are compared by their projections: the length of the difference of two rows is, on
 average, the length of the difference of their projections, whatever number of the rows differs.
@@ -31,7 +31,7 @@ AGAIN = "write it again with --dump, or copy it again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredReference:
     """A reference.
 
     model        name of the model
@@ -72,7 +72,7 @@ class Stored:
 TENSORS = ("norms", "projections", "logits")
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> StoredReference:
     """Read a reference. Raises ConfigError for a file that is none, or that is damaged."""
     from safetensors import SafetensorError, safe_open
 
@@ -94,15 +94,15 @@ def read(path: Path) -> Stored:
             f"--against {path}: the file has form {told['version']}, and this version of Quire reads form {VERSION}: "
             "write it again with --dump of this version."
         )
-    return Stored(**told, **tensors)
+    return StoredReference(**told, **tensors)
 
 
 def take(
     model: str, folder: Path, token_ids: list[int], num_prompt: int, stages: dict[str, Tensor], *, coded: bool
-) -> Stored:
+) -> StoredReference:
     """Return the reference of a checkpoint. stages: results [T, width] of transformers, by stage"""
     libraries = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "safetensors")}
-    return Stored(
+    return StoredReference(
         model=model,
         versions=libraries | {"python": platform.python_version(), "machine": platform.machine()},
         config=json.loads((folder / "config.json").read_text()),
@@ -136,7 +136,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {one.name: blake2b(one.read(), digest_size=8, person=one.dtype.encode()).hexdigest() for one in tensors}
 
 
-def check_checkpoint(stored: Stored, folder: Path, where: Path) -> None:
+def check_checkpoint(stored: StoredReference, folder: Path, where: Path) -> None:
     """Raise ConfigError unless the reference is of the checkpoint in `folder`. where: file of the reference"""
     config, theirs = (
         {key: value for key, value in one.items() if key not in IGNORED}

@@ -73,7 +73,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "candidates": features.backend_refused,
     "idle_placement": features.idle_placement,
     "routing": lambda i: i.config.load.routing,
-    "dtype": lambda i: i.config.model.dtype,
     "method": lambda i: i.method,
     "mtp_layers": features.mtp_layers,
     "draft": lambda i: i.speculation and i.speculation.model,

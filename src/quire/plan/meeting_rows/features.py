@@ -15,14 +15,12 @@ from quire.config.events import read_events_config
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.kernels.latent_rows import DS_MLA
-from quire.plan.cache_dtype import ASKED
-from quire.plan.dtype import ALIASES
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
 from quire.plan.parallel_notes import BACKENDS
 
-SPEC = "--speculative-config"
+SPEC, FLOAT = "--speculative-config", ("auto", "float32", "float")
 RECURRENT: tuple[type[RecurrentArgs], ...] = get_args(RecurrentArgs)
 Test = Callable[[Inputs], bool]
 
@@ -355,15 +353,9 @@ OTHERS: Mapping[str, Feature] = {
     "stream": Feature(lambda i: i.request.stream, "a streamed answer", "stream"),
     "given embeddings": Feature(lambda i: i.request.embeds, "a prompt of embeddings", "prompt_embeds"),
     "repetition penalty": Feature(lambda i: i.request.repetition, "a repetition penalty", "repetition_penalty"),
-}
-VERIFIED: Mapping[str, Feature] = {
     "verify": Feature(lambda i: True, "quire verify"),
     "random weights": Feature(lambda i: i.config.load.load_format == "dummy", "random weights", "--load-format dummy"),
-    "other dtype": Feature(
-        lambda i: ALIASES.get(i.config.model.dtype, i.config.model.dtype) not in ("auto", "float32"),
-        "another type than float32",
-        "--dtype",
-    ),
-    "coded cache": Feature(lambda i: i.config.cache.kv_cache_dtype in ASKED, "a KV cache of codes", "--kv-cache-dtype"),
+    "other dtype": Feature(lambda i: i.config.model.dtype not in FLOAT, "a type other than float32", "--dtype"),
+    "coded cache": Feature(lambda i: "fp8" in i.config.cache.kv_cache_dtype, "a KV cache of codes", "--kv-cache-dtype"),
 }
-FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS, **VERIFIED}
+FEATURES: Mapping[str, Feature] = {**RANKS, **DRAFTS, **CACHE, **ADAPTERS, **OTHERS}

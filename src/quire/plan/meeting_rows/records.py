@@ -15,8 +15,7 @@ from quire.kernels.experts_plan import MoEPlan
 REFUSED = "refused"  # the options contradict each other, or the model
 MISSING = "missing"  # would make sense, and is not implemented yet
 IDLE = "no effect"  # an option changes nothing: a note says so
-ENGINE, REQUEST = "engine", "request"  # scopes
-VERIFY, STEPS = "verify", "verify steps"  # scopes: `quire verify`, and where it compares step by step
+ENGINE, REQUEST, VERIFY, STEPS = "engine", "request", "verify", "verify steps"  # scopes; the last: step by step
 
 
 class AskedFields(NamedTuple):
