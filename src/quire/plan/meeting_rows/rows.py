@@ -252,7 +252,7 @@ VERIFIED: tuple[Row, ...] = (
         "leave out --dtype, or compare with a reference that --dump has stored (--against)", scope=STEPS),
     Row("verify", "EPLB", REFUSED, "quire verify compares each rank's parameters with the files, and experts move",
         "leave out --enable-eplb", scope=STEPS),
-    Row("coded cache", "chosen tokens", REFUSED, "keys as codes may choose others", "use --kv-cache-dtype auto", "", STEPS),
+    Row("coded cache", "chosen tokens", REFUSED, "keys as codes choose others", "use --kv-cache-dtype auto", "", STEPS),
 )  # fmt: skip
 ROWS: tuple[Row, ...] = (
     *RANKS,
