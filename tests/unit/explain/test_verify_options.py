@@ -1,5 +1,6 @@
 """Options that `quire verify` does not compare are refused by name, before the model is loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from quire.explain.verify import parity, request
         ({"nnodes": 2, "tensor_parallel_size": 2}, "reads files of its ranks: use one host"),
         ({"dtype": "bfloat16"}, "in float32: leave out --dtype, or compare with a reference that --dump"),
         ({"load_format": "dummy"}, "load_format=dummy makes random weights"),
+        ({"dump": Path("no", "such", "file")}, "--dump no/such/file: there is no folder .*/no/such"),
     ],
     ids=str,
 )
 def test_what_is_not_compared_is_refused(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "assemble", lambda config: pytest.fail("the model was loaded"))
+    dump = options.pop("dump", None)
     with pytest.raises(ConfigError, match=words):
-        parity.verify("", EngineConfig.from_flat(**options))
+        parity.verify("", EngineConfig.from_flat(**options), dump=dump)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ Here Quire computes alone from the tokens on, so rounding adds up from stage to 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
@@ -26,19 +28,23 @@ from quire.plan.cache_dtype import ASKED
 # Largest difference of a row, relative to its length, that rounding explains, by the type in which Quire computes.
 BOUNDS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 CODED = 0.5  # where activations or the KV cache are codes
+SPREAD = 10  # a logit differs by this much of the root mean square of the differences of its row, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredComparison:
     """The outcome of `against`.
 
-    engine    type and device of the computation
-    stages    (name, largest difference of a row, relative to its length), in the order in which they are computed
-    rows      tokens compared: those that have the same tokens before them in both
-    bound     largest difference that rounding explains
-    tokens    greedy tokens compared;  differs  index of the first one that differs, or None
-    choices   the token of Quire and that of the reference there
-    lead      of the reference's token over Quire's, relative to the largest logit; 0: none differs
+    where      file of the reference
+    engine     type and device of the computation
+    stages     (name, largest difference of a row, relative to its length), in the order in which they are computed
+    rows       tokens compared: those that have the same tokens before them in both
+    bound      largest difference that rounding explains
+    differs    index of the first greedy token that differs; None: all are equal
+    choices    the token of Quire and that of the reference there
+    lead       of the reference's token over Quire's, in logits; 0: none differs
+    explained  largest lead that the difference of the logits explains
+    drafts     numbers of drafts, and of these accepted
     """
 
     model: str
@@ -51,6 +57,7 @@ class StoredComparison:
     differs: int | None
     choices: tuple[int, int]
     lead: float
+    explained: float
     drafts: tuple[int, int]
 
     @property
@@ -61,7 +68,7 @@ class StoredComparison:
     @property
     def ok(self) -> bool:
         """True when every stage agrees, and the greedy tokens, or their first difference is a tie."""
-        return self.first_divergent is None and self.lead <= max(TIE, self.bound)
+        return self.first_divergent is None and self.lead <= self.explained
 
     def render(self) -> str:
         """Return the table of stages, the greedy tokens and the verdict as plain text."""
@@ -84,8 +91,8 @@ class StoredComparison:
             yield f"greedy tokens: all {len(self.reference.logits)} equal"
         else:
             yield (
-                f"greedy tokens: first difference at token {self.differs}: Quire {ours}, reference {theirs} (lead "
-                f"{self.lead:.1e} of the largest logit{'; a tie, not an error' * self.ok}); later rows are not compared"
+                f"greedy tokens: first difference at token {self.differs}: Quire {ours}, reference {theirs} (margin "
+                f"{self.lead:.3g}{'; a tie, not an error' * self.ok}); later rows are not compared"
             )
         if self.drafts[0]:
             yield f"drafts: {self.drafts[1]} of {self.drafts[0]} accepted"
@@ -108,6 +115,7 @@ def against(model: str, config: EngineConfig, prompt: str | None, where: Path) -
     """
     reference = read(where)
     check_options(config, model)
+    config = replace(config, model=replace(config.model, model=model))
     with open_engine(config) as engine:
         check_checkpoint(reference, engine.folder, where)
         prompt_ids = reference.token_ids[: reference.num_prompt]
@@ -134,17 +142,18 @@ def compared(
     wanted = reference.token_ids[reference.num_prompt :]
     differs = next((i for i, (a, b) in enumerate(zip(made.tokens, wanted, strict=True)) if a != b), None)
     rows = len(reference.token_ids) - 1 if differs is None else reference.num_prompt + differs
-    found = list[tuple[str, float]]()
+    found, apart = list[tuple[str, float]](), torch.zeros(rows)
     for index, stage in enumerate(reference.stages):
         if (steps := made.recording.pieces.get(stage)) is not None:
             ours = projected(made.recording.result(stage, [*steps][-1])[:rows].flatten(1).float())
             apart = (ours - reference.projections[index, :rows]).norm(dim=-1)
             norms = reference.norms[index, :rows]
             found.append((stage, float((apart / norms.clamp_min(max(float(norms.median()) / 10, 1e-30))).max())))
-    choices, lead = (0, 0), 0.0
+    choices, lead, explained = (0, 0), 0.0, 0.0
     if differs is not None:
         logits, choices = reference.logits[differs], (made.tokens[differs], wanted[differs])
-        lead = float((logits.max() - logits[choices[0]]) / logits.abs().max())
+        lead = float(logits[choices[1]] - logits[choices[0]])
+        explained = max(TIE * float(logits.abs().max()), SPREAD * float(apart[-1]) / len(logits) ** 0.5)
     return StoredComparison(
         model=model,
         where=where,
@@ -156,6 +165,7 @@ def compared(
         differs=differs,
         choices=choices,
         lead=lead,
+        explained=explained,
         drafts=made.drafts,
     )
 

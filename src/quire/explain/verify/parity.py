@@ -61,12 +61,14 @@ def verify(
     _need_transformers()
     config = config or EngineConfig()
     check_options(config, model, STEPS)
-    cuda, cache = config.device.device == "cuda", config.cache.kv_cache_dtype
+    if dump is not None and not dump.absolute().parent.is_dir():
+        raise ConfigError(f"--dump {dump}: there is no folder {dump.absolute().parent}.")
+    device, cache = config.device.device, config.cache.kv_cache_dtype
     config = replace(
         config,
         model=replace(config.model, model=model, dtype="float32"),
         cache=replace(config.cache, kv_cache_dtype="float32" if cache == "auto" else cache),
-        device=replace(config.device, device="cuda" if cuda else "cpu"),
+        device=replace(config.device, device="cpu" if device == "auto" else device),
     )
     with open_engine(config) as engine:
         return _compared(engine, model or "quire-tiny", prompt, reference, dump)
