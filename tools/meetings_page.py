@@ -134,7 +134,7 @@ def _page() -> Iterator[str]:
         yield from _section(title, words, [row for row in engine if row.status == status])
     words = "A request with both is answered with 400."
     yield from _section("Fields of a request", words, [row for row in ROWS if row.scope == REQUEST])
-    words = "The command refuses these, and compares with everything else that an engine has ([verify.md](verify.md))."
+    words = "The command refuses these, and works with all other options of an engine ([verify.md](verify.md))."
     yield from _section("`quire verify`", words, [row for row in ROWS if row.scope in (VERIFY, STEPS)])
 
 

@@ -247,12 +247,12 @@ VERIFIED: tuple[Row, ...] = (
     Row("verify", "-dp", REFUSED, "quire verify runs one request, on one replica", "leave out -dp", scope=VERIFY),
     Row("verify", "hosts or Ray", REFUSED, "quire verify reads files of its ranks", "use one host", scope=VERIFY),
     Row("verify", "random weights", REFUSED, "load_format=dummy makes random weights", "leave it out", scope=VERIFY),
-    Row("verify", "layers of transformers", REFUSED, "quire verify compares with this very code", scope=VERIFY),
+    Row("verify", "layers of transformers", REFUSED, "quire verify would compare it with itself", scope=VERIFY),
     Row("verify", "other dtype", REFUSED, "quire verify compares step by step in float32",
         "leave out --dtype, or compare with a reference that --dump has stored (--against)", scope=STEPS),
     Row("verify", "EPLB", REFUSED, "quire verify compares each rank's parameters with the files, and experts move",
         "leave out --enable-eplb", scope=STEPS),
-    Row("coded cache", "chosen tokens", REFUSED, "keys as codes choose others", "use --kv-cache-dtype auto", "", STEPS),
+    Row("coded cache", "chosen tokens", REFUSED, "codes of keys choose others", "use --kv-cache-dtype auto", "", STEPS),
 )  # fmt: skip
 ROWS: tuple[Row, ...] = (
     *RANKS,
