@@ -256,7 +256,11 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("verify", "-dp"), ("verify", "hosts or Ray"), ("verify", "random weights"), ("verify", "EPLB")}
         | {("verify", "layers of transformers"), ("verify", "other dtype")},
     ),
-    ({"kv_cache_dtype": "fp8"}, {"chosen": True}, {("coded cache", "chosen tokens")}),
+    (
+        {"kv_cache_dtype": "fp8", "cpu_offload_gb": 1.0},
+        {"chosen": True},
+        {("coded cache", "chosen tokens"), ("verify", "weights in host memory")},
+    ),
 ]
 
 
