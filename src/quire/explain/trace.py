@@ -15,7 +15,7 @@ from quire.contracts.adapters import LoRARequest
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
-from quire.observe.calls import RANK, CallRecorder, Shown, Span, Stop, fold, methods_of
+from quire.observe.calls import CallRecorder, Span, Stop, methods_of
 from quire.plan.placement import parallel_sizes, ranks
 from quire.procs.in_process import InProcessExecutor
 from quire.procs.request_trace import core_stops
@@ -24,52 +24,6 @@ from quire.text.sequence import SequenceText
 from quire.worker.call_trace import without_recordings, worker_stops
 
 STEP = "LLM._step"
-
-
-def render(span: Span, shown: Shown | None) -> Iterator[str]:
-    """Yield the lines of the tree of a call.
-
-    shown   calls that were drawn before, see `fold`; None = draw all calls
-    """
-    return _lines(span if shown is None else fold(span, shown), 0)
-
-
-def _lines(span: Span, depth: int) -> Iterator[str]:
-    indent = "  " * depth
-    if span.phase:
-        yield from ("", f"{' ' * 14}{indent}{span.phase}")
-    shapes = f"  ({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
-    line = f"{1e3 * span.seconds:9.3f} ms  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * span.again}"
-    yield line.rstrip()
-    if span.way:
-        yield f"{' ' * 14}{indent}{span.way}"
-    for inner in span.inside:
-        yield from _lines(inner, depth + 1)
-
-
-def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Iterator[dict[str, object]]:
-    """Yield trace events of a call and of all calls inside it, for Perfetto or chrome://tracing.
-
-    origin         time 0 of the events, in nanoseconds of the span's clock
-    phase, track   category and track of the call; a span with a phase, or of a rank, has its own
-    """
-    phase = span.phase or phase
-    if found := RANK.match(span.name):
-        track = int(found[1]) + 2
-        yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": span.name}}
-    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives, "way": span.way}
-    yield {
-        "name": span.phase or span.name,
-        "cat": phase,
-        "ph": "X",
-        "ts": (span.begin - origin) / 1e3,
-        "dur": (span.end - span.begin) / 1e3,
-        "pid": 1,
-        "tid": track,
-        "args": told,
-    }
-    for inner in span.inside:
-        yield from events(inner, origin, phase, track)
 
 
 def trace(

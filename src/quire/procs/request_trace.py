@@ -2,7 +2,8 @@
 
 Nothing is replaced until a front end has asked and a request of its tenant comes. Then the calls of the core are
 recorded, and those of the model runners from the first step on in which the request takes part (`Executor.control`,
-"trace"). Meanwhile such steps run eagerly. Everything is put back after `MOST_DECODES` decodes.
+"trace"). Meanwhile such steps run eagerly. Everything is put back after `MOST_DECODES` decodes, or as many as were
+asked.
 """
 
 import logging
@@ -74,10 +75,16 @@ class RequestTrace:
         self._core, self._send, self._clock = core, send, clock
         self.active = False
         self._asked, self._tenant, self._until = 0, "", 0.0
+        self._decodes, self._folded = MOST_DECODES, True
         self._recording: _Recording | None = None
 
     def ask(self, message: Control) -> None:
-        """Trace the next request of `tenant`, and reply when it is traced. `on` false: who asked for that has left."""
+        """Trace the next request of `tenant`, and reply when it is traced. Arguments of the message:
+
+        on        False: who asked for that has left
+        decodes   the last decode of the request to trace (default: `MOST_DECODES`)
+        folded    False: with the calls inside those that are `alike`
+        """
         tenant: str = message.args["tenant"]
         if not message.args["on"]:
             if self.active and tenant == self._tenant:
@@ -91,13 +98,17 @@ class RequestTrace:
             self._reply(_refused(REPLACED))
         self.active, self._asked, self._tenant = True, message.id, tenant
         self._until = self._clock() + PATIENCE
+        self._decodes, self._folded = message.args.get("decodes", MOST_DECODES), message.args.get("folded", True)
 
     def begin(self, message: Add) -> None:
         """Begin to record, if a front end waits for this request. Call this before the core takes the request."""
         new = message.requests[0]
         if self._recording is None and new.tenant == self._tenant:
             self._drain()
-            self._recording = _Recording(self._core, new.handle, new.request_id, len(new.token_ids) // 4)
+            found = TracedRequest(
+                request_id=new.request_id, num_prompt=len(new.token_ids) // 4, calls=[], steps=[], ended=False
+            )
+            self._recording = _Recording(self._core, new.handle, found, self._decodes, self._folded)
 
     def tell(self) -> None:
         """Take the calls of the last step, and reply if it was the last one of the trace."""
@@ -137,12 +148,15 @@ class RequestTrace:
 class _Recording:
     """The recorded calls of a core, from the arrival of a request on.
 
-    on   True: the model runners of the request's replica record, too
+    found     the trace, which grows with each step
+    decodes   of the request to record
+    folded    without the calls inside those that are `alike`
+    on        True: the model runners of the request's replica record, too
     """
 
-    def __init__(self, core: Core, handle: int, request_id: str, num_prompt: int) -> None:
-        self._core, self._handle = core, handle
-        self._found = TracedRequest(request_id=request_id, num_prompt=num_prompt, calls=[], steps=[], ended=False)
+    def __init__(self, core: Core, handle: int, found: TracedRequest, decodes: int, folded: bool) -> None:
+        self._core, self._handle, self._found = core, handle, found
+        self._decodes, self._folded = decodes, folded
         self._owner: EngineCore | None = None  # the replica that has the request, once the request takes part in a step
         self._number, self._skipped = 0, 0  # the replica's number, and its results that were due when `on` began
         self._traced: list[EngineCore] = []  # replicas whose runners record
@@ -171,7 +185,8 @@ class _Recording:
         if self._owner is not None and self._owner.needs_masks:
             return False  # a runner has a step that cannot end
         decodes = sum(one.kind == "decode" for one in found.steps)
-        enough = len(found.steps) >= MOST_STEPS or decodes >= MOST_DECODES or self._ran.count(None) > MOST_OTHERS
+        most = MOST_STEPS + self._decodes - MOST_DECODES
+        enough = len(found.steps) >= most or decodes >= self._decodes or self._ran.count(None) > MOST_OTHERS
         return found.ended or enough
 
     def end(self) -> TracedRequest:
@@ -182,12 +197,11 @@ class _Recording:
             self._recorder.__exit__(None, None, None)
 
     def _whole(self) -> TracedRequest:
-        told = [(one, one.executor.control("trace", {"on": False, "folded": True})) for one in self._traced]
+        told = [(one, one.executor.control("trace", {"on": False, "folded": self._folded})) for one in self._traced]
         shown: Shown = set()
         found = self._found
-        found.calls = [fold(call, shown) for call in found.calls]
-        for step in found.steps:
-            step.calls = [fold(call, shown) for call in step.calls]
+        for calls in (found.calls, *(step.calls for step in found.steps)) if self._folded else ():
+            calls[:] = [fold(call, shown) for call in calls]
         own = next((calls for one, calls in told if one is self._owner), [])
         ranks = msgspec.convert(own, list[list[Span]])
         for rank, calls in enumerate(ranks):

@@ -1,9 +1,9 @@
 """`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,10 @@ from quire.config.flags import (
     settings_of,
 )
 from quire.contracts.errors import ConfigError, ModelNotFound
+from quire.entry.keyboard_interrupt import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from quire.observe.calls import Span
 
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
@@ -39,69 +43,104 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument(
         "--from",
         dest="begin",
-        choices=("request", "start", "load", "flag"),
+        choices=("request", "http", "start", "load", "flag"),
         default="request",
-        help="request = from the call to the kernels; start = from the options to an engine that is ready; load = the "
-        "way of a stored tensor into a kernel's memory; flag = the way of each given flag's value (default: request)",
+        help="request = from the call to the kernels; http = from the socket of a server through all its processes; "
+        "start = from the options to an engine that is ready; load = the way of a stored tensor into a kernel's "
+        "memory; flag = the way of each given flag's value (default: request)",
     )
     parser.add_argument("--tensor", metavar="NAME", help="tensor of --from load (default: the first query projection)")
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
+    parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a request. Print the functions that it called, as a tree, and write the Perfetto trace of --out."""
-    from quire.contracts.adapters import LoRARequest
-    from quire.entry.llm import LLM
-    from quire.explain.trace import events, render, trace
+    _check(args)
+    if args.begin == "flag":
+        return _print_flags(args)
+    options = {"enable_lora": True} if args.adapter else {}
+    options |= given_options(args)
+    try:
+        if args.begin == "http":
+            return _print_http(args, options)
+        if args.begin == "start":
+            return _print_start(args, options)
+        return _print_request(args, options | {"async_depth": 1, "enforce_eager": True})
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
 
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags that do not go together, and for a file that cannot be written."""
     if args.tensor is not None and args.begin != "load":
         raise ConfigError("--tensor names what --from load shows: add --from load.")
     if args.after and args.begin != "request":
         raise ConfigError("--after is for a trace of a request: leave it or --from out.")
-    if args.begin == "flag":
-        return _print_flags(args)
+    if args.adapter and args.begin == "http":
+        raise ConfigError("--from http sends a request without an adapter: leave --adapter out.")
     if args.out is not None and args.begin == "load":
         raise ConfigError("--from load has no times: leave --out out.")
+    if args.json and args.begin in ("load", "flag"):
+        raise ConfigError(f"--from {args.begin} has lines, no calls: leave --json out.")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
-    adapters = {"enable_lora": True} if args.adapter else {}
-    options = (
-        adapters | given_options(args) | ({} if args.begin == "start" else {"async_depth": 1, "enforce_eager": True})
-    )
-    try:
-        if args.begin == "start":
-            return _print_start(args, options)
-        llm = LLM(**options)
-    except ModelNotFound as error:
-        raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
-    with llm:
+
+
+def _print_request(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Build an engine. Run a request and print its calls, or print the way of a tensor."""
+    from quire.contracts.adapters import LoRARequest
+    from quire.entry.llm import LLM
+    from quire.explain.trace import trace
+
+    with LLM(**options) as llm:
         if args.begin == "load":
             from quire.explain.load_trace import load_lines
 
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        found = trace(
-            llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked, after=args.after
-        )
-    print(*render(found, None if args.full else set()), sep="\n")
-    _write(args.out, events(found, found.begin))
-    return 0
+        found = trace(llm, _prompt(args), max_tokens=args.max_tokens, lora_request=asked, after=args.after)
+    return _print_calls(args, found)
+
+
+def _print_http(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Start a server, send a request, and print its calls in every process."""
+    from quire.config.serve import ServerConfig
+    from quire.explain.http_trace import trace_http
+
+    raise_on_interrupt()
+    config = ServerConfig.from_flat(**options, host="127.0.0.1", port=0, access_log=False)
+    found = trace_http(config, _prompt(args), max_tokens=args.max_tokens, full=args.full)
+    return _print_calls(args, found)
 
 
 def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Build an engine, and print the calls of its start."""
     from quire.entry.llm import LLM
     from quire.explain.start_trace import start_lines, trace_start
-    from quire.explain.trace import events
 
     llm, found = trace_start(lambda: LLM(**options), "start")
     with llm:
-        print(*start_lines(found), sep="\n")
+        return _print_calls(args, found, start_lines(found))
+
+
+def _print_calls(args: argparse.Namespace, found: "Span", lines: Iterable[str] | None = None) -> int:
+    """Print a tree of calls, as `lines` if they are given, or as JSON. Write the file of --out."""
+    from quire.explain.render_trace import events, render
+
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print(*(lines or render(found, None if args.full or args.begin == "http" else set())), sep="\n")
     _write(args.out, events(found, found.begin))
     return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    return str(args.prompt or args.prompt_argument)
 
 
 def _print_flags(args: argparse.Namespace) -> int:
