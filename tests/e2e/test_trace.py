@@ -14,9 +14,9 @@ from quire import LLM
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.render_trace import render
 from quire.explain.trace import _stops, recording, trace
 from quire.observe.calls import PACKAGE, Span
+from quire.observe.render_calls import render
 from quire.procs.messages import Add
 from quire.worker.taps import HiddenTap
 

@@ -1,5 +1,6 @@
 """`quire trace --from http`: a request through the processes of a server, on one clock, and nothing of it stays."""
 
+import http.client
 import json
 import re
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from quire.config.serve import ServerConfig
 from quire.entry.cli.main import main
 from quire.entry.core_process import build
 from quire.explain.http_trace import http_stops, trace_http
-from quire.explain.render_trace import render
 from quire.kernels.select import select
 from quire.observe.calls import PACKAGE, Span
+from quire.observe.render_calls import render
 from quire.procs.messages import CoreStart
+from quire.procs.request_trace import core_stops
 
 from ..support.core_thread import CoreThread
+from .in_process import running_inside
+from .serving import PATIENCE, wait_until
 
 WAY = [
     ("client", "POST /v1/chat/completions"),
@@ -87,6 +91,37 @@ def test_every_process_is_passed_in_the_order_of_time_and_nothing_stays(tmp_path
     assert tracks.keys() == {"client", "HTTP process", "engine core"}
     names = {one["name"] for one in events if one["tid"] == tracks["HTTP process"] and one["ph"] == "X"}
     assert {"RequestScope.__call__", "FrontEnd.take"} <= names
+
+
+def test_a_request_of_a_running_server(capsys: Any) -> None:
+    with running_inside(mock_step_ms=3) as inside:
+        url, stops = inside.server.url, [*core_stops(inside.core)]
+        before = [vars(owner).get(name) for owner, name, _ in stops]
+        client = http.client.HTTPConnection("127.0.0.1", inside.server.port, timeout=PATIENCE)
+        body = json.dumps({"prompt": "Once", "max_tokens": 4000, "ignore_eos": True})
+        client.request("POST", "/v1/completions", body, {"content-type": "application/json", "x-request-id": "a/b"})
+        wait_until(lambda: b'"running"' in inside.server.ask("/debug/requests").body, "a request that runs")
+        assert main(["trace", "--url", url, "--request", "cmpl-a/b"]) == 0
+        out = capsys.readouterr().out
+        assert f"request a/b of {url}, 2 tokens of prompt; eager" in out and "MockExecutor.submit" in out
+        assert re.search(r"step \d+: decode, 1 token from \d+ on; 1 request, 1 token in the step", out)
+        assert before == [vars(owner).get(name) for owner, name, _ in stops]
+        for words, said in (
+            (["--request", "nobody"], "/debug/requests lists them."),
+            (["--request", "a/b", "-q", "fp8"], "-q: with --url the server has its own options"),
+            (["--from", "start"], "leave --from, --prompt, --after, --adapter and --full out."),
+        ):
+            assert main(["trace", "--url", url, *words]) != 0
+            told = capsys.readouterr().err
+            assert said in told and "Is it a server" not in told
+        client.close()
+        wait_until(lambda: b'"abort"' in inside.server.ask("/debug/requests").body, "the end of the request")
+        assert main(["trace", "--url", url, "--request", "a/b"]) != 0
+        assert "the request has ended" in capsys.readouterr().err
+    assert main(["trace", "--request", "a"]) == 3 and "add --url" in capsys.readouterr().err
+    with running_inside(web=False) as inside:
+        assert main(["trace", "--url", inside.server.url, "--request", "a"]) != 0
+        assert "was started with --no-web: start it without" in capsys.readouterr().err
 
 
 def test_the_steps_go_down_to_the_kernels_that_the_plan_chose() -> None:

@@ -23,13 +23,19 @@ from quire.text.tokenizer import Tokenizer
 Decisions = Mapping[re.Pattern[str], str]  # of the names of stops -> words
 
 
-def decisions_of(plan: Mapping[str, Any], config: EngineConfig, text: TextSide | None = None) -> Decisions:
+def decisions_of(
+    plan: Mapping[str, Any], config: EngineConfig | None = None, text: TextSide | None = None
+) -> Decisions:
     """Return the decisions of an engine.
 
-    plan   the engine's plan as JSON, read: what `/debug/plan` answers; {} without a model
-    text   text side of the model in the process that tokenizes
+    plan     the engine's plan as JSON, read: what `/debug/plan` answers; {} without a model
+    config   None: of another process; nothing is told of it
+    text     text side of the model in the process that tokenizes
     """
-    return {re.compile(f"({names})$"): words for names, words in _told(plan, config, text)}
+    told = [*_of_plan(plan)] if plan else []
+    told += [*_of_config(plan, config)] if config is not None else []
+    told += [*_of_text(config, text)] if config is not None and text is not None else []
+    return {re.compile(f"({names})$"): words for names, words in told}
 
 
 def with_decisions(span: Span, decisions: Decisions) -> Span:
@@ -44,23 +50,23 @@ def with_decisions(span: Span, decisions: Decisions) -> Span:
     return told(span)
 
 
-def _told(plan: Mapping[str, Any], config: EngineConfig, text: TextSide | None) -> Iterator[tuple[str, str]]:
-    if text is not None:
-        template = config.model.chat_template
-        source = "--chat-template" if template else f"the files of {text.tokenizer_folder.name}"
-        yield r"ChatTemplate\.render_here", f"the template of {source}, {place_of(ChatTemplate.load)}"
-        yield r"Tokenizer\.encode", f"tokenizer.json of {text.tokenizer_folder.name}, {place_of(Tokenizer.load)}"
-        asked = f"--generation-config {config.model.generation_config}"
-        yield r"sampling\.sampling_params", f"defaults by {asked}, {place_of(load_generation_defaults)}"
-        yield r"tools\.plan_parser", f"{text.styles.why}, {place_of(choose_styles)}"
-    if not plan:
-        return
-    memory, model, budget = plan["memory"], plan["model"], config.scheduler.token_budget()
-    requests = memory["sequences"]
-    yield (
-        r"Scheduler\.plan",
-        f"at most {budget:,} tokens and {requests:,} requests per step, {place_of(SchedulerConfig.token_budget)}",
-    )
+def _of_text(config: EngineConfig, text: TextSide) -> Iterator[tuple[str, str]]:
+    source = "--chat-template" if config.model.chat_template else f"the files of {text.tokenizer_folder.name}"
+    yield r"ChatTemplate\.render_here", f"the template of {source}, {place_of(ChatTemplate.load)}"
+    yield r"Tokenizer\.encode", f"tokenizer.json of {text.tokenizer_folder.name}, {place_of(Tokenizer.load)}"
+    asked = f"--generation-config {config.model.generation_config}"
+    yield r"sampling\.sampling_params", f"defaults by {asked}, {place_of(load_generation_defaults)}"
+    yield r"tools\.plan_parser", f"{text.styles.why}, {place_of(choose_styles)}"
+
+
+def _of_config(plan: Mapping[str, Any], config: EngineConfig) -> Iterator[tuple[str, str]]:
+    requests = plan["memory"]["sequences"] if plan else config.scheduler.sequences()
+    most = f"at most {config.scheduler.token_budget():,} tokens and {requests:,} requests per step"
+    yield r"Scheduler\.plan", f"{most}, {place_of(SchedulerConfig.token_budget)}"
+
+
+def _of_plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    memory, model = plan["memory"], plan["model"]
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
     yield r"KVAllocator\.\w+", f"{blocks}, {place_of(resolve_memory)}"
     yield r"DeviceState\.apply", f"{model['dtype']} ({model['dtype_reason']}), {place_of(resolve_dtype)}"

@@ -42,12 +42,13 @@ from quire.entry.http.server import BEFORE_ROUTES
 from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.http.sse import EventStream
 from quire.explain.decisions import decisions_of, with_decisions
-from quire.explain.render_trace import CLIENT, CORE, HTTP, TRACKS
+from quire.explain.live_trace import phase_of
 from quire.observe.calls import CallRecorder, Shown, Span, Stop, fold
 from quire.observe.metrics import Metrics
+from quire.observe.render_calls import CLIENT, CORE, HTTP, TRACKS
 from quire.procs.core_client import CoreClient, Launch
 from quire.procs.messages import Control
-from quire.procs.request_trace import OF_STEPS, TRACE, TracedRequest, TracedStep
+from quire.procs.request_trace import OF_STEPS, TRACE, TracedRequest
 from quire.procs.wire import Messages, encode
 from quire.text.chat import ChatTemplate
 from quire.text.sequence import SequenceText
@@ -171,7 +172,7 @@ def joined(calls: list[Span], seen: list[Span], traced: TracedRequest) -> Span:
         parts += [(one.begin, HTTP, "", one) for one in ([call] if call not in late else []) + late]
     parts += [(one.begin, CORE, "", one) for one in traced.calls]
     for number, step in enumerate(traced.steps):
-        parts += [(step.calls[0].begin, CORE, _phase(number, step), one) for one in step.calls]
+        parts += [(step.calls[0].begin, CORE, phase_of(step, number), one) for one in step.calls]
     parts += [(one.end - 1, one.name, "", one) for one in _wires(sent, calls, traced)]
     parts.sort(key=lambda part: part[0])
     root = Span("", "", begin=seen[0].begin, end=max(one.end for *_, one in parts))
@@ -200,10 +201,6 @@ def _wires(sent: int, calls: list[Span], traced: TracedRequest) -> Iterator[Span
     for one in sorted(heard, key=lambda one: one.begin):
         if left and one.gives == "Outputs" and left[0] <= one.begin:
             yield Span("wire from the core", "procs/wire.py", told, begin=left.pop(0), end=one.begin)
-
-
-def _phase(number: int, step: TracedStep) -> str:
-    return f"step {number}: {step.kind}, {step.count} token{'s' * (step.count > 1)}"
 
 
 def _is_core(call: Span) -> bool:

@@ -1,9 +1,9 @@
-"""A trace of the next request, in the core's process: the calls of its steps in the core, and in every model runner.
+"""A trace of one request, in the core's process: the calls of its steps in the core, and in every model runner.
 
-Nothing is replaced until a front end has asked and a request of its tenant comes. Then the calls of the core are
-recorded, and those of the model runners from the first step on in which the request takes part (`Executor.control`,
-"trace"). Meanwhile such steps run eagerly. Everything is put back after `MOST_DECODES` decodes, or as many as were
-asked.
+It is the next request of a tenant, or one that lives. Nothing is replaced until a front end has asked and the request
+is there. Then the calls of the core are recorded, and those of the model runners from the first step on in which the
+request takes part (`Executor.control`, "trace"). Meanwhile such steps run eagerly. Everything is put back after
+`MOST_DECODES` decodes, or as many as were asked.
 """
 
 import logging
@@ -33,6 +33,7 @@ MOST_OTHERS = 64  # steps of its replica without the request after its first one
 OF_STEPS = ("step", "confirm")  # functions of a core that belong to a step; others are about other requests
 EXECUTOR = ("submit", "release", "collect")  # functions of an executor that steps call
 NOBODY, BUSY, REPLACED = "no_request", "trace_runs", "trace_replaced"  # why there is no trace
+ENDED = "request_ended"  # the same, of a request that was named
 
 
 class TracedStep(msgspec.Struct, kw_only=True):
@@ -54,7 +55,8 @@ class TracedStep(msgspec.Struct, kw_only=True):
 
 
 class TracedRequest(msgspec.Struct, kw_only=True):
-    """The trace of a request. calls: in the core before its first step. ended: the request ended with the last step."""
+    """The trace of a request. calls: in the core before its first step, of a request that was traced from its arrival.
+    ended: the request ended with the last step."""
 
     request_id: str
     num_prompt: int
@@ -82,6 +84,7 @@ class RequestTrace:
         """Trace the next request of `tenant`, and reply when it is traced. Arguments of the message:
 
         on        False: who asked for that has left
+        record    of a live request as in `/debug/requests`: trace it, not the next one
         decodes   the last decode of the request to trace (default: `MOST_DECODES`)
         folded    False: with the calls inside those that are `alike`
         """
@@ -99,16 +102,26 @@ class RequestTrace:
         self.active, self._asked, self._tenant = True, message.id, tenant
         self._until = self._clock() + PATIENCE
         self._decodes, self._folded = message.args.get("decodes", MOST_DECODES), message.args.get("folded", True)
+        if (record := message.args.get("record")) is None:
+            return
+        handle = next((one for one in record["handles"] if one in self._core.handles), None)
+        if handle is None:
+            self._reply(_refused(ENDED))
+            return
+        self._record(handle, record["request_id"], record["num_prompt"], arrives=False)
 
     def begin(self, message: Add) -> None:
         """Begin to record, if a front end waits for this request. Call this before the core takes the request."""
         new = message.requests[0]
         if self._recording is None and new.tenant == self._tenant:
-            self._drain()
-            found = TracedRequest(
-                request_id=new.request_id, num_prompt=len(new.token_ids) // 4, calls=[], steps=[], ended=False
-            )
-            self._recording = _Recording(self._core, new.handle, found, self._decodes, self._folded)
+            self._record(new.handle, new.request_id, len(new.token_ids) // 4, arrives=True)
+
+    def _record(self, handle: int, request_id: str, num_prompt: int, *, arrives: bool) -> None:
+        self._drain()
+        found = TracedRequest(request_id=request_id, num_prompt=num_prompt, calls=[], steps=[], ended=False)
+        self._recording = _Recording(
+            self._core, handle, found, decodes=self._decodes, folded=self._folded, arrives=arrives
+        )
 
     def tell(self) -> None:
         """Take the calls of the last step, and reply if it was the last one of the trace."""
@@ -151,12 +164,15 @@ class _Recording:
     found     the trace, which grows with each step
     decodes   of the request to record
     folded    without the calls inside those that are `alike`
+    arrives   the first call is the arrival of the request
     on        True: the model runners of the request's replica record, too
     """
 
-    def __init__(self, core: Core, handle: int, found: TracedRequest, decodes: int, folded: bool) -> None:
+    def __init__(
+        self, core: Core, handle: int, found: TracedRequest, *, decodes: int, folded: bool, arrives: bool
+    ) -> None:
         self._core, self._handle, self._found = core, handle, found
-        self._decodes, self._folded = decodes, folded
+        self._decodes, self._folded, self._arrives = decodes, folded, arrives
         self._owner: EngineCore | None = None  # the replica that has the request, once the request takes part in a step
         self._number, self._skipped = 0, 0  # the replica's number, and its results that were due when `on` began
         self._traced: list[EngineCore] = []  # replicas whose runners record
@@ -176,8 +192,8 @@ class _Recording:
         calls, found, part = self._recorder.root.inside[:], self._found, self._part
         self._recorder.root.inside.clear()
         self._part = None
-        if not found.calls:
-            found.calls = calls[:1]  # the arrival
+        if self._arrives and not found.calls:
+            found.calls = calls[:1]
         if part is not None:
             part.calls += [call for call in calls if call.name.rpartition(".")[2] in OF_STEPS]
             found.steps.append(part)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.config.env import client_key
 from quire.config.flags import (
     FlagParser,
     add_engine_flags,
@@ -16,6 +17,7 @@ from quire.config.flags import (
     settings_of,
 )
 from quire.contracts.errors import ConfigError, ModelNotFound
+from quire.entry.cli.remote import RemoteServer, refuse_engine_flags
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 if TYPE_CHECKING:
@@ -50,6 +52,13 @@ def configure(parser: FlagParser) -> None:
         "memory; flag = the way of each given flag's value (default: request)",
     )
     parser.add_argument("--tensor", metavar="NAME", help="tensor of --from load (default: the first query projection)")
+    parser.add_argument(
+        "--url", metavar="URL", help="trace a request of this running server; without --request the next"
+    )
+    parser.add_argument("--request", metavar="ID", help="a request of --url that runs or waits")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key of --url (default: $QUIRE_API_KEY or $OPENAI_API_KEY)"
+    )
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
     parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
@@ -59,6 +68,8 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run a request. Print the functions that it called, as a tree, and write the Perfetto trace of --out."""
     _check(args)
+    if args.url is not None:
+        return _print_live(args)
     if args.begin == "flag":
         return _print_flags(args)
     options = {"enable_lora": True} if args.adapter else {}
@@ -79,6 +90,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--tensor names what --from load shows: add --from load.")
     if args.after and args.begin != "request":
         raise ConfigError("--after is for a trace of a request: leave it or --from out.")
+    if args.url is None and (args.request is not None or args.api_key is not None):
+        raise ConfigError("--request and --api-key belong to a server: add --url, or leave them out.")
+    if args.url is not None:
+        refuse_engine_flags(vars(args))
+        if args.begin != "request" or args.prompt or args.after or args.adapter or args.full:
+            words = "--from, --prompt, --after, --adapter and --full"
+            raise ConfigError(f"--url shows a request that the server has, shortened: leave {words} out.")
     if args.adapter and args.begin == "http":
         raise ConfigError("--from http sends a request without an adapter: leave --adapter out.")
     if args.out is not None and args.begin == "load":
@@ -117,6 +135,14 @@ def _print_http(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return _print_calls(args, found)
 
 
+def _print_live(args: argparse.Namespace) -> int:
+    """Print the calls of a request of a running server."""
+    from quire.explain.live_trace import trace_live
+
+    raise_on_interrupt()
+    return _print_calls(args, trace_live(RemoteServer(args.url, args.api_key or client_key()), args.request))
+
+
 def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Build an engine, and print the calls of its start."""
     from quire.entry.llm import LLM
@@ -129,12 +155,13 @@ def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 def _print_calls(args: argparse.Namespace, found: "Span", lines: Iterable[str] | None = None) -> int:
     """Print a tree of calls, as `lines` if they are given, or as JSON. Write the file of --out."""
-    from quire.explain.render_trace import events, render
+    from quire.observe.render_calls import events, render
 
     if args.json:
         print(msgspec.json.encode(found).decode())
     else:
-        print(*(lines or render(found, None if args.full or args.begin == "http" else set())), sep="\n")
+        folded = args.begin == "http" or args.url is not None  # already
+        print(*(lines or render(found, None if args.full or folded else set())), sep="\n")
     _write(args.out, events(found, found.begin))
     return 0
 
