@@ -224,8 +224,9 @@ def _taken_after(span: Span, time: int) -> Iterator[Span]:
     span.inside = [inner for inner in span.inside if inner.begin < time]
 
 
-def _began(span: Span, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _began(open_ones: list[Span], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add sizes of texts and bytes to the shapes. Of messages that are no request, nothing is told."""
+    span = open_ones[-1]
     sizes = [size for one in (*args, *kwargs.values()) if (size := _size(one))]
     span.takes = ", ".join([span.takes, *sizes] if span.takes else sizes)
 

@@ -15,6 +15,7 @@ from quire.contracts.adapters import LoRARequest
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
+from quire.explain.step_mode import Stepper
 from quire.observe.calls import CallRecorder, Span, Stop, methods_of
 from quire.plan.placement import parallel_sizes, ranks
 from quire.procs.in_process import InProcessExecutor
@@ -27,7 +28,13 @@ STEP = "LLM._step"
 
 
 def trace(
-    llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: LoRARequest | None = None, after: str = ""
+    llm: LLM,
+    prompt: PromptLike,
+    *,
+    max_tokens: int = 4,
+    lora_request: LoRARequest | None = None,
+    after: str = "",
+    stepper: Stepper | None = None,
 ) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
@@ -35,6 +42,8 @@ def trace(
     warm up. The prefix cache is emptied before each run; then a request with the text `after` runs, if it is given, and
     the traced one finds what it left. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
+
+    stepper   halts at stops of the request; the engine is in this process then
     """
     engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
     core, cuda = engine.core, engine.device.device == "cuda"
@@ -47,7 +56,7 @@ def trace(
     many = engine.runner is None
     if many:
         core.executor.control("trace", {"on": True})
-    with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None) as root:
+    with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None, stepper) as root:
         made = llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)[0]
     if many:
         _add_ranks(llm, root, core.executor.control("trace", {"on": False}))
@@ -62,8 +71,12 @@ def trace(
 
 
 @contextmanager
-def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Span]:
-    """Context manager: yield a root span, and add the calls of the block to it. `wait` runs at the end of each call."""
+def recording(llm: LLM, wait: Callable[[], None] = lambda: None, stepper: Stepper | None = None) -> Iterator[Span]:
+    """Context manager: yield a root span, and add the calls of the block to it.
+
+    wait      runs at the end of each call
+    stepper   is told of each call
+    """
     num_steps = 0
 
     def name_step(result: Any, open_ones: list[Span]) -> None:
@@ -76,7 +89,16 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
             step.phase = f"step {num_steps}: {kind}, {count} token{'s' * (count > 1)}"
             num_steps += 1
 
-    with CallRecorder(_stops(llm), wait, name_step) as recorder:
+    def told(result: Any, open_ones: list[Span]) -> None:
+        name_step(result, open_ones)
+        if stepper is not None:
+            stepper.told(result, open_ones)
+
+    def began(*call: Any) -> None:
+        if stepper is not None:
+            stepper.began(*call)
+
+    with CallRecorder(_stops(llm), wait, told, began) as recorder:
         if llm.engine.runner is not None:
             without_recordings(recorder, llm.engine.runner)
         yield recorder.root

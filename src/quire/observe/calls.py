@@ -31,7 +31,7 @@ NATIVE = re.compile(r"\w+ (\w+)\(")  # a line that begins a C function
 RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step
 
 Stop = tuple[Any, str, str]  # owner, attribute, and name of a function to record
-Began = Callable[["Span", Any, tuple[Any, ...], dict[str, Any]], None]
+Began = Callable[[list["Span"], Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(eq=False)
@@ -85,7 +85,8 @@ class CallRecorder:
     stops   functions to record, as (owner, attribute, name). The span of a coroutine has the time that it waits, too
     wait    called after each recorded call, before its end is noted; such as torch.cuda.synchronize
     told    called after each recorded call, with its result and the calls that have not ended yet, outermost first
-    began   called before each recorded call, with its span, the function and the arguments
+    began   called before each recorded call, with the calls that have not ended, itself the last one, with its
+            function and the arguments
     line    returns a key of what runs now: calls with one key lie in each other
     """
 
@@ -94,7 +95,7 @@ class CallRecorder:
         stops: Iterable[Stop],
         wait: Callable[[], None] = lambda: None,
         told: Callable[[Any, list[Span]], None] = lambda result, open_ones: None,
-        began: Began = lambda span, function, args, kwargs: None,
+        began: Began = lambda open_ones, function, args, kwargs: None,
         line: Callable[[], object] = threading.get_ident,
     ) -> None:
         self.root, self._stops, self._wait, self._told = Span("", ""), stops, wait, told
@@ -131,13 +132,13 @@ class CallRecorder:
             span = Span(
                 name or args[0].fn.__name__,
                 place or place_of(args[0].fn),
-                _words(lambda: ", ".join(_shapes((args, kwargs)))),
+                _words(lambda: ", ".join(shapes((args, kwargs)))),
                 way=_words(lambda: told_way(*args, **kwargs)),
             )
             stack = self._stacks.setdefault(self._line(), [self.root])
             stack[-1].inside.append(span)
             stack.append(span)
-            self._began(span, function, args, kwargs)
+            self._began(stack, function, args, kwargs)
             span.begin = time.perf_counter_ns()
             return span, stack
 
@@ -146,7 +147,7 @@ class CallRecorder:
             stack.pop()
 
         def tell(span: Span, stack: list[Span], result: Any) -> None:
-            span.gives = _words(lambda: ", ".join(_shapes(result)))
+            span.gives = _words(lambda: ", ".join(shapes(result)))
             self._told(result, stack)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +256,7 @@ def _native_places() -> dict[str, str]:
     return found
 
 
-def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
+def shapes(value: Any, deep: bool = True) -> Iterator[str]:
     """Yield types and shapes of the arrays in a value, with the field names of records that hold arrays."""
     if isinstance(value, np.ndarray) or _is_tensor(value):
         short = re.sub(r"(float|u?int)(?=\d)", lambda kind: kind[0][0], str(value.dtype).removeprefix("torch."))
@@ -270,10 +271,10 @@ def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
         yield f"ints[{len(value)}]"
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _shapes(item, deep)
+            yield from shapes(item, deep)
     elif deep and (is_dataclass(value) or isinstance(value, msgspec.Struct)):
         names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else type(value).__dataclass_fields__
-        inside = [f"{name} {shape}" for name in names for shape in _shapes(getattr(value, name), False)]
+        inside = [f"{name} {shape}" for name in names for shape in shapes(getattr(value, name), False)]
         if inside:
             yield f"{type(value).__name__}({', '.join(inside)})"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.config.engine import ParallelConfig
 from quire.config.env import client_key
 from quire.config.flags import (
     FlagParser,
@@ -60,6 +61,10 @@ def configure(parser: FlagParser) -> None:
         "--api-key", metavar="KEY", help="API key of --url (default: $QUIRE_API_KEY or $OPENAI_API_KEY)"
     )
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
+    parser.add_argument(
+        "--step", action="store_true", help="halt at each stop, as a debugger would; h lists the commands"
+    )
+    parser.add_argument("--script", metavar="FILE", help="file with the commands of --step, one in a line")
     parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
@@ -97,6 +102,15 @@ def _check(args: argparse.Namespace) -> None:
         if args.begin != "request" or args.prompt or args.after or args.adapter or args.full:
             words = "--from, --prompt, --after, --adapter and --full"
             raise ConfigError(f"--url shows a request that the server has, shortened: leave {words} out.")
+    if args.script is not None and not args.step:
+        raise ConfigError("--script has commands of --step: add --step.")
+    if args.step and (args.begin != "request" or args.url or args.json or args.out or args.full):
+        raise ConfigError("--step halts at stops of a request here: leave --from, --url, --json, --out and --full out.")
+    asked = engine_config(args).parallel if args.step else ParallelConfig()
+    if asked.tensor_parallel_size * asked.pipeline_parallel_size * asked.data_parallel_size > 1:
+        raise ConfigError(
+            "--step halts this process, and ranks are processes of their own: leave -tp, -pp and -dp out."
+        )
     if args.adapter and args.begin == "http":
         raise ConfigError("--from http sends a request without an adapter: leave --adapter out.")
     if args.out is not None and args.begin == "load":
@@ -120,7 +134,12 @@ def _print_request(args: argparse.Namespace, options: dict[str, Any]) -> int:
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        found = trace(llm, _prompt(args), max_tokens=args.max_tokens, lora_request=asked, after=args.after)
+        given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after}
+        if args.step:
+            from quire.explain.step_commands import step_through
+
+            return step_through(llm, _prompt(args), args.script, **given)
+        found = trace(llm, _prompt(args), **given)
     return _print_calls(args, found)
 
 
