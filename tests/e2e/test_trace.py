@@ -18,11 +18,12 @@ from quire import LLM, SamplingParams
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
+from quire.explain.lanes import lane_lines, trace_lanes
 from quire.explain.step_commands import scripted, step_through
 from quire.explain.step_mode import VLLM, Stepper
 from quire.explain.trace import _stops, recording, trace
 from quire.observe.calls import PACKAGE, Span
-from quire.observe.render_calls import render
+from quire.observe.render_calls import events, render
 from quire.procs.messages import Add
 from quire.worker.taps import HiddenTap
 
@@ -351,10 +352,43 @@ def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixt
         (["--script", "none", "--step"], "--script: none cannot be read (No such file or directory)"),
         (["--script", "none"], "--script has commands of --step: add --step."),
         (["--step", "--json"], "leave --from, --url, --json, --out and --full out."),
-        (["--step", "-tp", "2"], "ranks are processes of their own"),
+        (["--step", "-tp", "2"], "--step halts this process, and ranks are processes of their own"),
+        (["--lanes", "-dp", "2"], "--lanes shows this process, and ranks are processes of their own"),
+        (["--lanes", "--step"], "leave --from, --url, --step, --adapter, --after and --full out."),
     ):
         assert main(["trace", *words]) == 3
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cpu_plans_and_submits_a_step_while_the_device_runs_the_one_before() -> None:
+    with LLM(async_depth=2, max_model_len=64, **OPTIONS) as llm:
+        before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+        root = trace_lanes(llm, PROMPT, max_tokens=4)
+        assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
+    cpu, device = root.inside
+    assert [step.name for step in device.inside] == [
+        "step 0: prefill, 5 tokens",
+        *(f"step {number}: decode, 1 token" for number in (1, 2, 3)),
+    ]
+    calls = {span.name: span for span in flat(cpu)}
+    order = names(cpu)
+    for number, step in enumerate(device.inside):
+        submitted, collected = (
+            calls[f"EngineCore.submit of step {number}"],
+            calls[f"InProcessExecutor.collect of step {number}"],
+        )
+        assert submitted.begin <= step.begin < step.end <= collected.end, "a step runs from its submit to its collect"
+        assert calls[f"Finisher.apply of step {number}"].end <= calls[f"FrontEnd.apply of step {number}"].begin
+        if number:
+            assert device.inside[number - 1].end <= step.begin
+            done = f"InProcessExecutor.collect of step {number - 1}"
+            assert order.index(f"EngineCore.begin_step of step {number}") < order.index(done), "planned ahead"
+    lines = list(lane_lines(root))
+    told = [line for line in lines if "device idle before: " in line and "CPU works " in line]
+    assert len(told) == 4 and sum("  EngineCore.submit of step " in line for line in lines) >= 3
+    tracks = {e["args"]["name"]: e["tid"] for e in events(root, root.begin) if e["ph"] == "M"}  # type: ignore[index]
+    drawn = [e["name"] for e in events(root, root.begin) if e["ph"] == "X" and e["tid"] == tracks["device"]]
+    assert drawn == [step.name for step in device.inside] and tracks.keys() == {"CPU", "device"}
 
 
 OF_EXPERTS = {"layers.*.router*", "layers.*.experts", "experts.*.run*", "routing.*", "latent.*"}

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from quire.observe.calls import RANK, Shown, Span, fold
 
 HTTP, CORE, CLIENT = "HTTP process", "engine core", "client"  # spans of a stay in a process, with the calls in it
-TRACKS = {CLIENT: 1001, HTTP: 1002, CORE: 1003}  # rank 0 has track 2
+CPU, DEVICE = "CPU", "device"  # the lanes of two steps in flight
+TRACKS = {CLIENT: 1001, HTTP: 1002, CORE: 1003, CPU: 1004, DEVICE: 1005}  # rank 0 has track 2
 
 
 def render(span: Span, shown: Shown | None) -> Iterator[str]:

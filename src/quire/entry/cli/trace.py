@@ -62,6 +62,9 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
     parser.add_argument(
+        "--lanes", action="store_true", help="what the CPU does while each step runs on the device, with two in flight"
+    )
+    parser.add_argument(
         "--step", action="store_true", help="halt at each stop, as a debugger would; h lists the commands"
     )
     parser.add_argument("--script", metavar="FILE", help="file with the commands of --step, one in a line")
@@ -84,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             return _print_http(args, options)
         if args.begin == "start":
             return _print_start(args, options)
+        if args.lanes:
+            return _print_lanes(args, options | {"async_depth": 2})
         return _print_request(args, options | {"async_depth": 1, "enforce_eager": True})
     except ModelNotFound as error:
         raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
@@ -106,11 +111,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--script has commands of --step: add --step.")
     if args.step and (args.begin != "request" or args.url or args.json or args.out or args.full):
         raise ConfigError("--step halts at stops of a request here: leave --from, --url, --json, --out and --full out.")
-    asked = engine_config(args).parallel if args.step else ParallelConfig()
+    if args.lanes and (args.begin != "request" or args.url or args.step or args.adapter or args.after or args.full):
+        words = "--from, --url, --step, --adapter, --after and --full"
+        raise ConfigError(f"--lanes shows the steps of a request here: leave {words} out.")
+    asked = engine_config(args).parallel if args.step or args.lanes else ParallelConfig()
     if asked.tensor_parallel_size * asked.pipeline_parallel_size * asked.data_parallel_size > 1:
-        raise ConfigError(
-            "--step halts this process, and ranks are processes of their own: leave -tp, -pp and -dp out."
-        )
+        words = "--lanes shows" if args.lanes else "--step halts"
+        raise ConfigError(f"{words} this process, and ranks are processes of their own: leave -tp, -pp and -dp out.")
     if args.adapter and args.begin == "http":
         raise ConfigError("--from http sends a request without an adapter: leave --adapter out.")
     if args.out is not None and args.begin == "load":
@@ -141,6 +148,16 @@ def _print_request(args: argparse.Namespace, options: dict[str, Any]) -> int:
             return step_through(llm, _prompt(args), args.script, **given)
         found = trace(llm, _prompt(args), **given)
     return _print_calls(args, found)
+
+
+def _print_lanes(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Run a request with two steps in flight, and print the device's steps with the CPU's calls."""
+    from quire.entry.llm import LLM
+    from quire.explain.lanes import lane_lines, trace_lanes
+
+    with LLM(**options) as llm:
+        found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens)
+    return _print_calls(args, found, lane_lines(found))
 
 
 def _print_http(args: argparse.Namespace, options: dict[str, Any]) -> int:
