@@ -18,13 +18,13 @@ from quire import LLM, SamplingParams
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.lanes import lane_lines, trace_lanes
-from quire.explain.step_commands import scripted, step_through
-from quire.explain.step_mode import VLLM, Stepper
-from quire.explain.trace import _stops, recording, trace
 from quire.observe.calls import PACKAGE, Span
 from quire.observe.render_calls import events, render
 from quire.procs.messages import Add
+from quire.traces.lanes import lane_lines, trace_lanes
+from quire.traces.step_commands import scripted, step_through
+from quire.traces.step_mode import VLLM, Stepper
+from quire.traces.trace import _stops, recording, trace
 from quire.worker.taps import HiddenTap
 
 from ..support.full import FULL
@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None
 
 
 def stepped(llm: LLM, commands: list[str], **given: Any) -> list[str]:
-    """What step mode prints."""
+    """Lines that step mode prints."""
     lines: list[str] = []
     trace(llm, PROMPT, stepper=Stepper(llm, scripted(commands), lines.append), **given)
     return [line.strip() for line in "\n".join(lines).splitlines() if line.strip()]

@@ -12,12 +12,12 @@ import msgspec
 from quire.config.serve import ServerConfig
 from quire.entry.cli.main import main
 from quire.entry.core_process import build
-from quire.explain.http_trace import http_stops, trace_http
 from quire.kernels.select import select
 from quire.observe.calls import PACKAGE, Span
 from quire.observe.render_calls import render
 from quire.procs.messages import CoreStart
 from quire.procs.request_trace import core_stops
+from quire.traces.http_trace import http_stops, trace_http
 
 from ..support.core_thread import CoreThread
 from .in_process import running_inside

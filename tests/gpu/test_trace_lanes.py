@@ -1,10 +1,10 @@
-"""Lanes and step mode of a trace on a GPU: events tell when the device ran a step, and graphs are replayed meanwhile."""
+"""Lanes and step mode of a trace on a GPU: events tell when the device ran a step; graphs are replayed meanwhile."""
 
 from quire import LLM
-from quire.explain.lanes import lane_lines, trace_lanes
-from quire.explain.step_mode import Stepper
-from quire.explain.trace import trace
 from quire.observe.calls import Span
+from quire.traces.lanes import lane_lines, trace_lanes
+from quire.traces.step_mode import Stepper
+from quire.traces.trace import trace
 
 PROMPT = [11, 12, 13, 14, 15]
 SLACK = 1_000_000  # nanoseconds between the clocks of host and device

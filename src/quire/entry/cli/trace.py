@@ -132,18 +132,18 @@ def _print_request(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Build an engine. Run a request and print its calls, or print the way of a tensor."""
     from quire.contracts.adapters import LoRARequest
     from quire.entry.llm import LLM
-    from quire.explain.trace import trace
+    from quire.traces.trace import trace
 
     with LLM(**options) as llm:
         if args.begin == "load":
-            from quire.explain.load_trace import load_lines
+            from quire.traces.load_trace import load_lines
 
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
         given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after}
         if args.step:
-            from quire.explain.step_commands import step_through
+            from quire.traces.step_commands import step_through
 
             return step_through(llm, _prompt(args), args.script, **given)
         found = trace(llm, _prompt(args), **given)
@@ -153,7 +153,7 @@ def _print_request(args: argparse.Namespace, options: dict[str, Any]) -> int:
 def _print_lanes(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run a request with two steps in flight, and print the device's steps with the CPU's calls."""
     from quire.entry.llm import LLM
-    from quire.explain.lanes import lane_lines, trace_lanes
+    from quire.traces.lanes import lane_lines, trace_lanes
 
     with LLM(**options) as llm:
         found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens)
@@ -163,7 +163,7 @@ def _print_lanes(args: argparse.Namespace, options: dict[str, Any]) -> int:
 def _print_http(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Start a server, send a request, and print its calls in every process."""
     from quire.config.serve import ServerConfig
-    from quire.explain.http_trace import trace_http
+    from quire.traces.http_trace import trace_http
 
     raise_on_interrupt()
     config = ServerConfig.from_flat(**options, host="127.0.0.1", port=0, access_log=False)
@@ -173,7 +173,7 @@ def _print_http(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 def _print_live(args: argparse.Namespace) -> int:
     """Print the calls of a request of a running server."""
-    from quire.explain.live_trace import trace_live
+    from quire.traces.live_trace import trace_live
 
     raise_on_interrupt()
     return _print_calls(args, trace_live(RemoteServer(args.url, args.api_key or client_key()), args.request))
@@ -182,7 +182,7 @@ def _print_live(args: argparse.Namespace) -> int:
 def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Build an engine, and print the calls of its start."""
     from quire.entry.llm import LLM
-    from quire.explain.start_trace import start_lines, trace_start
+    from quire.traces.start_trace import start_lines, trace_start
 
     llm, found = trace_start(lambda: LLM(**options), "start")
     with llm:
@@ -209,7 +209,7 @@ def _prompt(args: argparse.Namespace) -> str:
 def _print_flags(args: argparse.Namespace) -> int:
     """Print the way of each given option of the engine."""
     from quire.config.engine import flat_names
-    from quire.explain.flag_trace import flag_lines, flag_way
+    from quire.traces.flag_trace import flag_lines, flag_way
 
     settings, config = settings_of(args), engine_config(args)
     names = [name for name in settings.values if name in flat_names() and name != "model"]

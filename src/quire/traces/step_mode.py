@@ -25,9 +25,9 @@ from quire.contracts.text_table import read_rows
 from quire.engine.core import EngineCore
 from quire.engine.plan_writer import InFlight
 from quire.entry.llm import LLM
-from quire.explain.decisions import decisions_of
 from quire.layers.context import StepContext
 from quire.observe.calls import Span, shapes
+from quire.traces.decisions import decisions_of
 
 HELP = """\
 n          run this stop to its end, show what it returns, and halt at the next one

@@ -6,8 +6,8 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError
 from quire.entry.llm import LLM
-from quire.explain.step_mode import Commands, Left, Stepper
-from quire.explain.trace import trace
+from quire.traces.step_mode import Commands, Left, Stepper
+from quire.traces.trace import trace
 
 PROMPT = "(step) "
 

@@ -6,10 +6,10 @@ import msgspec
 
 from quire.contracts.errors import EngineDead
 from quire.entry.cli.remote import BROKEN, RemoteServer
-from quire.explain.decisions import decisions_of, with_decisions
 from quire.observe.calls import Span
 from quire.observe.render_calls import CORE
 from quire.procs.request_trace import TracedRequest, TracedStep
+from quire.traces.decisions import decisions_of, with_decisions
 
 
 def trace_live(server: RemoteServer, request_id: str | None) -> Span:

@@ -15,13 +15,13 @@ from quire.contracts.adapters import LoRARequest
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
-from quire.explain.step_mode import Stepper
 from quire.observe.calls import CallRecorder, Span, Stop, methods_of
 from quire.plan.placement import parallel_sizes, ranks
 from quire.procs.in_process import InProcessExecutor
 from quire.procs.request_trace import core_stops
 from quire.reports.ranks import rank_name
 from quire.text.sequence import SequenceText
+from quire.traces.step_mode import Stepper
 from quire.worker.call_trace import without_recordings, worker_stops
 
 STEP = "LLM._step"

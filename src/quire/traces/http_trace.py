@@ -41,8 +41,6 @@ from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.server import BEFORE_ROUTES
 from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.http.sse import EventStream
-from quire.explain.decisions import decisions_of, with_decisions
-from quire.explain.live_trace import phase_of
 from quire.observe.calls import CallRecorder, Shown, Span, Stop, fold
 from quire.observe.metrics import Metrics
 from quire.observe.render_calls import CLIENT, CORE, HTTP, TRACKS
@@ -53,6 +51,8 @@ from quire.procs.wire import Messages, encode
 from quire.text.chat import ChatTemplate
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
+from quire.traces.decisions import decisions_of, with_decisions
+from quire.traces.live_trace import phase_of
 
 METHODS: tuple[tuple[type, str], ...] = (
     (LimitedProtocol, "connection_made data_received on_headers_complete on_body on_message_complete"),
