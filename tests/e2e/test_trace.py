@@ -164,9 +164,13 @@ def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_kernels_that_were_chosen_are_those_that_are_called(llm: LLM) -> None:
-    called = names(trace(llm, PROMPT))
+    root = trace(llm, PROMPT)
+    called, told = names(root), [span.decided for span in flat(root) if span.decided]
     for choice in llm.engine.kernels.choices:
         assert any(name.startswith(f"{choice.op}.{choice.name}.") for name in called) or choice.op == "activation"
+        reasons = sum(one.startswith(f"{choice.op}: {choice.name} ({choice.reason}") for one in told)
+        assert reasons == 1 or choice.op == "activation"
+    assert f"KV cache {llm.engine.dtype.dtype} (as the computation)" in " ".join(told)
 
 
 def test_products_say_where_numbers_are_quantized() -> None:

@@ -19,7 +19,7 @@ def test_steps_on_the_device_lie_between_their_submit_and_their_collect() -> Non
         assert llm.engine.worker is not None
         before = llm.engine.worker.recorder.counts["replayed"]
         root = trace_lanes(llm, PROMPT, max_tokens=16)
-        assert llm.engine.worker.recorder.counts["replayed"] >= before + 3 * 14, "a trace made its steps eager"
+        assert llm.engine.worker.recorder.counts["replayed"] >= before + 3 * 10, "a trace made its steps eager"
         cpu, device = root.inside
         calls = {span.name: span for span in flat(cpu)}
         assert [step.name for step in device.inside][:2] == ["step 0: prefill, 5 tokens", "step 1: decode, 1 token"]

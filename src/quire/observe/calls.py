@@ -132,8 +132,8 @@ class CallRecorder:
             span = Span(
                 name or args[0].fn.__name__,
                 place or place_of(args[0].fn),
-                _words(lambda: ", ".join(shapes((args, kwargs)))),
-                way=_words(lambda: told_way(*args, **kwargs)),
+                words(lambda: ", ".join(shapes((args, kwargs)))),
+                way=words(lambda: told_way(*args, **kwargs)),
             )
             stack = self._stacks.setdefault(self._line(), [self.root])
             stack[-1].inside.append(span)
@@ -147,7 +147,7 @@ class CallRecorder:
             stack.pop()
 
         def tell(span: Span, stack: list[Span], result: Any) -> None:
-            span.gives = _words(lambda: ", ".join(shapes(result)))
+            span.gives = words(lambda: ", ".join(shapes(result)))
             self._told(result, stack)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def shapes(value: Any, deep: bool = True) -> Iterator[str]:
             yield f"{type(value).__name__}({', '.join(inside)})"
 
 
-def _words(describe: Callable[[], str]) -> str:
+def words(describe: Callable[[], str]) -> str:
     """Return a description, or the error that it raises: a call must not fail because nobody can describe it."""
     try:
         return describe()

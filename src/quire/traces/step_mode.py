@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.plan_writer import InFlight
 from quire.entry.llm import LLM
 from quire.layers.context import StepContext
-from quire.observe.calls import Span, shapes
+from quire.observe.calls import Span, shapes, words
 from quire.traces.decisions import decisions_of
 
 HELP = """\
@@ -39,7 +40,7 @@ q          leave; so do the end of the commands and Ctrl-C
 h          this list; an empty line repeats the last command"""
 VLLM = [tuple(row) for row in read_rows(Path(__file__).with_name("vllm_stops.txt"))]  # pattern, name in vLLM
 MOST_LINES, MOST_DEPTH = 12, 3  # tensors of a halt; records in records
-MOST_NUMBERS = 1 << 24  # of a tensor whose norm is shown
+MOST_NUMBERS, MOST_COPIED = 1 << 24, 1 << 16  # of a tensor whose norm is shown, and that is copied for its first ones
 FIRST, FIRST_OF_ONE = 4, 32  # numbers of a tensor at a halt, and of one that `p` prints
 BEST = 5  # tokens of logits
 OUTER = 2  # open calls in the outermost one: the root, and `LLM.generate`
@@ -107,9 +108,9 @@ class Stepper:
             self._say(f"\n{phase or 'between two steps'}")
         theirs = next((f"  vLLM: {name}" for pattern, name in VLLM if fnmatch(span.name, pattern)), "")
         self._say(f"\n{'  ' * (len(open_ones) - 2)}{span.name}  {span.where}{theirs}")
-        for words in (span.way, *(told for names, told in self._decisions.items() if names.match(span.name))):
-            if words:
-                self._say(f"    decided from: {words}")
+        for told in (span.way, *(told for names, told in self._decisions.items() if names.match(span.name))):
+            if told:
+                self._say(f"    decided from: {told}")
         for name, value in self._values.items():
             if name != "self":
                 self._tensors(name, value)
@@ -163,7 +164,7 @@ class Stepper:
         """Print the tensors of a value, by name. Return False when there is none."""
         found = list(_named(name, value))
         for key, one in found[:MOST_LINES]:
-            self._say(f"    {key or 'result':<28} {_described(one, count)}")
+            self._say(f"    {key or 'result':<28} {words(partial(_described, one, count))}")
             if isinstance(one, Tensor) and one.ndim == 2 and one.shape[1] == self._llm.engine.core.facts.vocab_size:
                 self._say(f"      best tokens of the last row: {self._best(one[-1])}")
         if len(found) > MOST_LINES:
@@ -241,13 +242,16 @@ def _fields(value: Any) -> list[str]:
 
 def _described(value: Any, count: int) -> str:
     """Return shape, dtype, norm and first numbers of a tensor or array."""
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    flat = tensor.detach().flatten()[:count].tolist()
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    few = tensor
+    while few.numel() > MOST_COPIED and few.ndim > 1:  # a view of a KV cache cannot be flattened without a copy
+        few = few[0]
+    flat = (few.float() if few.is_floating_point() else few).flatten()[:count].tolist()
     first = ", ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in flat)
     more = ", ..." if tensor.numel() > count else ""
     norm = ""
     if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
-        norm = f"  norm {float(tensor.detach().float().norm()):.5g}"
+        norm = f"  norm {float(tensor.float().norm()):.5g}"
     return f"{', '.join(shapes(value))}{norm}  [{first}{more}]"
 
 

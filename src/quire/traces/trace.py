@@ -21,6 +21,7 @@ from quire.procs.in_process import InProcessExecutor
 from quire.procs.request_trace import core_stops
 from quire.reports.ranks import rank_name
 from quire.text.sequence import SequenceText
+from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.step_mode import Stepper
 from quire.worker.call_trace import without_recordings, worker_stops
 
@@ -67,7 +68,8 @@ def trace(
     if after:
         length = len(made.prompt_token_ids or ())
         root.name += f"; {made.num_cached_tokens or 0} of {length} tokens of the prompt were in the prefix cache"
-    return root
+    plan = msgspec.json.decode(str(core.facts.plans["engine"]))
+    return with_decisions(root, decisions_of(plan, engine.config))
 
 
 @contextmanager
