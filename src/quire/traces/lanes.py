@@ -7,7 +7,6 @@ device is the thread that computes.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
 
@@ -65,24 +64,35 @@ def trace_lanes(llm: LLM, prompt: PromptLike, *, max_tokens: int) -> Span:
 
 
 def lane_lines(root: Span) -> Iterator[str]:
-    """Yield the lines of a request in two lanes: each step of the device with the calls of the CPU meanwhile."""
+    """Yield the lines of a request in two lanes: each step of the device with the calls of the CPU meanwhile.
+
+    A call stands below each step that runs at the same time, else below the next one.
+    """
     cpu, device = root.inside
-    start = device.begin
+    start, idle_since = device.begin, device.begin
     shown = [one for call in cpu.inside for one in _shown(call)]
+    left = [one for one in shown if not any(_overlap(one, step) for step in device.inside)]
+
+    def lines(calls: list[Span]) -> Iterator[str]:
+        for one in sorted(calls, key=lambda one: one.begin):
+            yield f"{1e3 * one.seconds:9.3f} ms    at {_ms(one.begin - start)}  {one.name}  {one.where}"
+
     yield f"{1e3 * root.seconds:9.3f} ms  {root.name}; times since the begin of step 0"
-    for before, step in pairwise([None, *device.inside]):
-        assert step is not None
-        idle = step.begin - before.end if before is not None else 0
-        waited = sum(_overlap(one, step) for one in shown if WAITS in one.name)
+    for step in device.inside:
+        beside = [one for one in shown if _overlap(one, step)]
+        between = [one for one in left if one.begin < step.begin]
+        left = [one for one in left if one.begin >= step.begin]
+        waited = sum(_overlap(one, step) for one in beside if WAITS in one.name)
         worked = sum(_overlap(one, step) for one in cpu.inside) - waited
         yield ""
         yield (
             f"{1e3 * step.seconds:9.3f} ms  {step.name}  from {_ms(step.begin - start)} to {_ms(step.end - start)} ms; "
-            f"device idle before: {_ms(max(0, idle))} ms; CPU works {_ms(worked)} ms, waits {_ms(waited)} ms"
+            f"device idle before: {_ms(max(0, step.begin - idle_since))} ms; "
+            f"CPU works {_ms(worked)} ms, waits {_ms(waited)} ms"
         )
-        for one in shown:
-            if _overlap(one, step) or (before is not None and before.end <= one.begin < step.begin):
-                yield f"{1e3 * one.seconds:9.3f} ms    at {_ms(one.begin - start)}  {one.name}  {one.where}"
+        yield from lines(between + beside)
+        idle_since = step.end
+    yield from ["", "              after the last step", *lines(left)] if left else ()
 
 
 def _stops(llm: LLM) -> Iterator[Stop]:
