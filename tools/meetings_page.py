@@ -1,6 +1,6 @@
-"""The pages of what works together, docs/meetings.md and the matrix in README.md, from the table; no torch.
+"""The pages of what works together, docs/meetings.md and the matrix in the READMEs, from the table; no torch.
 
-PYTHONPATH=src python tools/meetings_page.py       writes both
+PYTHONPATH=src python tools/meetings_page.py       writes them
 """
 
 import re
@@ -16,6 +16,7 @@ from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import inputs_of, rows_of
 
 ROOT = Path(__file__).parents[1]
+READMES = ("README.md", "README.zh-CN.md")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -50,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "peers": {"kv_offload_gb": 1.0, "kv_peers": ("a:1",)},
     "adapters": {"enable_lora": True},
     "batch invariance": {"batch_invariant": True},
+    "weights in host memory": {"cpu_offload_gb": 4.0},
     "KV events": {"kv_events_config": {"enable_kv_cache_events": True}},
     "no prefix cache": {"enable_prefix_caching": False},
     "round robin": {
@@ -148,10 +150,11 @@ def _name(words: str, flag: str) -> str:
 
 
 def readme(text: str) -> str:
-    """Return README.md with the matrix of today."""
+    """Return a README with the matrix of today."""
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{matrix()}{END}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
     (ROOT / "docs" / "meetings.md").write_text(page().rstrip() + "\n")
-    (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
+    for name in READMES:
+        (ROOT / name).write_text(readme((ROOT / name).read_text()))

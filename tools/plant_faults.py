@@ -72,7 +72,7 @@ def copy_tree(source: Path, tests: Path, copy: Path) -> None:
     for name in ("src", "tools", "examples", "scripts", "docs"):
         shutil.copytree(source / name, copy / name, ignore=ignored)
     shutil.copytree(tests / "tests", copy / "tests", ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("pyproject.toml", "README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(source / name, copy / name)
 
 

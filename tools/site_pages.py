@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "project.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+OUTSIDE = {
+    "README.md": "project.md",
+    "README.zh-CN.md": "zh/project.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 IMAGE = re.compile(r"(?<=!)\[([^][]*)\]\((?!\w+:)([^)#\s]+)()\)")
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")  # an image may be its words
 
@@ -32,14 +37,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def rewritten(markdown: str, name: str) -> str:
     """Return a page with links of the site. name: its path in the project."""
+    here = posixpath.dirname(OUTSIDE.get(name, name.removeprefix("docs/")))
 
     def link(found: re.Match[str]) -> str:
         words, path, anchor = found.group(1), found.group(2), found.group(3) or ""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
-        if target in OUTSIDE:
-            return f"[{words}]({OUTSIDE[target]}{anchor})"
-        if target.startswith("docs/"):
-            return f"[{words}]({target.removeprefix('docs/')}{anchor})"
+        if target in OUTSIDE or target.startswith("docs/"):
+            site = OUTSIDE.get(target, target.removeprefix("docs/"))
+            return f"[{words}]({posixpath.relpath(site, here or '.')}{anchor})"
         return words if target.rpartition("/")[2] in words else f"{words} (`{target}`)"
 
     return LINK.sub(link, IMAGE.sub(link, markdown))

@@ -24,7 +24,7 @@ from quire.procs.messages import Add
 from quire.traces.lanes import lane_lines, trace_lanes
 from quire.traces.step_commands import scripted, step_through
 from quire.traces.step_mode import VLLM, Stepper
-from quire.traces.trace import _stops, recording, trace
+from quire.traces.trace import engine_stops, recording, trace
 from quire.worker.taps import HiddenTap
 
 from ..support.full import FULL
@@ -208,7 +208,7 @@ def test_the_kernels_of_quantized_weights_and_of_experts_are_stops(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
-    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
     assert len(before) > 200
     if fails:
         with pytest.raises(PromptTooLong), recording(llm) as root:
@@ -223,7 +223,7 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
 
 def test_a_request_of_a_server_shows_the_same_stops(llm: LLM) -> None:
     core = llm.engine.core
-    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
     found = traced(serve(core, asking(), Add((new(0, tokens=3),))))
     first, second, third = found.steps
     assert [one.kind for one in found.steps] == ["prefill", "decode", "decode"]
@@ -327,7 +327,7 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
 def test_step_mode_ends_with_its_commands_and_with_ctrl_c(
     llm: LLM, typed: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
 
     class Keyboard(io.StringIO):
         def readline(self, size: int = -1) -> str:
@@ -366,7 +366,7 @@ def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_cpu_plans_and_submits_a_step_while_the_device_runs_the_one_before() -> None:
     with LLM(async_depth=2, max_model_len=64, **OPTIONS) as llm:
-        before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+        before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
         root = trace_lanes(llm, PROMPT, max_tokens=4)
         assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
     cpu, device = root.inside
@@ -402,12 +402,12 @@ OF_EXPERTS = {"layers.*.router*", "layers.*.experts", "experts.*.run*", "routing
 @pytest.mark.parametrize("family", ["", *["deepseek_v3"] * FULL])
 def test_names_of_vllm_stand_beside_stops_that_exist(llm: LLM, family: str, tmp_path: Path) -> None:
     """Every row fits a stop of the bundled model, or one of a small DeepSeek; docs/coming-from-vllm.md has its name."""
-    stops = {name for _, _, name in _stops(llm)}
+    stops = {name for _, _, name in engine_stops(llm)}
     known = {"layers.[0-9][0-9]"}
     if family:
         write_model(random_model(Tiny(family=family), 0), tmp_path, family)
         with LLM(tmp_path, async_depth=1, skip_tokenizer_init=True, **OPTIONS) as other:
-            stops |= {name for _, _, name in _stops(other)}
+            stops |= {name for _, _, name in engine_stops(other)}
             lines = stepped(other, ["b layers.1.mlp.experts", "c", "p ids", "c", "c"], max_tokens=2)
         assert sum(line.startswith("layers.1.mlp.experts  layers/moe.py:") for line in lines) == 2
         assert any(line.startswith("ids ") and "i32[5," in line for line in lines)

@@ -14,6 +14,7 @@ from quire.procs.messages import Add
 from quire.traces.trace import trace
 
 from ..unit.procs.test_request_trace import asking, new, serve, traced
+from .test_tour import visits
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -85,6 +86,14 @@ def test_every_rank_of_a_layer_is_followed() -> None:
             assert {"StepRunner.submit", "StepRunner.collect"} == {call.name for call in one.calls[-1].inside}
         assert "tp.all_reduce" in [span.name for span in flat(found.steps[0].calls[-1])]
         assert llm.engine.core.executor.control("trace", {"on": False}) == [[], []]
+        (english, pages), (_, chinese) = visits(llm, "ranks")
+        assert [page.values for page in chinese] == [page.values for page in pages] and english.facts[
+            "sums"
+        ] == 1 + 2 * 8
+        assert pages[2].values[0] == ("rank 0 holds", "model.embed_tokens.weight: rows 0-4095 of 8192")
+        assert (
+            all(page.code.lines and page.values for page in pages) and pages[5].code.name == "ProcessGroup.all_reduce"
+        )
         greedy = SamplingParams(temperature=0.0, max_tokens=2)
         assert len(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids) == 2
 

@@ -11,8 +11,9 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.activation import ACTS
 from quire.kernels.experts import scaled as experts
 from quire.kernels.experts.form import PLAIN, ExpertForm
+from quire.kernels.layer_copies import HostBlock
 from quire.kernels.linear import scaled
-from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize, moved
+from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize, leaves, moved
 from quire.kernels.quantize import ref
 from quire.kernels.quantize.triton import GROUP, quantize
 
@@ -204,6 +205,7 @@ def compare(
 
     packed = (kernel.pack_gated if call.gated else kernel.pack)(matrix)
     assert not isinstance(packed, QuantizedMatrix), "the reference would run"
+    through_host_memory(packed)
     if residual is not None:
         y = kernel.run_add(normed, packed, bias, residual.clone())
     elif norm is not None and isinstance(kernel, NormedProducts):
@@ -220,6 +222,18 @@ def compare(
     if scheme.inputs:
         without = (expected(normed.double()) - truth).norm() / truth.norm()
         assert error < without / 1.5, f"{float(error):.2e}: as good as without quantization, {float(without):.2e}"
+
+
+def through_host_memory(packed: object) -> None:
+    """Move a packed weight to host memory and back to other memory of its device. The old memory of matrices is
+    overwritten; scales of activations may still be the caller's."""
+    tensors = list(leaves(packed))
+    device, old = tensors[0].device, [one.view_as(one) for one in tensors if one.dim() > 1 and one.is_contiguous()]
+    block = HostBlock(tensors, torch.device("cpu"))
+    for one in old:
+        one.view(torch.uint8).fill_(0xFF)  # numbers that are none
+    for source, target in block.lie_in(torch.empty(block.num_bytes, dtype=torch.uint8, device=device)):
+        target.copy_(source)
 
 
 def activated(product: Tensor, act: str) -> Tensor:
@@ -281,6 +295,7 @@ def compare_experts(
         truth += (weights * (ids == expert)).sum(1, keepdim=True).double() * result
     if other is not None:
         truth += other.double()
+    through_host_memory(packed)
     y = kernel.run(x, weights, ids, packed, expert_map, None if other is None else other.clone())
     error = (y.double() - truth).norm() / truth.norm()
     assert error < tolerance, f"{float(error):.2e} {scheme} {tokens} tokens"

@@ -15,11 +15,14 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.expert_copies.slots import REPLICA_ROWS, ExpertSlots, initial_slots
+from quire.kernels.layer_copies import layer_copies
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
-from quire.plan.engine import EnginePlan, own_draft
+from quire.layers.streamed import StreamedLayers
+from quire.plan.engine import EnginePlan, host_layers, own_draft
 from quire.plan.formats import with_formats
+from quire.plan.host_layers import SLOTS
 from quire.plan.joined import joined_decodes
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
@@ -66,6 +69,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
             model.draft.layers[0].watch(model.layers)
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
+    if (host := host_layers(plan)).layers:
+        model.streamed = StreamedLayers(host.layers, rank.layers[0], SLOTS, layer_copies(build.device))
     if target is None and (slots := slot_plan(plan)) is not None:
         model.adapters = add_slots(model, plan, slots)
     return model

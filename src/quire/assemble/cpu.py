@@ -104,10 +104,14 @@ def fill(model: Model, plan: EnginePlan, scales: list[Scales], on_loading: Loadi
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":
         load_dummy(model, plan.config.model.seed, device)
-        return Filled("dummy", sums + fact(f"{role} dummy", _made_up(plan)))
-    summed_as = role if plan.offload.outside else ""
-    report = load_weights(model, Path(plan.folder), on_loading, device=device, summed_as=summed_as)
-    return Filled(str(report), sums + report.sums + (fact(f"{role} cache", scales) if summed_as else b""))
+        words, own = "dummy", fact(f"{role} dummy", _made_up(plan))
+    else:
+        summed_as = role if plan.offload.outside else ""
+        report = load_weights(model, Path(plan.folder), on_loading, device=device, summed_as=summed_as)
+        words, own = str(report), report.sums + (fact(f"{role} cache", scales) if summed_as else b"")
+    if model.streamed is not None:
+        model.streamed.ready(model.device)
+    return Filled(words, sums + own)
 
 
 def _made_up(plan: EnginePlan) -> list[object]:

@@ -30,7 +30,7 @@ from quire.layers.stack import Model
 from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
 from quire.plan.drafts import joint_drafts
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, host_layers
 from quire.plan.kinds import mixers
 from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
@@ -56,7 +56,7 @@ def load_cuda(
     facts   name and memory of the GPU. For the other parameters see `load_rank`
     """
     check(plan.meetings)
-    config, weights = plan.config, plan.weight_bytes
+    config, weights = plan.config, plan.weight_bytes - host_layers(plan).saved
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
     if why := missing():

@@ -17,7 +17,7 @@ from quire.kvnet.event_publisher import EventPublisher
 from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, host_layers
 from quire.plan.meetings import check
 from quire.plan.memory import GIB, as_gib
 from quire.plan.sharing import Place
@@ -42,7 +42,13 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
 
 
 def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
-    needed = sum(map(host_bytes, plans))
+    needed, weights = sum(map(host_bytes, plans)), sum(host_layers(plan).num_bytes for plan in plans)
+    if needed + weights > free_memory and weights:
+        tiers = f" beside {as_gib(needed)} for KV blocks" * bool(needed)
+        raise ConfigError(
+            f"cpu_offload_gb={plans[0].config.load.cpu_offload_gb:g}: {as_gib(weights)} of weights would lie in host "
+            f"memory{tiers}, and this host has {as_gib(free_memory)} of free memory: lower cpu_offload_gb."
+        )
     if needed > free_memory:
         raise ConfigError(
             f"kv_offload_gb={plans[0].offload.host_bytes / GIB:g}: this host has {free_memory / GIB:.1f} GiB of free "

@@ -49,10 +49,8 @@ from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_division, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine
-from quire.plan.holdings import Holdings
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
-from quire.plan.packed_bytes import kept_weights
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import parallel_sizes
 from quire.plan.sizing import resolve_sizing
@@ -62,6 +60,8 @@ from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve
 from quire.quantization.read import Quantization
 from quire.ranks.headless import check_first_host
 from quire.reports.engine import PlanReport
+from quire.reports.holdings import Holdings
+from quire.reports.packed_bytes import kept_weights
 from quire.reports.ranks import rank_lines
 from quire.reports.states import state_notes
 from quire.text.chat import ChatTemplate
@@ -78,7 +78,7 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   bytes of the weights as they are kept, as far as plans know the kernels' layout: plan/packed_bytes.py
+    weight_bytes   bytes of the weights as they are kept, as far as plans know the kernels' layout (`kept_weights`)
     runner         model runner of an engine on one device; None: each of several ranks has its own, in its process
     phases         name of each start-up phase -> its seconds, in order
     notes          lines that the user should see

@@ -6,7 +6,7 @@ from quire.adapters.slots import slot_plan
 from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
-from quire.plan.engine import EnginePlan
+from quire.plan.engine import EnginePlan, host_layers
 from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.sharing import Place
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -25,7 +25,19 @@ def turned_on(plan: EnginePlan, store: KVStore | None, memory: MemoryPlan) -> di
         "KV tiers": f"{OFF} (--kv-offload-gb)" if store is None else _tiers(plan, store),
         "sharing": "; ".join(_sharing(plan)),
         "adapters": _adapters(plan),
+        "host weights": _host_weights(plan),
     }
+
+
+def _host_weights(plan: EnginePlan) -> str:
+    """Return the layers whose weights lie in host memory, and their bytes; "" without."""
+    host = host_layers(plan)
+    layers = f"{len(host.layers)} of {len(range(*plan.mesh.rank.layers))} layers"
+    return (
+        f"{layers}, {host.num_bytes / GIB:.2f} GiB, through {host.slot_bytes / GIB:.2f} GiB of the device"
+        if host.layers
+        else ""
+    )
 
 
 def _adapters(plan: EnginePlan) -> str:

@@ -85,6 +85,12 @@ class LoadConfig:
         choices=("auto", "cpu"),
         flags=("--weights-load-device",),
     )
+    cpu_offload_gb: float = option(
+        0.0,
+        "GiB of weights of each GPU that stay in host memory; their layers are copied to the GPU while others compute "
+        "(0: none)",
+        least=0,
+    )
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")

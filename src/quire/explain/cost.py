@@ -87,6 +87,7 @@ def _step(made: StepForecast, rates: GpuRates) -> dict[str, Any]:
         "launches": made.launches,
         "gaps": made.gaps,
         "exchanges": made.exchanges,
+        "copies": made.copies,
         "floor": made.floor,
         "seconds": made.seconds,
     }

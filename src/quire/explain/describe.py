@@ -22,7 +22,6 @@ from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.drafts import draft_config, draft_division, head_method, with_draft_model
 from quire.plan.dtype import resolve_dtype
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_engine
-from quire.plan.holdings import Holdings
 from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
@@ -34,6 +33,7 @@ from quire.quantization.read import find_quantization
 from quire.reports.adapters import adapter_bytes
 from quire.reports.engine import PlanReport
 from quire.reports.gpu_rates import HOST_GPUS
+from quire.reports.holdings import Holdings
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
@@ -215,7 +215,7 @@ def _fits(plan: EnginePlan, gpu: Gpu, sizes: Parallel) -> bool:
 
 def _memory(holdings: Holdings, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """Size the memory of a rank; `free`: bytes of a CPU's memory, which all ranks share, before weights are loaded."""
-    weights = holdings.held[rank.number][1]
+    weights = holdings.held[rank.number][1] - holdings.host_layers(rank).saved
     plan = msgspec.structs.replace(of_rank(holdings.plan, rank), geometry=holdings.page(rank))
     if gpu is None:
         every = sum(held for _, held in holdings.held)

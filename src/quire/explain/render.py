@@ -249,6 +249,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         + ", ".join(
             f"{number:,} x {device} {size(count)}" + " each" * (number > 1) for (device, count), number in held.items()
         ),
+        *([_host_words(memory["host_layers"])] if memory["host_layers"] else []),
         f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['full_layers']} layers{each}"
         + _cache_words(memory),
         *[
@@ -280,6 +281,14 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):
         if line:
             add(branch, line)
+
+
+def _host_words(host: Plan) -> str:
+    """Return the layers whose weights lie in host memory, in words."""
+    return (
+        f"{size(host['num_bytes'])} of them in host memory, of the layers {', '.join(map(str, host['layers']))} "
+        f"({host['reason']}); they come to {size(host['slot_bytes'])} of the device"
+    )
 
 
 def _block_words(memory: Plan) -> list[str]:

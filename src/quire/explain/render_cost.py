@@ -72,9 +72,10 @@ def _sum(step: Plan) -> str:
     kernels = sum(one["seconds"] for one in step["kernels"])
     sent = f" + exchanges {_ms(step['exchanges'])}" * bool(step["exchanges"])
     each = step["requests"] * (step["rows"] if step["kind"] == "prompts" else 1) / step["seconds"]
+    beside = f", beside copies of layers from host memory {_ms(step['copies'])}" * bool(step["copies"])
     return (
         f"forecast {_ms(step['seconds'])} = kernels {_ms(kernels)} + {step['launches']} gaps {_ms(step['gaps'])}{sent}"
-        f"; floor {_ms(step['floor'])}, {step['floor'] / step['seconds']:.0%} of it; {each:,.0f} tokens/s"
+        f"{beside}; floor {_ms(step['floor'])}, {step['floor'] / step['seconds']:.0%} of it; {each:,.0f} tokens/s"
     )
 
 

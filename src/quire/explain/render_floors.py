@@ -37,7 +37,7 @@ def _rates(rates: Mapping[str, Any]) -> str:
     return (
         f"rates of an {rates['name']} ({rates['source']}): {rates['memory'] / 1e12:.2f} TB/s of memory, "
         f"{rates['products'] / 1e12:,.0f} TFLOP/s of two-byte products{narrow}; {link} from other GPUs of a host, "
-        f"{small} for an exchange of few bytes"
+        f"{rates['host'] / 1e9:.1f} GB/s from host memory, {small} for an exchange of few bytes"
     )
 
 

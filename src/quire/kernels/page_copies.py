@@ -67,14 +67,24 @@ def pin(pages: Tensor, device: torch.device) -> None:
     pieces, because a call of the driver takes less than 512 GiB, and 2 GiB in Linux 6.11 to 6.13. A page lies in one
     piece, because a copy must not cross two of them.
     """
-    memory.populate(pages)
+    piece = WHOLE * max(1, PIECE_BYTES // (WHOLE * pages.shape[1]))
+    lock(pages, pages.split(piece), device, "kv_offload_gb")
+
+
+def lock(block: Tensor, pieces: Sequence[Tensor], device: torch.device, option: str) -> None:
+    """Lock a block of host memory, piece by piece, until the tensor `block` is freed.
+
+    option   the option that asked for the memory
+    Raises ConfigError if the driver refuses.
+    """
+    memory.populate(block)
     cudart, locked = torch.cuda.cudart(), list[int]()
-    weakref.finalize(pages, _unpin, locked, device).atexit = False
-    for piece in pages.split(WHOLE * max(1, PIECE_BYTES // (WHOLE * pages.shape[1]))):
+    weakref.finalize(block, _unpin, locked, device).atexit = False
+    for piece in pieces:
         if code := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
             raise ConfigError(
-                f"{pages.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA "
-                f"error {code}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l)."
+                f"{block.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA "
+                f"error {code}): lower {option}, or raise the limit of locked memory (ulimit -l)."
             )
         locked.append(piece.data_ptr())
 

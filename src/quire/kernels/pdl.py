@@ -4,7 +4,8 @@ A kernel that takes part is launched with `options(True)` and has the constexpr 
 
 - `gdc_launch_dependents`, first: lets the next kernel start once all programs of this kernel are running.
 - `gdc_wait`: waits until all kernels launched before have ended and their writes are visible. Before it, a kernel reads
-  only data that no kernel of a step writes (weights), or tables of requests: the first launch of a step writes these
+  only data that no kernel of a step writes (weights; copies of them from host memory come before a kernel that does not
+  take part: `layer_copies.py`), or tables of requests: the first launch of a step writes these
   (`Upload.apply`), and a kernel that does not take part follows it (`build_inputs`). Every program of every kernel that
   takes part waits, so waiting for the predecessor means waiting for all kernels before.
 

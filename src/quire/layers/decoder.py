@@ -1,6 +1,6 @@
 """A decoder: embedding, blocks of attention and feed-forward layers, norm, head."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
 from quire.layers.shortconv import ShortConv
+from quire.layers.streamed import StreamedLayers
 
 FeedForward = GatedMLP | MoE | MLPBesideExperts
 Recurrent = GatedDelta | ShortConv | Mamba
@@ -194,6 +195,7 @@ class Decoder(nn.Module):
     last            True: this rank has norm and head (last stage of a pipeline)
     vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
     adapters        slots of adapters; None: requests cannot name one
+    streamed        layers whose weights lie in host memory; None: all weights are on the device
     """
 
     embed: VocabEmbedding
@@ -232,6 +234,7 @@ class Decoder(nn.Module):
         drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
         self.adapters: AdapterBank | None = None
+        self.streamed: StreamedLayers | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
         blocks = (*self.layers, *(layer.block for layer in self.drafts))
@@ -248,12 +251,21 @@ class Decoder(nn.Module):
         """
         with torch.no_grad():
             self._owners[module].take(tensors, place)
+        if self.streamed is not None:
+            self.streamed.took(module, self._owners[module])
 
     def owner(self, module: str) -> Loads:
-        """Return the layer named `module`, which has the parameters of that name."""
+        """Return the layer named `module`, which has the parameters of that name; valid until the next call or step."""
+        if self.streamed is not None:
+            self.streamed.bring(module)
         return self._owners[module]
+
+    def visited(self, layers: Iterable[int]) -> Iterator[int]:
+        """Yield indices of `layers` in their order, each once its weights are on the device."""
+        return iter(layers) if self.streamed is None else self.streamed.visited(layers)
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """Return the parameter memory of the layer named `module` for the loader to write to; None: call `take`."""
         owner = self._owners[module]
-        return owner.destination() if isinstance(owner, LoadsInPlace) else None
+        streamed = self.streamed is not None and self.streamed.has(module)  # it has memory while it is loaded
+        return owner.destination() if isinstance(owner, LoadsInPlace) and not streamed else None

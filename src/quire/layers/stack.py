@@ -54,7 +54,7 @@ def run_layers(
         turns = model.rotary.rows(ctx.positions, hidden.dtype)
     if tap is not None:
         tap("embed", hidden)
-    for index in range(len(model.layers)) if layers is None else layers:
+    for index in model.visited(range(len(model.layers)) if layers is None else layers):
         hidden = model.layers[index](hidden, turns, ctx, ctx.kv[index])
         if tap is not None:
             tap(index, hidden)
@@ -64,7 +64,7 @@ def run_layers(
 def join_layers(model: Model, replicas: ReplicaTokens, layers: Iterable[int] | None = None) -> None:
     """Take part in the exchanges of `layers` (default: all) in a step without tokens of this replica."""
     ctx = StepContext(torch.empty(0, dtype=torch.int64, device=model.device), (), [], replicas)
-    for index in range(len(model.layers)) if layers is None else layers:
+    for index in model.visited(range(len(model.layers)) if layers is None else layers):
         model.layers[index].join(ctx)
 
 

@@ -1,7 +1,11 @@
 """Views of recorded calls: lines for a terminal, and events for Perfetto. Runs without PyTorch."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
+
+from quire.contracts.errors import ConfigError
 from quire.observe.calls import RANK, Shown, Span, fold
 
 HTTP, CORE, CLIENT = "HTTP process", "engine core", "client"  # spans of a stay in a process, with the calls in it
@@ -59,3 +63,11 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
         }
     for inner in span.inside:
         yield from events(inner, origin, phase, track)
+
+
+def write_events(out: Path, found: Span) -> None:
+    """Write the events of a call to a file for Perfetto. Raises `ConfigError` if it cannot be written."""
+    try:
+        out.write_bytes(msgspec.json.encode({"traceEvents": list(events(found, found.begin))}))
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written ({error.strerror}): choose another file.") from None

@@ -23,13 +23,7 @@ from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
-from quire.kernels.select import (
-    Choice,
-    KernelNeeds,
-    Probe,
-    choose_kernels,
-    choose_linears,
-)
+from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
 from quire.plan.collectives import buffer_bytes, exchange_bounds
@@ -39,6 +33,7 @@ from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
+from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kernel_features import attention_features
 from quire.plan.kinds.blocks import operations
 from quire.plan.kinds.interfaces import StateTypes
@@ -52,6 +47,7 @@ from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
+from quire.quantization.formats import num_bytes
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +209,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
         batch = self.config.scheduler
         return batch.sequences() + self.step_tokens - batch.token_budget()
+
+
+def host_layers(plan: EnginePlan) -> HostLayers:
+    """Return the layers of a rank whose weights lie in host memory."""
+    sizes = ((one, num_bytes(one, ITEM_BYTES[one.dtype or plan.dtype.dtype])) for one in plan.params)
+    return choose_host_layers(sizes, range(*plan.mesh.rank.layers), plan.config.load.cpu_offload_gb)
 
 
 def own_draft(plan: EnginePlan) -> EnginePlan | None:

@@ -95,6 +95,7 @@ FEATURES = (
     "KV tiers",
     "sharing",
     "adapters",
+    "host weights",
 )  # keys of `Ready.plans`: lines about what options turn on, or leave off
 
 

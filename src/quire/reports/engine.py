@@ -25,7 +25,6 @@ from quire.plan.collectives import collectives, groups
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.formats import decided_by
-from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, Features, LayerStep
@@ -41,6 +40,7 @@ from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
 from quire.reports.adapters import describe_adapters
 from quire.reports.chosen import describe_chosen
+from quire.reports.holdings import Holdings
 from quire.reports.joined import describe_joined
 from quire.reports.memory import describe_loading, describe_memory
 from quire.reports.model import model_facts
@@ -232,18 +232,23 @@ class PlanReport:
             "num_bytes": self.holdings.num_bytes,
             "in_place": self.in_place,
         }
-        loading = describe_loading(self.plan, self.holdings.with_one_expert(rank), weights, **loads)
+        host = self.holdings.host_layers(rank)
+        loading = describe_loading(self.plan, self.holdings.with_one_expert(rank), weights - host.saved, **loads)
         known: dict[str, Any] = {"weights": weights, "scales": self.cache_scales, "loading": loading}
-        return describe_memory(self.plan, plan, rank, cache, **known)
+        streamed = {"host_layers": host._asdict() if host.layers else None}
+        return streamed | describe_memory(self.plan, plan, rank, cache, **known)
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
-        """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
+        """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters.
+
+        `bytes` are those in the memory of its device.
+        """
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
         return rank_facts(self.plan.args, rank) | {
             "device": self.plan.machine.device,
             "expert_ids": list(rank.expert_ids),
             "balanced": self.plan.mesh.parallel.redundant is not None,
-            "bytes": held,
+            "bytes": held - self.holdings.host_layers(rank).saved,
             "kv_bytes": blocks * self.holdings.page(rank).page_bytes,
             "buffers": of_rank(self.plan, rank).buffer_bytes,
         }

@@ -39,6 +39,7 @@ class GpuRates:
     products   operations per second of matrix products of two-byte numbers, with two for a multiplication and a sum
     narrow     values of a weight whose activations are quantized, too ("e4m3", "int8") -> operations per second
     link       bytes per second that a GPU reads from the GPUs of its host
+    host       bytes per second that a GPU copies from host memory
     exchange   seconds of an exchange of few bytes
     gap        seconds of a kernel that waits for the one before it, beside its bytes and operations
     reached    shares of these rates in a step
@@ -50,6 +51,7 @@ class GpuRates:
     products: float
     narrow: Mapping[str, float] = field(default_factory=dict)
     link: float
+    host: float
     exchange: float
     gap: float = 3e-6
     reached: Reached = Reached()
@@ -66,6 +68,7 @@ RATES = (
         products=780e12,
         narrow={"e4m3": 1000e12, "int8": 1000e12},
         link=380e9,
+        host=55.5e9,
         exchange=SMALL,
         source="measured",
     ),
@@ -75,8 +78,9 @@ RATES = (
         products=989e12,
         narrow={"e4m3": 1979e12, "int8": 1979e12},
         link=450e9,
+        host=55.5e9,
         exchange=SMALL,
-        source="published for SXM, which no program reaches; exchanges as on an H200",
+        source="published for SXM, which no program reaches; exchanges and copies from host memory as on an H200",
     ),
     GpuRates(
         name="A100",
@@ -84,6 +88,7 @@ RATES = (
         products=312e12,
         narrow={"int8": 624e12},
         link=300e9,
+        host=25e9,
         exchange=SMALL,
         source="published for SXM of 80 GB, which no program reaches; exchanges as on an H200",
     ),

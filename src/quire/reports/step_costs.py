@@ -17,10 +17,10 @@ from quire.args.layers import GroupedArgs, MixerArgs
 from quire.contracts.parallel import Rank, share
 from quire.contracts.params import Param
 from quire.plan.engine import state_types
-from quire.plan.holdings import Holdings
 from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import kv_components, state_groups
 from quire.reports.gpu_rates import GpuRates
+from quire.reports.holdings import Holdings
 
 MIXERS = ("attention", "delta", "mamba", "conv")  # names of their parameters below a layer
 SCORES = ("attention.index.q.weight", "attention.index.heads.weight")  # parameters of a layer's scores

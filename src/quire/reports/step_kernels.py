@@ -49,6 +49,7 @@ class StepForecast:
 
     work        requests, tokens of each in the step, and context of each after it
     launches    kernels that wait for each other
+    copies      seconds of copies of layers from host memory, which run beside all of it
     """
 
     kind: str
@@ -57,6 +58,7 @@ class StepForecast:
     exchanges: float
     launches: int
     gap: float
+    copies: float = 0.0
 
     @property
     def gaps(self) -> float:
@@ -66,12 +68,12 @@ class StepForecast:
     @property
     def floor(self) -> float:
         """Seconds at the whole rates, without gaps."""
-        return sum(one.floor for one in self.kernels) + self.exchanges
+        return max(sum(one.floor for one in self.kernels) + self.exchanges, self.copies)
 
     @property
     def seconds(self) -> float:
         """Forecast of the step."""
-        return sum(one.seconds for one in self.kernels) + self.exchanges + self.gaps
+        return max(sum(one.seconds for one in self.kernels) + self.exchanges + self.gaps, self.copies)
 
 
 def forecast(rank: RankSteps, count: int, work: StepWork, *, prompts: bool) -> StepForecast:
@@ -85,7 +87,8 @@ def forecast(rank: RankSteps, count: int, work: StepWork, *, prompts: bool) -> S
     drafts = next((Cost(one.num_bytes, one.operations, one.seconds or 0) for one in made if one.name == DRAFTS), Cost())
     kernels = [one for one in _kernels(rank, work, drafts, prompts) if one.num_bytes]
     kind = "prompts" if prompts else "decode"
-    return StepForecast(kind, work, tuple(kernels), exchanges, count + AROUND, rank.rates.gap)
+    copies = rank.copied.seconds
+    return StepForecast(kind, work, tuple(kernels), exchanges, count + AROUND, rank.rates.gap, copies)
 
 
 def launches(layers: Iterable[Mapping[str, Any]], own: tuple[int, int], prompts: bool) -> int:

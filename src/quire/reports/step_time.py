@@ -14,17 +14,18 @@ from quire.contracts.parallel import Rank, share
 from quire.plan.collectives import EDITED, LOGGED, SAMPLED
 from quire.plan.draft_exchanges import DECODE, FIRST, LATER, PROMPTS, draft_layers
 from quire.plan.engine import EnginePlan
-from quire.plan.holdings import Holdings
 from quire.plan.kinds.experts import CROSSING, EVERY, SHARED, WHEN
 from quire.plan.kinds.interfaces import TOKEN
 from quire.plan.memory import MemoryPlan
 from quire.plan.placement import held_of, ranks
 from quire.reports.gpu_rates import HOST_GPUS, GpuRates, rates_of
+from quire.reports.holdings import Holdings
 from quire.reports.step_costs import Cost, Layers, StepWork, total
 
 USUAL = 4096  # tokens of context of the first step that is shown
 MIXERS = {False: "weights of attention", True: "weights of attention and recurrent layers"}
 EXPERTS, BETWEEN = "routed experts", "exchanges across hosts"
+COPIES = "copies of layers from host memory, beyond the time of all other parts"
 Exchange = Mapping[str, Any]  # a `Collective` as plain values
 
 
@@ -116,8 +117,16 @@ class RankSteps:
             "states of recurrent layers": model.states(batch),
             "passes that draft": drafts,
         }
-        parts = [StepPart(name, *cost) for name, cost in costs.items()]
-        return [one for one in (*parts, *self._exchanged(batch, sampled, prompts)) if one.num_bytes]
+        parts = [*(StepPart(name, *cost) for name, cost in costs.items()), *self._exchanged(batch, sampled, prompts)]
+        hidden, copied = sum(one.seconds or 0 for one in parts), self.copied
+        parts.append(StepPart(COPIES, copied.num_bytes, 0, max(0.0, copied.seconds - hidden)))
+        return [one for one in parts if one.num_bytes]
+
+    @cached_property
+    def copied(self) -> Cost:
+        """Copies of layers from host memory in a step. They run beside all other parts."""
+        num_bytes = self.holdings.host_layers(self.rank).num_bytes
+        return Cost(num_bytes, 0, num_bytes / self.rates.host)
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 

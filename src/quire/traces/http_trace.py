@@ -14,67 +14,31 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from itertools import groupby, pairwise
-from types import FunctionType
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from quire.config.serve import ServerConfig
+from quire.contracts.text_table import read_rows
 from quire.entry.cli.remote import CHAT, COMPLETIONS, RemoteServer
-from quire.entry.front_end import FrontEnd
 from quire.entry.http.app import build_app
-from quire.entry.http.auth import Guard
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
-from quire.entry.http.openai.chat import ChatWriter
-from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.generate import StreamProgress
-from quire.entry.http.openai.prompts import chat_prompts
-from quire.entry.http.openai.routes import Endpoint
-from quire.entry.http.openai.sampling import sampling_params
-from quire.entry.http.openai.tools import plan_parser
-from quire.entry.http.protocol import ChunkedBody, LimitedProtocol
-from quire.entry.http.request_response import Exchange
-from quire.entry.http.request_scope import RequestScope
-from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.server import BEFORE_ROUTES
 from quire.entry.http.sockets import listen, release, url_of
-from quire.entry.http.sse import EventStream
 from quire.observe.calls import CallRecorder, Shown, Span, Stop, fold
 from quire.observe.metrics import Metrics
 from quire.observe.render_calls import CLIENT, CORE, HTTP, TRACKS
-from quire.procs.core_client import CoreClient, Launch
+from quire.procs.core_client import Launch
 from quire.procs.messages import Control
 from quire.procs.request_trace import OF_STEPS, TRACE, TracedRequest
-from quire.procs.wire import Messages, encode
-from quire.text.chat import ChatTemplate
-from quire.text.sequence import SequenceText
-from quire.text.tokenizer import Tokenizer
 from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.live_trace import phase_of
 
-METHODS: tuple[tuple[type, str], ...] = (
-    (LimitedProtocol, "connection_made data_received on_headers_complete on_body on_message_complete"),
-    (RequestScope, "__call__"),
-    (Guard, "__call__"),
-    (Endpoint, "__call__"),
-    (Exchange, "body"),
-    (RequestDecoder, "decode"),
-    (ChatTemplate, "render_here"),
-    (Tokenizer, "encode"),
-    (ServedEngine, "open"),
-    (FrontEnd, "start take"),
-    (CoreClient, "send"),
-    (Messages, "decode"),
-    (SequenceText, "push"),
-    (RequestStream, "tell"),
-    (StreamProgress, "events last"),
-    (ChatWriter, "begin piece"),
-    (EventStream, "write push end"),
-    (ChunkedBody, "write"),
-)  # classes and methods that a request passes in the HTTP process, in this order
-FUNCTIONS = cast(tuple[FunctionType, ...], (sampling_params, chat_prompts, plan_parser, encode))  # of modules
+STOPS = Path(__file__).with_name("http_stops.txt")
 SEND = "CoreClient.send"
 
 
@@ -95,13 +59,16 @@ def trace_http(
 
 def http_stops() -> Iterator[Stop]:
     """Yield (owner, attribute, name) of every function of an HTTP process to record, for `CallRecorder`."""
-    for kind, methods in METHODS:
-        yield from ((kind, method, f"{kind.__name__}.{method}") for method in methods.split())
-    for function in FUNCTIONS:
-        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        for module in [one for key, one in sys.modules.items() if key.startswith("quire.")]:
-            if vars(module).get(function.__name__) is function:
-                yield module, function.__name__, name
+    for path, kind, names in read_rows(STOPS):
+        module = import_module(f"quire.{path}")
+        for name in names.split():
+            if kind != "-":
+                yield getattr(module, kind), name, f"{kind}.{name}"
+                continue
+            function = getattr(module, name)
+            for other in [one for key, one in sys.modules.items() if key.startswith("quire.")]:
+                if vars(other).get(name) is function:
+                    yield other, name, f"{path.rpartition('.')[2]}.{name}"
 
 
 async def _served(

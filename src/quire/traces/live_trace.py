@@ -4,8 +4,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from quire.contracts.errors import EngineDead
-from quire.entry.cli.remote import BROKEN, RemoteServer
+from quire.entry.cli.remote import RemoteServer
 from quire.observe.calls import Span
 from quire.observe.render_calls import CORE
 from quire.procs.request_trace import TracedRequest, TracedStep
@@ -17,9 +16,9 @@ def trace_live(server: RemoteServer, request_id: str | None) -> Span:
 
     request_id   of a request that lives; None: wait for the next one
     """
-    found = _read(server, "/debug/trace" + (f"?request={quote(request_id, safe='')}" if request_id else ""))
+    found = server.read("/debug/trace" + (f"?request={quote(request_id, safe='')}" if request_id else ""))
     traced = msgspec.json.decode(found, type=TracedRequest)
-    plan = msgspec.json.decode(_read(server, "/debug/plan")) or {}
+    plan = msgspec.json.decode(server.read("/debug/plan")) or {}
     return with_decisions(live_calls(traced, server.where), decisions_of(plan))
 
 
@@ -45,12 +44,3 @@ def phase_of(step: TracedStep, number: int | None = None) -> str:
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _read(server: RemoteServer, path: str) -> bytes:
-    with server.asked("GET", path) as response:
-        try:
-            return response.read()
-        except BROKEN as error:
-            words = f"the answer of {server.where} broke off ({type(error).__name__}): ask again."
-            raise EngineDead(words) from None

@@ -1,6 +1,7 @@
 """The commands of `quire trace --step`: from a terminal, a file, or standard input; and the end of a session."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def step_through(llm: LLM, prompt: str, script: str | None, **given: Any) -> int
     given    other arguments of `trace`
     """
     commands = scripted(read_script(script)) if script is not None else asked()
-    say = _say
+    say = partial(print, flush=True)
     try:
         trace(llm, prompt, stepper=Stepper(llm, commands, say), **given)
     except Left:
@@ -70,7 +71,3 @@ def asked() -> Commands:
             return None
 
     return following
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

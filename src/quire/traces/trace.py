@@ -60,7 +60,7 @@ def trace(
     with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None, stepper) as root:
         made = llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)[0]
     if many:
-        _add_ranks(llm, root, core.executor.control("trace", {"on": False}))
+        add_ranks(llm, root, core.executor.control("trace", {"on": False}))
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
         "which waits for the device after every stop; no graphs" if cuda else "without replay of recorded CPU steps"
@@ -100,13 +100,13 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None, stepper: Steppe
         if stepper is not None:
             stepper.began(*call)
 
-    with CallRecorder(_stops(llm), wait, told, began) as recorder:
+    with CallRecorder(engine_stops(llm), wait, told, began) as recorder:
         if llm.engine.runner is not None:
             without_recordings(recorder, llm.engine.runner)
         yield recorder.root
 
 
-def _stops(llm: LLM) -> Iterator[Stop]:
+def engine_stops(llm: LLM) -> Iterator[Stop]:
     """Yield (owner, attribute, name) of every function to record in this process."""
     core = llm.engine.core
     yield from core_stops(core)
@@ -119,7 +119,7 @@ def _stops(llm: LLM) -> Iterator[Stop]:
         yield from worker_stops(llm.engine.runner, llm.engine.kernels)
 
 
-def _add_ranks(llm: LLM, root: Span, traced: object) -> None:
+def add_ranks(llm: LLM, root: Span, traced: object) -> None:
     """Add the calls of every rank to the steps: each rank runs the steps in their order."""
     steps, parallel = list(_steps(root)), parallel_sizes(llm.engine.config.parallel)
     every = msgspec.convert(traced, list[list[Span]])

@@ -34,6 +34,8 @@ from quire.plan.kinds.latent import LATENT_CONTEXT
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
+from ...support.late_copies import apart
+
 GIB = 1 << 30
 FACTS = CudaFacts(
     name="NVIDIA T",
@@ -122,6 +124,17 @@ def test_a_model_that_cannot_fit_is_refused_before_any_of_it_is_there(
     with pytest.raises(ConfigError, match=r"the weights need .* in float32.* are missing. Try "):
         assemble(monkeypatch, small, why)
     assert not built
+
+
+def test_weights_in_host_memory_are_not_counted_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of eight layers leave it, but for the two slots. A GPU that runs PyTorch's operations has them, too."""
+    counted = list[int]()
+    made = apart(monkeypatch, 2)
+    monkeypatch.setattr(cuda, "check_weights", lambda weights, *given, **more: counted.append(weights))
+    for gib in (0.0, 0.009):
+        parts = assemble(monkeypatch, why="there is no abacus", load_format="dummy", cpu_offload_gb=gib)
+        assert parts.model is not None and (parts.model.streamed is not None) == (gib > 0) == (len(made) > 0)
+    assert counted[0] - counted[1] == (4 - 2) * 3 << 20
 
 
 def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.engine import Machine
+from quire.plan.host_layers import HostLayers
 from quire.plan.memory import GIB
 
 from ...support.filled_models import planned
@@ -51,6 +52,16 @@ def test_memory_and_context() -> None:
     refused("does not hold a KV block", kv_offload_gb=1e-6)
     refused("max_model_len=9999999 exceeds the model's context", max_model_len=9_999_999)
     refused(r"max_model_len=200 needs .* lower max_model_len", max_model_len=200, num_gpu_blocks_override=4)
+
+
+def test_weights_in_host_memory_need_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.plan.meetings.ROWS", ())
+    plan = planned(ARGS, cpu_offload_gb=1.0, kv_offload_gb=0.1)
+    check_early([plan], GIB)
+    large = HostLayers(num_bytes=GIB)
+    monkeypatch.setattr("quire.assemble.early_checks.host_layers", lambda plan: large)
+    with pytest.raises(ConfigError, match=r"^cpu_offload_gb=1: 2.00 GiB of weights .* beside 0.20 GiB for KV blocks"):
+        check_early([plan, plan], GIB)
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_what_is_off_names_the_option_that_turns_it_on() -> None:
         "KV tiers": "off (--kv-offload-gb)",
         "sharing": "",
         "adapters": "",
+        "host weights": "",
     }
     assert tuple(told()) == ("states", *FEATURES)
     assert feature_lines(told()) == ()

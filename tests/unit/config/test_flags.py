@@ -31,7 +31,7 @@ FLAGS = """
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
 --enable-prompt-embeds --no-enable-prompt-embeds
 --pooler-config --override-pooler-config
---load-device --weights-load-device --quantization -q
+--load-device --weights-load-device --quantization -q --cpu-offload-gb
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-dtype --kv-offload-gb --kv-offloading-size --kv-offload-policy --kv-offload-dir
 --kv-offload-dir-gb --kv-offload-dir-shared --no-kv-offload-dir-shared --kv-transfer-config --kv-events-config

@@ -6,6 +6,7 @@ decides a token.
 
 import functools
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from quire.worker.balancing import RankBalancing
 from ...support.balancing import moving
 from ...support.features import feature
 from ...support.full import full_rows
+from ...support.late_copies import apart
 from ...support.logits_tap import LogitsTap
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
@@ -307,6 +309,22 @@ def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
     frozen.set()
     assert moving(seen[0]) and seen[0]._switched == 0 and np.array_equal(seen[0].experts.experts[0, :8], np.arange(8))
     assert caplog.text.count("no expert weights have moved for") == 1 and "the old map" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", "dp2-tp2-ep4"),
+        *full_rows([("qwen3_moe", "dp2-pp2-ep2"), ("qwen3", "tp4"), ("glm_moe_dsa", "tp2-pp2"), ("gpt_oss", "tp2-ep")]),
+    ],
+)
+def test_weights_in_host_memory(truths: Any, family: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank streams its own layers; a replica without tokens, too, because others need its experts."""
+    folder, expected = truths(family, family in ("qwen3", "qwen3_moe"))
+    made = apart(monkeypatch, 1)
+    compare(run(folder, skip_tokenizer_init=True, enforce_eager=True, cpu_offload_gb=1.0, **SIZES[sizes]), expected)
+    ranks = math.prod(SIZES[sizes].get(name, 1) for name in ("tp", "pp", "dp"))
+    assert len(made) == ranks and all(copies.copied for copies in made)
 
 
 PLACED = [

@@ -31,6 +31,7 @@ def test_the_commands_are_these() -> None:
         "bench",
         "weights",
         "quantize",
+        "tour",
         "explain",
         "verify",
         "trace",

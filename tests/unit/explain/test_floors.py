@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.bench.workload import model_folder
 from quire.entry.cli.main import main
 
 MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
@@ -47,6 +48,26 @@ def test_replicas_of_several_hosts(shared: Path, capsys: Any) -> None:
         "no network between hosts was measured: the time above lacks these exchanges",
     ):
         assert words in text, words
+
+
+def test_weights_in_host_memory_bound_a_decode_and_hide_behind_a_prompt(capsys: Any) -> None:
+    """A rank counts its own layers, and their bytes leave its device, but for the two slots."""
+    folder, flags = model_folder("qwen3-8b"), "--device h200 -tp 2 --cpu-offload-gb 1 --max-num-seqs 4".split()
+    text = printed(capsys, folder, *flags)
+    for words in (
+        "weights by device: 2 x cuda 6.91 GiB each",
+        "1.08 GiB of them in host memory, of the layers 5, 11, 17, 23, 29, 35 (6 layers of 36, evenly spread, so that "
+        "each is copied while the layers before it compute); they come to 368.0 MiB of the device",
+        "while loading at most 8.65 GiB of cuda: ",
+        "weights 6.9, ",
+        "55.5 GB/s from host memory",
+        "4 requests a replica, context 4,096: 20.86 ms, ",
+        "slowest: copies of layers from host memory, beyond the time of all other parts",
+        "beyond the time of all other parts: 1.08 GiB, 0.00 ms, 0%",
+    ):
+        assert words in text, words
+    cost = printed(capsys, folder, *flags, "--cost")
+    assert ", beside copies of layers from host memory 20.858 ms; floor 20.858 ms, 100% of it" in cost
 
 
 def test_a_draft_model_on_ranks_is_planned(shared: Path, capsys: Any) -> None:

@@ -78,8 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assemble": _RANKS | _KVNET | {"reports", "assemble", "foreign"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
-    "entry/cli": _ALL,
     **dict.fromkeys(("explain", "traces", "bench"), _ALL),
+    **dict.fromkeys(("entry/cli", "tour"), _ALL | {"tour"}),
 }
 
 

@@ -19,7 +19,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples/ladder/README.md",
-    *(ROOT / "docs").glob("*.md"),
+    ROOT / "README.zh-CN.md",
+    *(ROOT / "docs").rglob("*.md"),
 ]
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)")
 RUN = {  # page -> the test that runs its blocks; parts of a module are no Python by themselves

@@ -18,9 +18,9 @@ from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.plan.engine import EnginePlan
-from quire.plan.holdings import Holdings
 from quire.plan.meeting_rows.records import IDLE, MISSING
 from quire.plan.meetings import Meeting, check
+from quire.reports.holdings import Holdings
 from quire.weights.dummy import load_dummy
 
 from ...support.filled_models import planned

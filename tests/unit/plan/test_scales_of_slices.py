@@ -14,11 +14,11 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan
-from quire.plan.holdings import Holdings
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.sizing import resolve_sizing
 from quire.quantization.read import find_quantization
 from quire.reports.engine import PlanReport
+from quire.reports.holdings import Holdings
 
 from ...support.filled_models import planned
 from ...support.quantized_checkpoints import FORMS

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meetings_page import BEGIN, END, matrix, page
+from meetings_page import BEGIN, END, READMES, matrix, page
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "PYTHONPATH=src python tools/meetings_page.py"
@@ -12,5 +12,5 @@ def test_the_page_about_meetings_is_current() -> None:
     assert (ROOT / "docs" / "meetings.md").read_text() == page().rstrip() + "\n", COMMAND
 
 
-def test_the_matrix_of_the_readme_is_current() -> None:
-    assert f"{BEGIN}{matrix()}{END}" in (ROOT / "README.md").read_text(), COMMAND
+def test_the_matrix_of_the_readmes_is_current() -> None:
+    assert all(f"{BEGIN}{matrix()}{END}" in (ROOT / name).read_text() for name in READMES), COMMAND

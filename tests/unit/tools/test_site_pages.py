@@ -32,7 +32,8 @@ def leaves(nav: Any) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(OUTSIDE.values())
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | set(OUTSIDE.values())
     assert sorted(leaves(SITE["nav"])) == sorted(pages)
 
 
@@ -45,6 +46,10 @@ def test_links_become_those_of_the_site() -> None:
     )
     page = "[![i](docs/images/i.png)](docs/live.md) [b](CONTRIBUTING.md) [c](#here)"
     assert rewritten(page, "README.md") == "[![i](images/i.png)](live.md) [b](contributing.md) [c](#here)"
+    assert rewritten("[a](../../README.md) [b](../trace.md) [c](tour.md)", "docs/zh/a.md") == (
+        "[a](../project.md) [b](../trace.md) [c](tour.md)"
+    )
+    assert rewritten("[a](docs/zh/tour.md) [b](docs/live.md)", "README.zh-CN.md") == "[a](tour.md) [b](../live.md)"
 
 
 def test_the_reference_has_every_public_name() -> None:

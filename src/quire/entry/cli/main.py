@@ -24,6 +24,7 @@ from quire.entry.cli import (
     run_batch,
     serve,
     top,
+    tour,
     trace,
     verify,
     weights,
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Any] = {
     "bench": bench,
     "weights": weights,
     "quantize": quantize,
+    "tour": tour,
     "explain": explain,
     "verify": verify,
     "trace": trace,
@@ -49,13 +51,14 @@ COMMANDS: dict[str, Any] = {
     "completion": completion,
 }
 LOG = logging.getLogger("quire")
-LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
+LOCAL = ("chat", "complete", "bench", "verify", "tour", "trace")  # commands whose engine logs in this process
 ARGUMENTS = {
     "bench": "KIND ",
     "completion": "SHELL ",
     "doctor": "",
     "route": "--backend URL ",
     "top": "",
+    "tour": "[TOUR] ",
     "trace": "[MODEL] [PROMPT] ",
 }  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that report the environment's problems themselves, or do not need it

@@ -99,6 +99,14 @@ class RemoteServer:
                     raise _broken_off(error, self.where) from None
             yield response
 
+    def read(self, path: str) -> bytes:
+        """Return the body of the answer to GET. Raises `QuireError`."""
+        with self.asked("GET", path) as response:
+            try:
+                return response.read()
+            except BROKEN as error:
+                raise _broken_off(error, self.where) from None
+
     def events(self, path: str, silence: float | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the data of every event of a stream, until its end. Raises `QuireError`.
         silence: seconds to wait for an answer and for each of its parts; None: no limit"""
@@ -123,11 +131,7 @@ class RemoteModel:
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:
-        with self._server.asked("GET", MODELS) as response:
-            try:
-                found = _json(response.read(), self._server.where)
-            except BROKEN as error:
-                raise _broken_off(error, self._server.where) from None
+        found = _json(self._server.read(MODELS), self._server.where)
         models = found.get("data") or []
         if not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise ModelNotFound(f"{self._server.where} lists no model: name a model with --model-name.")

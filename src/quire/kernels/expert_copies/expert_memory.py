@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.experts.weights import ExpertWeights
 from quire.kernels.linear.panels import Quantized
+from quire.kernels.pack.matrix import leaves
 
 
 def expert_memory(packed: object, place: int) -> list[Tensor]:
@@ -57,21 +58,10 @@ def _of(packed: object, place: int) -> Iterator[Tensor]:
     if isinstance(packed, Tensor):
         yield packed[place]
     elif isinstance(packed, list):
-        yield from _leaves(packed[place])
+        yield from leaves(packed[place])
     elif isinstance(packed, tuple):
         for part in packed:
             yield from _of(part, place)
     elif is_dataclass(packed):
         for field in fields(packed):
             yield from _of(getattr(packed, field.name), place)
-
-
-def _leaves(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _leaves(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name))

@@ -4,7 +4,7 @@ N: rows (outputs), K: columns (inputs). E2M1: floating point of 4 bits, with 1 b
 1 for the mantissa. E8M0: a power of two, in a byte that has its exponent plus 127.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -183,3 +183,15 @@ def moved(packed: object, device: torch.device) -> object:
         parts = {name: moved(part, device) for name, part in own.items()}
         return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
     return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
+
+
+def leaves(packed: object) -> Iterator[Tensor]:
+    """Yield the tensors of a packed weight, also those inside lists, tuples and dataclasses, in their order."""
+    if isinstance(packed, Tensor):
+        yield packed
+    elif isinstance(packed, tuple | list):
+        for part in packed:
+            yield from leaves(part)
+    elif is_dataclass(packed):
+        for field in fields(packed):
+            yield from leaves(getattr(packed, field.name))

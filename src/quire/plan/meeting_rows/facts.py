@@ -86,6 +86,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "uneven_draft": features.uneven_drafter,
     "draft_length": lambda i: i.speculation and i.speculation.max_model_len,
     "draft_ranks": lambda i: i.speculation and i.speculation.draft_tensor_parallel_size,
+    "cpu_offload": lambda i: f"{i.config.load.cpu_offload_gb:g}",
     "offload": lambda i: f"{i.tiers.kv_offload_gb:g}",
     "folder": lambda i: repr(i.tiers.kv_offload_dir),
     "folder_size": lambda i: f"{i.tiers.kv_offload_dir_gb:g}",

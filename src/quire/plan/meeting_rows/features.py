@@ -326,6 +326,7 @@ ADAPTERS: Mapping[str, Feature] = {
     "no slices": Feature(lambda i: i.parallel.tp == 1, "-tp 1"),
 }
 OTHERS: Mapping[str, Feature] = {
+    "weights in host memory": Feature(given("cpu_offload_gb"), "weights in host memory", "--cpu-offload-gb"),
     "a CPU": Feature(lambda i: i.device == "cpu", "a CPU"),
     "batch invariance": Feature(given("batch_invariant"), "bits that do not depend on the batch", "--batch-invariant"),
     "latent attention": Feature(of_model(lambda i, m: "latent" in operations(m)), "latent attention"),

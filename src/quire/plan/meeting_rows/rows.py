@@ -204,6 +204,14 @@ ADAPTERS: tuple[Row, ...] = (
         "each rank has one matrix of an adapter whole, and cutting it, too, would add an exchange between the ranks to "
         "each linear layer", "leave it out: answers are the same, and --max-loras decides the memory of adapters"),
 )  # fmt: skip
+HOST_WEIGHTS: tuple[Row, ...] = (
+    Row("weights in host memory", "a CPU", REFUSED, "cpu_offload_gb={cpu_offload}: the memory of a CPU is host memory, "
+        "so no weights can leave it", "leave out --cpu-offload-gb, or use --dtype bfloat16 or a quantized model"),
+    Row("weights in host memory", "mock", REFUSED, "cpu_offload_gb={cpu_offload}: device=mock has no weights",
+        "leave out --cpu-offload-gb"),
+    Row("weights in host memory", "EPLB", MISSING, "experts move between ranks in the memory of the GPUs, and the "
+        "copies in host memory would stay behind", "leave out --enable-eplb, or --cpu-offload-gb"),
+)  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
     Row("graph sizes", "a CPU", IDLE, "cudagraph_capture_sizes changes nothing on a CPU"),
@@ -246,6 +254,7 @@ ROWS: tuple[Row, ...] = (
     *TIERS,
     *ADAPTERS,
     *INVARIANCE,
+    *HOST_WEIGHTS,
     *DEVICES,
     *REQUESTS,
 )

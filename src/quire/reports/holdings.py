@@ -14,10 +14,11 @@ from quire.contracts.params import Param
 from quire.plan.drafts import rank_joined
 from quire.plan.engine import EnginePlan, keep_stored, state_types
 from quire.plan.formats import with_formats
+from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
-from quire.plan.packed_bytes import headers_of, kept_of
 from quire.plan.placement import held_of, ranks
+from quire.reports.packed_bytes import headers_of, kept_of
 from quire.weights.files import Checkpoint, StoredTensor, stored_in
 
 
@@ -71,6 +72,12 @@ class Holdings:
             for kind, (rank, own) in self._by_kind.items()
         }
         return [(rank, held[held_of(self.plan.args, rank)]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
+
+    def host_layers(self, rank: Rank) -> HostLayers:
+        """Return the layers of a rank whose weights lie in host memory."""
+        gib, experts = self.plan.config.load.cpu_offload_gb, len(rank.expert_ids)
+        sizes = ((one, self.num_bytes(one, experts)) for one in (self.with_one_expert(rank) if gib else ()))
+        return choose_host_layers(sizes, range(*rank.layers), gib)
 
     def num_bytes(self, param: Param, experts: int = 1) -> int:
         """Return the bytes of a parameter, with scales, as it is packed as far as that is known.

@@ -1,0 +1,132 @@
+"""A tour as text: pages for a terminal, one after the other, and an HTML file with drawings."""
+
+import re
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+
+from quire.contracts.errors import ConfigError
+from quire.tour.pages import Code, StopPage
+from quire.tour.texts import WORDS, Tour
+
+WIDTH = 120  # columns where the output is no terminal
+STAYS = "，。；：、？！）》”,.;:?!)"  # signs that no line begins with
+OPENS = "（《“"  # signs that no line ends with
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+pre, td, th { font: 13px/1.4 ui-monospace, monospace }
+pre { overflow-x: auto; background: #f4f4f2; padding: .7rem } td { padding-right: 1rem; vertical-align: top }
+figure { margin: 1rem 0; overflow-x: auto } section { border-top: 1px solid #999; margin-top: 2rem }
+"""
+
+
+def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) -> Iterator[str]:
+    """Yield the lines of a page, of `count` pages."""
+    words = WORDS[language]
+    yield from ("", f"{page.number}/{count}  {page.title}", "-" * min(width, 60), "")
+    yield from fold(page.idea, width)
+    yield from ("", f"{_code(page, words)}  {page.code.name}  {page.code.where}")
+    marked = page.code.marked
+    yield from (f"  {'> '[number not in marked]} {line}".rstrip() for number, line in enumerate(page.code.lines))
+    if page.code.more:
+        yield f"    {words['more'].format(count=page.code.more)}"
+    yield from ("", f"{words['ran']}  {page.ran}")
+    yield from (f"    {line}" for line in fold(page.shapes, width - 4))
+    yield from ("", words["values"])
+    wide = max((len(name) for name, _ in page.values), default=0)
+    yield from (f"    {name:{wide}}  {shown}" for name, shown in page.values)
+    yield from ("", f"{words['try']}", f"    $ {page.command}")
+    yield from (f"    {line}" for line in fold(page.see, width - 4))
+    yield from ("", f"{words['vllm']}  {page.vllm}")
+
+
+def show(tour: Tour, found: Iterable[StopPage], language: str) -> None:
+    """Print the pages. In a terminal each page waits for Enter; q ends the tour."""
+    asks = sys.stdout.isatty() and sys.stdin.isatty()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    print(tour.title, "", *fold(tour.about, width), sep="\n")
+    count = len(tour.stops)
+    for page in found:
+        print(*page_lines(page, count, language, width), sep="\n")
+        if asks and page.number < count:
+            try:
+                if input(f"\n[{page.number}/{count}] {WORDS[language]['next']} ").strip().lower().startswith("q"):
+                    return
+            except EOFError:
+                return
+
+
+def fold(text: str, width: int) -> list[str]:
+    """Break a text into lines of at most `width` columns: between words, and between Chinese characters."""
+    lines, line = list[str](), ""
+    for piece in _pieces(text):
+        if line and _columns(line + piece.rstrip()) > width and piece[0] not in STAYS:
+            lines.append(line.rstrip())
+            line = ""
+        line += piece if line else piece.lstrip()
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield words, each with the blanks behind it, and wide characters one by one."""
+    piece = ""
+    for sign in text:
+        wide = _columns(sign) == 2
+        if piece and piece[-1] not in OPENS and (wide or piece[-1] == " " != sign or _columns(piece[-1]) == 2):
+            yield piece
+            piece = ""
+        piece += sign
+    if piece:
+        yield piece
+
+
+def _columns(text: str) -> int:
+    return sum(1 + (unicodedata.east_asian_width(sign) in "WF") for sign in text)
+
+
+def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str, drawings: dict[str, str]) -> None:
+    """Write a page of HTML that loads nothing. Raises ConfigError if it cannot be written.
+
+    drawings   SVG texts by name
+    """
+    words = WORDS[language]
+    parts = [f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
+    parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{_prose(tour.about)}</p>"]
+    for page in found:
+        code = "\n".join(_marked(page.code))
+        if page.code.more:
+            code += "\n" + words["more"].format(count=page.code.more)
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(shown)}</td></tr>" for name, shown in page.values)
+        parts.append(
+            f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
+            f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
+            f"<p>{words['ran']}: {escape(page.ran)}<br>{escape(page.shapes)}</p><table>{rows}</table>"
+        )
+        if page.drawing in drawings:
+            parts.append(f"<figure>{drawings[page.drawing]}</figure>")
+        parts.append(
+            f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre><p>{_prose(page.see)}</p>"
+            f"<p>{words['vllm']}: {_prose(page.vllm)}</p></section>"
+        )
+    try:
+        file.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: {file} cannot be written ({error.strerror}): choose another file.") from None
+
+
+def _prose(text: str) -> str:
+    """Return a paragraph as HTML."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def _marked(code: Code) -> Iterator[str]:
+    """Yield the lines of a function as HTML."""
+    for number, line in enumerate(code.lines):
+        yield f"<mark>{escape(line)}</mark>" if number in code.marked else escape(line)
+
+
+def _code(page: StopPage, words: dict[str, str]) -> str:
+    return words["reference" if page.reference else "code"]

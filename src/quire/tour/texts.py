@@ -1,0 +1,76 @@
+"""Texts of the tours: Markdown files beside this one, `<tour>.md` and `<tour>.zh.md`.
+
+A file has a title, an introduction, and a section for each stop: a heading, the idea, a command, what it shows, and a
+line "vLLM: ...". `{name}` stands for a value of the live trace.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+LANGUAGES = ("en", "zh")
+WORDS = {
+    "en": {
+        "code": "code",
+        "reference": "code (the reference: the kernel that ran computes the same)",
+        "ran": "ran",
+        "values": "values",
+        "try": "change this and see",
+        "vllm": "in vLLM",
+        "more": "... {count} more lines",
+        "next": "Enter: next stop, q: leave",
+    },
+    "zh": {
+        "code": "代码",
+        "reference": "代码（参考实现：实际运行的 kernel 计算结果相同）",
+        "ran": "执行",
+        "values": "数值",
+        "try": "改一改，看结果",
+        "vllm": "vLLM 中的名称",
+        "more": "... 还有 {count} 行",
+        "next": "Enter：下一站，q：退出",
+    },
+}
+
+
+class StopText(NamedTuple):
+    """The texts of a stop. see: what its command shows"""
+
+    title: str
+    idea: str
+    command: str
+    see: str
+    vllm: str
+
+
+class Tour(NamedTuple):
+    """The texts of a tour."""
+
+    title: str
+    about: str
+    stops: tuple[StopText, ...]
+
+
+def read_tour(name: str, language: str = "en") -> Tour:
+    """Read the texts of a tour in a language of LANGUAGES."""
+    ending = "" if language == "en" else f".{language}"
+    return parse_tour((Path(__file__).parent / f"{name}{ending}.md").read_text(encoding="utf-8"))
+
+
+def parse_tour(text: str) -> Tour:
+    """Return the texts of a tour. Raises ValueError for a section of another form."""
+    first, *sections = text.split("\n## ")
+    title, about = _paragraphs(first.removeprefix("# "))
+    return Tour(title, about, tuple(StopText(*_stop(section)) for section in sections))
+
+
+def _stop(section: str) -> list[str]:
+    title, idea, command, see, vllm = _paragraphs(section)
+    if not command.startswith("$ ") or not vllm.startswith("vLLM: "):
+        raise ValueError(f"{title}: a stop has an idea, a command, what it shows, and a line 'vLLM: ...'")
+    return [title, idea, command.removeprefix("$ "), see, vllm.removeprefix("vLLM: ")]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return paragraphs, each in one line. A block of code is its text."""
+    blocks = (block.splitlines() for block in text.strip().split("\n\n"))
+    return [" ".join(line.strip() for line in block if not line.startswith("```")) for block in blocks]

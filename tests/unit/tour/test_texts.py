@@ -1,0 +1,74 @@
+"""Texts of the tours: each stop has its parts, its command exists, and both languages have the same."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from quire.entry.cli.tour import NAMES
+from quire.observe.calls import PACKAGE
+from quire.tour.pages import code_at, code_of
+from quire.tour.render import fold
+from quire.tour.texts import WORDS, parse_tour, read_tour
+
+from ...support.documented import parser, quire_commands, refusal
+
+STOPS = {"token": 12, "moe": 8, "ranks": 8}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_stop_has_its_idea_in_about_five_sentences_and_a_command_that_exists(name: str) -> None:
+    tour = read_tour(name)
+    assert len(tour.stops) == STOPS[name] == len(import_module(f"quire.tour.{name}").STOPS)
+    for stop in tour.stops:
+        assert 4 <= len(re.findall(r"[.:](?= [A-Z]|$)", stop.idea)) <= 8, stop.title
+        (words,) = quire_commands(stop.command.replace("{package}", str(PACKAGE)))
+        assert not refusal(words), stop.command
+        assert all(Path(word).is_dir() for word in words if word.startswith("/")), stop.command
+        at = parser().parse_args(words)
+        assert words[0] != "tour" or at.stop <= STOPS[at.name], stop.command
+
+
+def test_a_stop_without_its_parts_is_told() -> None:
+    with pytest.raises(ValueError, match="B: a stop has an idea, a command"):
+        parse_tour("# A\n\nIntro.\n\n## B\n\nIdea.\n\nNo command.\n\nSee.\n\nvLLM: `x`\n")
+
+
+def test_a_formula_that_is_gone_is_told() -> None:
+    every = [stop for name in NAMES for stop in import_module(f"quire.tour.{name}").STOPS if stop.formula]
+    assert len(every) >= 8 and all(code_of(stop, "").marked for stop in every)
+    with pytest.raises(LookupError, match=r"prepare shows no line with 'gone\('"):
+        code_of(every[0]._replace(marks=("gone(",)), "")
+    with pytest.raises(AttributeError, match="gone"):
+        code_of(every[0]._replace(formula="quire.kernels.heads.ref:gone"), "")
+    with pytest.raises(LookupError, match="no function begins at"):
+        code_at(PACKAGE / "kernels" / "heads" / "ref.py", 1)
+
+
+def test_the_source_is_shown_without_its_docstring() -> None:
+    lines = (PACKAGE / "layers" / "decoder.py").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines, 1) if "def forward(self, hidden: Tensor, turns" in line)
+    code = code_at(PACKAGE / "layers" / "decoder.py", at)
+    assert code.name == "DecoderBlock.forward" and code.where == f"layers/decoder.py:{at}" and not code.more
+    assert code.lines[0] == lines[at - 1].strip() and not any('"""' in line for line in code.lines)
+    assert code.lines[-1].strip() == "return hidden if self.own_input is None else self.own_input(hidden, ctx)"
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("one two three", 7, ["one two", "three"]),
+        ("键和值在缓存里。", 8, ["键和值在", "缓存里。"]),
+        ("键和值。在", 6, ["键和值。", "在"]),
+        ("KV 缓存 block", 8, ["KV 缓存", "block"]),
+        ("键（和值）在", 5, ["键", "（和", "值）", "在"]),
+        ("", 8, []),
+    ],
+)
+def test_lines_break_between_words_and_between_chinese_characters(text: str, width: int, lines: list[str]) -> None:
+    assert fold(text, width) == lines
+
+
+def test_both_languages_have_the_same_words() -> None:
+    assert WORDS["en"].keys() == WORDS["zh"].keys()
