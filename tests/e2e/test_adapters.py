@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
-from quire.explain.trace import trace
 from quire.kernels.lora import native
 from quire.layers.linear import GatedLinear
+from quire.traces.trace import trace
 
 from ..support.adapters import named, write_adapter
 from ..support.full import full_rows

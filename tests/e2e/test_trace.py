@@ -1,24 +1,34 @@
 """`quire trace`: what it shows is what was called, and nothing of it stays."""
 
+import io
 import json
 import re
 import shlex
+import signal
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.trace import engine_stops, recording, render, trace
 from quire.observe.calls import PACKAGE, Span
+from quire.observe.render_calls import events, render
 from quire.procs.messages import Add
+from quire.traces.lanes import lane_lines, trace_lanes
+from quire.traces.step_commands import scripted, step_through
+from quire.traces.step_mode import VLLM, Stepper
+from quire.traces.trace import engine_stops, recording, trace
 from quire.worker.taps import HiddenTap
 
+from ..support.full import FULL
+from ..support.tiny_models import Tiny, random_model, write_model
 from ..unit.procs.test_request_trace import asking, new, serve, traced
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
@@ -154,9 +164,13 @@ def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_kernels_that_were_chosen_are_those_that_are_called(llm: LLM) -> None:
-    called = names(trace(llm, PROMPT))
+    root = trace(llm, PROMPT)
+    called, told = names(root), [span.decided for span in flat(root) if span.decided]
     for choice in llm.engine.kernels.choices:
         assert any(name.startswith(f"{choice.op}.{choice.name}.") for name in called) or choice.op == "activation"
+        reasons = sum(one.startswith(f"{choice.op}: {choice.name} ({choice.reason}") for one in told)
+        assert reasons == 1 or choice.op == "activation"
+    assert f"KV cache {llm.engine.dtype.dtype} (as the computation)" in " ".join(told)
 
 
 def test_products_say_where_numbers_are_quantized() -> None:
@@ -260,6 +274,149 @@ def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None
     flags = ["--num-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
     assert main(["trace", "", "Hello", "--max-tokens", "1", "--out", "/no/such/folder/trace.json", *flags]) == 3
     assert "--out: the folder of /no/such/folder/trace.json does not exist" in capsys.readouterr().err
+
+
+def stepped(llm: LLM, commands: list[str], **given: Any) -> list[str]:
+    """Lines that step mode prints."""
+    lines: list[str] = []
+    trace(llm, PROMPT, stepper=Stepper(llm, scripted(commands), lines.append), **given)
+    return [line.strip() for line in "\n".join(lines).splitlines() if line.strip()]
+
+
+def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
+    commands = [
+        "b StepRunner.submit",
+        "c",
+        "b StepRunner.submit",
+        "b embed",
+        "c",
+        "n",
+        "b embed",
+        "b layers.3.attention",
+    ]
+    commands += [
+        "c",
+        "p kv_slots",
+        "p x",
+        "p nothing",
+        "b layers.3.*",
+        "b head",
+        "s",
+        "b layers.3.attention",
+        "b layers.3.*",
+    ]
+    lines = stepped(llm, [*commands, "c", "n", "p self", "n", "b", "", "what", "b head", "c"], max_tokens=2)
+    told = "\n".join(lines)
+    assert "step 0: prefill, 5 tokens" in lines and "step 1: decode, 1 token" not in lines, "c runs to the end"
+    assert f"slot 0: request {llm.engine.core.scheduler.table.handle[0]}, tokens 0 to 5, block table: 1" in lines
+    hidden = llm.engine.worker.model.embed(torch.tensor(PROMPT))
+    (embedded,) = (line for at, line in enumerate(lines) if lines[at - 1].startswith("embed returns after "))
+    assert f"[5,256]  norm {float(hidden.float().norm()):.5g}  [" in embedded
+    at = next(line for line in lines if line.startswith("layers.3.attention  layers/attention.py:"))
+    assert at.endswith("vLLM: Attention or MLAAttention, with the projections around it")
+    block_size = llm.engine.core.facts.block_size
+    slots = [line for line in lines if line.startswith("kv_slots ") or ".kv_slots " in line]
+    assert any(f"i64[5]  [{', '.join(str(block_size + i) for i in range(5))}]" in line for line in slots)
+    assert f"KV cache {llm.engine.dtype.dtype} (" in told and "nothing here is called 'nothing': x, " in told
+    (best,) = (line for line in lines if line.startswith("best tokens of the last row: "))
+    assert best.count(", ") >= 4 and "there is no command 'what': h lists them." in lines
+    assert "halts at: layers.3.attention, layers.3.*" in lines and "self = LMHead()" in lines
+
+
+@pytest.mark.parametrize(("typed", "code"), [("", 0), ("n\nq\n", 0), (None, 130)])
+def test_step_mode_ends_with_its_commands_and_with_ctrl_c(
+    llm: LLM, typed: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
+
+    class Keyboard(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            if typed is None:
+                signal.raise_signal(signal.SIGINT)
+            return super().readline(size)
+
+    monkeypatch.setattr("sys.stdin", Keyboard(typed or ""))
+    if code:
+        with pytest.raises(KeyboardInterrupt):
+            step_through(llm, "The", None, max_tokens=2)
+    else:
+        assert step_through(llm, "The", None, max_tokens=2) == 0
+        assert capsys.readouterr().out.endswith("left: the request goes no further.\n")
+    assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
+    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids) == 1
+
+
+def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "commands").write_text("# the last layer\nb layers.7\n\nc\nc\nc\n")
+    assert step_through(llm, "The", str(tmp_path / "commands"), max_tokens=2) == 0
+    out = capsys.readouterr().out
+    assert out.count("(step) c") == 3 and "(step) #" not in out and out.endswith("the request has ended.\n")
+    assert len(re.findall(r"^ +layers\.7  layers/decoder\.py:\d+  vLLM: Qwen3DecoderLayer", out, re.M)) == 2
+    for words, said in (
+        (["--script", "none", "--step"], "--script: none cannot be read (No such file or directory)"),
+        (["--script", "none"], "--script has commands of --step: add --step."),
+        (["--step", "--json"], "leave --from, --url, --json, --out and --full out."),
+        (["--step", "-tp", "2"], "--step halts this process, and ranks are processes of their own"),
+        (["--lanes", "-dp", "2"], "--lanes shows this process, and ranks are processes of their own"),
+        (["--lanes", "--step"], "leave --from, --url, --step, --adapter, --after and --full out."),
+    ):
+        assert main(["trace", *words]) == 3
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cpu_plans_and_submits_a_step_while_the_device_runs_the_one_before() -> None:
+    with LLM(async_depth=2, max_model_len=64, **OPTIONS) as llm:
+        before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in engine_stops(llm)}
+        root = trace_lanes(llm, PROMPT, max_tokens=4)
+        assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
+    cpu, device = root.inside
+    assert [step.name for step in device.inside] == [
+        "step 0: prefill, 5 tokens",
+        *(f"step {number}: decode, 1 token" for number in (1, 2, 3)),
+    ]
+    calls = {span.name: span for span in flat(cpu)}
+    order = names(cpu)
+    for number, step in enumerate(device.inside):
+        submitted, collected = (
+            calls[f"EngineCore.submit of step {number}"],
+            calls[f"InProcessExecutor.collect of step {number}"],
+        )
+        assert submitted.begin <= step.begin < step.end <= collected.end, "a step runs from its submit to its collect"
+        assert calls[f"Finisher.apply of step {number}"].end <= calls[f"FrontEnd.apply of step {number}"].begin
+        if number:
+            assert device.inside[number - 1].end <= step.begin
+            done = f"InProcessExecutor.collect of step {number - 1}"
+            assert order.index(f"EngineCore.begin_step of step {number}") < order.index(done), "planned ahead"
+    lines = list(lane_lines(root))
+    told = [line for line in lines if "device idle before: " in line and "CPU works " in line]
+    outermost = [name for name in calls if " of step " in name and not name.startswith("InProcessExecutor.submit")]
+    assert len(told) == 4 and all(any(f"  {name}  " in line for line in lines) for name in outermost)
+    tracks = {e["args"]["name"]: e["tid"] for e in events(root, root.begin) if e["ph"] == "M"}  # type: ignore[index]
+    drawn = [e["name"] for e in events(root, root.begin) if e["ph"] == "X" and e["tid"] == tracks["device"]]
+    assert drawn == [step.name for step in device.inside] and tracks.keys() == {"CPU", "device"}
+
+
+OF_EXPERTS = {"layers.*.router*", "layers.*.experts", "experts.*.run*", "routing.*", "latent.*"}
+
+
+@pytest.mark.parametrize("family", ["", *["deepseek_v3"] * FULL])
+def test_names_of_vllm_stand_beside_stops_that_exist(llm: LLM, family: str, tmp_path: Path) -> None:
+    """Every row fits a stop of the bundled model, or one of a small DeepSeek; docs/coming-from-vllm.md has its name."""
+    stops = {name for _, _, name in engine_stops(llm)}
+    known = {"layers.[0-9][0-9]"}
+    if family:
+        write_model(random_model(Tiny(family=family), 0), tmp_path, family)
+        with LLM(tmp_path, async_depth=1, skip_tokenizer_init=True, **OPTIONS) as other:
+            stops |= {name for _, _, name in engine_stops(other)}
+            lines = stepped(other, ["b layers.1.mlp.experts", "c", "p ids", "c", "c"], max_tokens=2)
+        assert sum(line.startswith("layers.1.mlp.experts  layers/moe.py:") for line in lines) == 2
+        assert any(line.startswith("ids ") and "i32[5," in line for line in lines)
+    else:
+        known |= OF_EXPERTS
+    missing = {pattern for pattern, _ in VLLM if not any(fnmatch(name, pattern) for name in stops)}
+    assert missing <= known
+    page = (PAGE.parent / "coming-from-vllm.md").read_text()
+    assert not [name for _, name in VLLM if re.split(r"\W", name)[0] not in page]
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trace.md"

@@ -9,9 +9,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.entry.cli.main import main
-from quire.explain.trace import trace
 from quire.observe.calls import Span
 from quire.procs.messages import Add
+from quire.traces.trace import trace
 
 from ..unit.procs.test_request_trace import asking, new, serve, traced
 from .test_tour import visits

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.explain.trace import recording
 from quire.kernels import triton_runtime
 from quire.kernels.norm import triton as norm
 from quire.observe.calls import Span
+from quire.traces.trace import recording
 from quire.worker.runner import StepRunner
 
 if not triton_runtime.INTERPRETED:

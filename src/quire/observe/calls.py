@@ -31,6 +31,7 @@ NATIVE = re.compile(r"\w+ (\w+)\(")  # a line that begins a C function
 RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step
 
 Stop = tuple[Any, str, str]  # owner, attribute, and name of a function to record
+Began = Callable[[list["Span"], Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class Span:
     where          "file:line" of the function
     takes, gives   dtypes and shapes of the arguments and of the result, as text
     way            of a product of quantized weights: where it dequantizes and quantizes, and where that is decided
+    decided        what decided the call or its numbers, the reason, "file:line" of the function; "" if nothing is told
     phase          in the call that runs an engine step: its number, kind and tokens, as text; "" in other calls
     begin, end     in nanoseconds of a clock that all processes of a machine share
     inside         calls that this call made
@@ -52,6 +54,7 @@ class Span:
     takes: str = ""
     gives: str = ""
     way: str = ""
+    decided: str = ""
     phase: str = ""
     begin: int = 0
     end: int = 0
@@ -77,11 +80,14 @@ class Traced(Protocol):
 
 
 class CallRecorder:
-    """Context manager that records all calls of given functions, by any thread, in the `Span` `root`.
+    """Context manager that records all calls of given functions, by any thread or task, in the `Span` `root`.
 
-    stops   functions to record, as (owner, attribute, name)
+    stops   functions to record, as (owner, attribute, name). The span of a coroutine has the time that it waits, too
     wait    called after each recorded call, before its end is noted; such as torch.cuda.synchronize
     told    called after each recorded call, with its result and the calls that have not ended yet, outermost first
+    began   called before each recorded call, with the calls that have not ended, itself the last one, with its
+            function and the arguments
+    line    returns a key of what runs now: calls with one key lie in each other
     """
 
     def __init__(
@@ -89,9 +95,12 @@ class CallRecorder:
         stops: Iterable[Stop],
         wait: Callable[[], None] = lambda: None,
         told: Callable[[Any, list[Span]], None] = lambda result, open_ones: None,
+        began: Began = lambda open_ones, function, args, kwargs: None,
+        line: Callable[[], object] = threading.get_ident,
     ) -> None:
         self.root, self._stops, self._wait, self._told = Span("", ""), stops, wait, told
-        self._stacks: dict[int, list[Span]] = {}
+        self._began, self._line = began, line
+        self._stacks: dict[object, list[Span]] = {}
         self._undo = ExitStack()
 
     def __enter__(self) -> "CallRecorder":
@@ -117,30 +126,50 @@ class CallRecorder:
         self._undo.callback(undo)
 
     def _recorded(self, function: Any, name: str) -> Any:
-        place, told_way = _where(function) if name else "", _way(function)
+        place, told_way = place_of(function) if name else "", _way(function)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Span, list[Span]]:
             span = Span(
                 name or args[0].fn.__name__,
-                place or _where(args[0].fn),
-                _words(lambda: ", ".join(_shapes((args, kwargs)))),
-                way=_words(lambda: told_way(*args, **kwargs)),
+                place or place_of(args[0].fn),
+                words(lambda: ", ".join(shapes((args, kwargs)))),
+                way=words(lambda: told_way(*args, **kwargs)),
             )
-            stack = self._stacks.setdefault(threading.get_ident(), [self.root])
+            stack = self._stacks.setdefault(self._line(), [self.root])
             stack[-1].inside.append(span)
             stack.append(span)
+            self._began(stack, function, args, kwargs)
             span.begin = time.perf_counter_ns()
+            return span, stack
+
+        def end(span: Span, stack: list[Span]) -> None:
+            span.end = time.perf_counter_ns()
+            stack.pop()
+
+        def tell(span: Span, stack: list[Span], result: Any) -> None:
+            span.gives = words(lambda: ", ".join(shapes(result)))
+            self._told(result, stack)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            span, stack = begin(args, kwargs)
             try:
                 result = function(*args, **kwargs)
                 self._wait()
             finally:
-                span.end = time.perf_counter_ns()
-                stack.pop()
-            span.gives = _words(lambda: ", ".join(_shapes(result)))
-            self._told(result, stack)
+                end(span, stack)
+            tell(span, stack, result)
             return result
 
-        return call
+        async def wait_for(*args: Any, **kwargs: Any) -> Any:
+            span, stack = begin(args, kwargs)
+            try:
+                result = await function(*args, **kwargs)
+            finally:
+                end(span, stack)
+            tell(span, stack, result)
+            return result
+
+        return wait_for if inspect.iscoroutinefunction(function) else call
 
 
 def alike(span: Span) -> tuple[object, ...]:
@@ -197,7 +226,7 @@ def _way(function: Any) -> Callable[..., str]:
     way = vars(module).get("way") if module and WORK.fullmatch(module.__name__) else None
     if way is None or not PRODUCT.fullmatch(function.__name__):
         return lambda *args, **kwargs: ""
-    signature, place = inspect.signature(function), _where(way)
+    signature, place = inspect.signature(function), place_of(way)
 
     def told(*args: Any, **kwargs: Any) -> str:
         given = signature.bind(*args, **kwargs).arguments
@@ -207,7 +236,7 @@ def _way(function: Any) -> Callable[..., str]:
     return told
 
 
-def _where(function: Any) -> str:
+def place_of(function: Any) -> str:
     """Return "file:line" of a Python function or of a C function of the package; "" when it is not found."""
     function = inspect.unwrap(function)
     if inspect.isroutine(function):
@@ -227,7 +256,7 @@ def _native_places() -> dict[str, str]:
     return found
 
 
-def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
+def shapes(value: Any, deep: bool = True) -> Iterator[str]:
     """Yield types and shapes of the arrays in a value, with the field names of records that hold arrays."""
     if isinstance(value, np.ndarray) or _is_tensor(value):
         short = re.sub(r"(float|u?int)(?=\d)", lambda kind: kind[0][0], str(value.dtype).removeprefix("torch."))
@@ -242,15 +271,15 @@ def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
         yield f"ints[{len(value)}]"
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _shapes(item, deep)
+            yield from shapes(item, deep)
     elif deep and (is_dataclass(value) or isinstance(value, msgspec.Struct)):
         names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else type(value).__dataclass_fields__
-        inside = [f"{name} {shape}" for name in names for shape in _shapes(getattr(value, name), False)]
+        inside = [f"{name} {shape}" for name in names for shape in shapes(getattr(value, name), False)]
         if inside:
             yield f"{type(value).__name__}({', '.join(inside)})"
 
 
-def _words(describe: Callable[[], str]) -> str:
+def words(describe: Callable[[], str]) -> str:
     """Return a description, or the error that it raises: a call must not fail because nobody can describe it."""
     try:
         return describe()

@@ -1,8 +1,9 @@
-"""A trace of the next request, in the core's process: the calls of its steps in the core, and in every model runner.
+"""A trace of one request, in the core's process: the calls of its steps in the core, and in every model runner.
 
-Nothing is replaced until a front end has asked and a request of its tenant comes. Then the calls of the core are
-recorded, and those of the model runners from the first step on in which the request takes part (`Executor.control`,
-"trace"). Meanwhile such steps run eagerly. Everything is put back after `MOST_DECODES` decodes.
+It is the next request of a tenant, or one that lives. Nothing is replaced until a front end has asked and the request
+is there. Then the calls of the core are recorded, and those of the model runners from the first step on in which the
+request takes part (`Executor.control`, "trace"). Meanwhile such steps run eagerly. Everything is put back after
+`MOST_DECODES` decodes, or as many as were asked.
 """
 
 import logging
@@ -32,6 +33,7 @@ MOST_OTHERS = 64  # steps of its replica without the request after its first one
 OF_STEPS = ("step", "confirm")  # functions of a core that belong to a step; others are about other requests
 EXECUTOR = ("submit", "release", "collect")  # functions of an executor that steps call
 NOBODY, BUSY, REPLACED = "no_request", "trace_runs", "trace_replaced"  # why there is no trace
+ENDED = "request_ended"  # the same, of a request that was named
 
 
 class TracedStep(msgspec.Struct, kw_only=True):
@@ -53,7 +55,8 @@ class TracedStep(msgspec.Struct, kw_only=True):
 
 
 class TracedRequest(msgspec.Struct, kw_only=True):
-    """The trace of a request. calls: in the core before its first step. ended: the request ended with the last step."""
+    """The trace of a request. calls: in the core before its first step, of a request that was traced from its arrival.
+    ended: the request ended with the last step."""
 
     request_id: str
     num_prompt: int
@@ -74,10 +77,17 @@ class RequestTrace:
         self._core, self._send, self._clock = core, send, clock
         self.active = False
         self._asked, self._tenant, self._until = 0, "", 0.0
+        self._decodes, self._folded = MOST_DECODES, True
         self._recording: _Recording | None = None
 
     def ask(self, message: Control) -> None:
-        """Trace the next request of `tenant`, and reply when it is traced. `on` false: who asked for that has left."""
+        """Trace the next request of `tenant`, and reply when it is traced. Arguments of the message:
+
+        on        False: who asked for that has left
+        record    of a live request as in `/debug/requests`: trace it, not the next one
+        decodes   the last decode of the request to trace (default: `MOST_DECODES`)
+        folded    False: with the calls inside those that are `alike`
+        """
         tenant: str = message.args["tenant"]
         if not message.args["on"]:
             if self.active and tenant == self._tenant:
@@ -91,13 +101,27 @@ class RequestTrace:
             self._reply(_refused(REPLACED))
         self.active, self._asked, self._tenant = True, message.id, tenant
         self._until = self._clock() + PATIENCE
+        self._decodes, self._folded = message.args.get("decodes", MOST_DECODES), message.args.get("folded", True)
+        if (record := message.args.get("record")) is None:
+            return
+        handle = next((one for one in record["handles"] if one in self._core.handles), None)
+        if handle is None:
+            self._reply(_refused(ENDED))
+            return
+        self._record(handle, record["request_id"], record["num_prompt"], arrives=False)
 
     def begin(self, message: Add) -> None:
         """Begin to record, if a front end waits for this request. Call this before the core takes the request."""
         new = message.requests[0]
         if self._recording is None and new.tenant == self._tenant:
-            self._drain()
-            self._recording = _Recording(self._core, new.handle, new.request_id, len(new.token_ids) // 4)
+            self._record(new.handle, new.request_id, len(new.token_ids) // 4, arrives=True)
+
+    def _record(self, handle: int, request_id: str, num_prompt: int, *, arrives: bool) -> None:
+        self._drain()
+        found = TracedRequest(request_id=request_id, num_prompt=num_prompt, calls=[], steps=[], ended=False)
+        self._recording = _Recording(
+            self._core, handle, found, decodes=self._decodes, folded=self._folded, arrives=arrives
+        )
 
     def tell(self) -> None:
         """Take the calls of the last step, and reply if it was the last one of the trace."""
@@ -137,12 +161,18 @@ class RequestTrace:
 class _Recording:
     """The recorded calls of a core, from the arrival of a request on.
 
-    on   True: the model runners of the request's replica record, too
+    found     the trace, which grows with each step
+    decodes   of the request to record
+    folded    without the calls inside those that are `alike`
+    arrives   the first call is the arrival of the request
+    on        True: the model runners of the request's replica record, too
     """
 
-    def __init__(self, core: Core, handle: int, request_id: str, num_prompt: int) -> None:
-        self._core, self._handle = core, handle
-        self._found = TracedRequest(request_id=request_id, num_prompt=num_prompt, calls=[], steps=[], ended=False)
+    def __init__(
+        self, core: Core, handle: int, found: TracedRequest, *, decodes: int, folded: bool, arrives: bool
+    ) -> None:
+        self._core, self._handle, self._found = core, handle, found
+        self._decodes, self._folded, self._arrives = decodes, folded, arrives
         self._owner: EngineCore | None = None  # the replica that has the request, once the request takes part in a step
         self._number, self._skipped = 0, 0  # the replica's number, and its results that were due when `on` began
         self._traced: list[EngineCore] = []  # replicas whose runners record
@@ -162,8 +192,8 @@ class _Recording:
         calls, found, part = self._recorder.root.inside[:], self._found, self._part
         self._recorder.root.inside.clear()
         self._part = None
-        if not found.calls:
-            found.calls = calls[:1]  # the arrival
+        if self._arrives and not found.calls:
+            found.calls = calls[:1]
         if part is not None:
             part.calls += [call for call in calls if call.name.rpartition(".")[2] in OF_STEPS]
             found.steps.append(part)
@@ -171,7 +201,8 @@ class _Recording:
         if self._owner is not None and self._owner.needs_masks:
             return False  # a runner has a step that cannot end
         decodes = sum(one.kind == "decode" for one in found.steps)
-        enough = len(found.steps) >= MOST_STEPS or decodes >= MOST_DECODES or self._ran.count(None) > MOST_OTHERS
+        most = MOST_STEPS + self._decodes - MOST_DECODES
+        enough = len(found.steps) >= most or decodes >= self._decodes or self._ran.count(None) > MOST_OTHERS
         return found.ended or enough
 
     def end(self) -> TracedRequest:
@@ -182,12 +213,11 @@ class _Recording:
             self._recorder.__exit__(None, None, None)
 
     def _whole(self) -> TracedRequest:
-        told = [(one, one.executor.control("trace", {"on": False, "folded": True})) for one in self._traced]
+        told = [(one, one.executor.control("trace", {"on": False, "folded": self._folded})) for one in self._traced]
         shown: Shown = set()
         found = self._found
-        found.calls = [fold(call, shown) for call in found.calls]
-        for step in found.steps:
-            step.calls = [fold(call, shown) for call in step.calls]
+        for calls in (found.calls, *(step.calls for step in found.steps)) if self._folded else ():
+            calls[:] = [fold(call, shown) for call in calls]
         own = next((calls for one, calls in told if one is self._owner), [])
         ranks = msgspec.convert(own, list[list[Span]])
         for rank, calls in enumerate(ranks):

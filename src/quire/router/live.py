@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 import msgspec
 
@@ -183,6 +183,12 @@ class LiveStreams:
         return b"event: router\ndata: " + msgspec.json.encode(told) + b"\n\n"
 
 
+def _target(asked: Asked, query: dict[str, list[str]]) -> bytes:
+    """Return the path and the query for a backend: without its name."""
+    rest = urlencode([(name, value) for name, values in query.items() if name != "backend" for value in values])
+    return asked.target.partition(b"?")[0] + (b"?" + rest.encode() if rest else b"")
+
+
 async def ask_one(backends: Sequence[Backend], asked: Asked, timeout: float) -> WholeAnswer:
     """Return the answer of the backend that the query names, or of the first one that is up."""
     query = parse_qs(asked.target.partition(b"?")[2].decode("latin-1"))
@@ -194,7 +200,7 @@ async def ask_one(backends: Sequence[Backend], asked: Asked, timeout: float) -> 
         return refusal(status, f"{name} {words}.".strip(), code, asked.path, asked.request_id)
     try:
         async with asyncio.timeout(timeout):
-            connection = await chosen.pool.ask(b"GET", asked.target.partition(b"?")[0], asked.headers, b"")
+            connection = await chosen.pool.ask(b"GET", _target(asked, query), asked.headers, b"")
             try:
                 headers = [header for header in connection.headers if header[0] not in LEFT_OUT]
                 return WholeAnswer(status=connection.status, headers=headers, body=await read_all(connection))

@@ -1,6 +1,6 @@
 """A recorded request for a tour: its calls, and values of the calls that the tour stops at.
 
-Calls are recorded by `quire.explain.trace`. The functions of the stops are wrapped before, so that a stop sees the
+Calls are recorded by `quire.traces.trace`. The functions of the stops are wrapped before, so that a stop sees the
 arguments and the result while they are there.
 """
 
@@ -18,8 +18,8 @@ from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.engine.scheduler import Scheduler
 from quire.entry.llm import LLM
-from quire.explain.trace import add_ranks, engine_stops, recording
 from quire.observe.calls import CallRecorder, Span
+from quire.traces.trace import add_ranks, engine_stops, recording
 
 SMALL = 1 << 16  # numbers of a tensor that is copied before its function may write over it
 BEFORE = -1  # step of calls before the first step

@@ -54,7 +54,7 @@ _PROCS = _WORKER | _ENGINE | {"procs"}
 _RANKS = _PROCS | {"ranks"}
 _KVNET = _PROCS | {"kvnet"}
 _ENTRY = _RANKS | _KVNET | {"reports", "assemble", "entry", "foreign"}
-_ALL = _ENTRY | {"explain", "bench", "router"}
+_ALL = _ENTRY | {"explain", "traces", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
     "args": _GROUND,
@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assemble": _RANKS | _KVNET | {"reports", "assemble", "foreign"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
-    **dict.fromkeys(("explain", "bench"), _ALL),
+    **dict.fromkeys(("explain", "traces", "bench"), _ALL),
     **dict.fromkeys(("entry/cli", "tour"), _ALL | {"tour"}),
 }
 
@@ -411,7 +411,7 @@ def room_cycles(sources: Iterable[Source]) -> list[str]:
     """Cycles between rooms: two rooms of one level may depend on each other one way only."""
     graph: dict[str, set[str]] = {}
     for source in sources:
-        if source.room not in ("", "entry", "explain", "bench"):
+        if source.room not in ("", "entry", "explain", "traces", "bench"):
             graph.setdefault(source.room, set()).update(r for _, r in imported_rooms(source) if r != source.room)
     found = []
     for room in sorted(graph):

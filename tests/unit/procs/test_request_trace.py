@@ -45,8 +45,8 @@ def new(handle: int, tokens: int = 6, prompt: int = 5, tenant: str = "") -> NewR
     )
 
 
-def asking(tenant: str = "", *, on: bool = True, number: int = ASKED) -> Control:
-    return Control(number, TRACE, {"on": on, "tenant": tenant})
+def asking(tenant: str = "", *, on: bool = True, number: int = ASKED, **more: Any) -> Control:
+    return Control(number, TRACE, {"on": on, "tenant": tenant, **more})
 
 
 def serve(core: Any, *messages: ToCore) -> list[FromCore]:
@@ -120,6 +120,18 @@ def test_a_request_that_waits_is_traced_when_it_runs_and_others_are_left_out() -
     found = traced(said)
     assert found.request_id == "r1" and found.ended
     assert [(one.kind, one.requests) for one in found.steps] == [("prefill", 1)]
+
+
+def test_a_request_that_lives_is_traced_from_its_next_step_on_and_one_that_has_ended_is_refused() -> None:
+    core = make_core()
+    before = attributes(core)
+    record = {"request_id": "r1", "handles": [9, 1], "num_prompt": 5}
+    said = serve(core, Add((new(0, tokens=50),)), Add((new(1, tokens=50),)), asking(record=record, decodes=3))
+    found = traced(said)
+    assert (found.request_id, found.num_prompt, found.ended, found.calls) == ("r1", 5, False, [])
+    assert [one.kind for one in found.steps][-3:] == ["decode"] * 3 and before == attributes(core)
+    said = serve(core, asking(record=record))
+    assert replies(said) == ['{"refused":"request_ended"}'] and before == attributes(core)
 
 
 def test_a_request_that_is_refused_ends_the_trace() -> None:

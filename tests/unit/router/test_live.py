@@ -32,7 +32,8 @@ class Watched:
         if self.key and headers.get(b"authorization", b"").decode() != f"Bearer {self.key}":
             return await self._answer(send, 401, {"error": {"message": "this server needs an API key."}})
         if scope["path"] != live.LIVE:
-            return await self._answer(send, 200, {"by": self.name, "path": scope["path"]})
+            query = scope["query_string"].decode()
+            return await self._answer(send, 200, {"by": self.name, "path": scope["path"] + "?" * bool(query) + query})
         await receive()
         gone = asyncio.create_task(receive())
         self.watchers += 1
@@ -146,6 +147,9 @@ def test_other_routes_are_those_of_one_backend() -> None:
                 for query, by in (("", "b0"), (f"?backend={backends[1].url}", "b1")):
                     async with session.get(f"{url}/debug/requests/r{query}") as answer:
                         assert await answer.json() == {"by": by, "path": "/debug/requests/r"}
+                named = f"/debug/requests/r?request=a%2Fb&backend={backends[1].url}"
+                async with session.get(url + named) as answer:
+                    assert await answer.json() == {"by": "b1", "path": "/debug/requests/r?request=a%2Fb"}
                 async with session.get(f"{url}/debug/plan?backend=http://no") as answer:
                     assert answer.status == 404 and "http://no is no backend" in await answer.text()
 

@@ -44,11 +44,16 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
             raise ConfigError("--api-key and --model-name go with --url: add --url, or leave them out.")
         return None
     given = vars(args)
-    useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
-    if useless:
-        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options: leave these flags out.")
+    refuse_engine_flags(given, but=f"{ORIGIN}model")
     name = args.model_name or given.get("model_argument") or given.get(f"{FLAG}model")
     return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
+
+
+def refuse_engine_flags(given: Mapping[str, Any], but: str = "") -> None:
+    """Raise `ConfigError` when flags of an engine stand beside --url. but: place of the one that may"""
+    useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != but]
+    if useless:
+        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options: leave these flags out.")
 
 
 class RemoteServer:
@@ -94,6 +99,14 @@ class RemoteServer:
                     raise _broken_off(error, self.where) from None
             yield response
 
+    def read(self, path: str) -> bytes:
+        """Return the body of the answer to GET. Raises `QuireError`."""
+        with self.asked("GET", path) as response:
+            try:
+                return response.read()
+            except BROKEN as error:
+                raise _broken_off(error, self.where) from None
+
     def events(self, path: str, silence: float | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the data of every event of a stream, until its end. Raises `QuireError`.
         silence: seconds to wait for an answer and for each of its parts; None: no limit"""
@@ -118,11 +131,7 @@ class RemoteModel:
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:
-        with self._server.asked("GET", MODELS) as response:
-            try:
-                found = _json(response.read(), self._server.where)
-            except BROKEN as error:
-                raise _broken_off(error, self._server.where) from None
+        found = _json(self._server.read(MODELS), self._server.where)
         models = found.get("data") or []
         if not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise ModelNotFound(f"{self._server.where} lists no model: name a model with --model-name.")
@@ -198,7 +207,7 @@ def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> Quire
     if response.status in (401, 403):
         return ConfigError(f"{said} Give the key with --api-key, or in QUIRE_API_KEY.")
     if response.status == 404 and not path.startswith(V1):
-        question = " Is it a server or a router of Quire?" * ("--no-web" not in words)
+        question = " Is it a server or a router of Quire?" * all(one not in words for one in ("--no-web", "/debug/"))
         return RequestFailed(said + question, code="remote")
     if response.status == 404:
         return ModelNotFound(

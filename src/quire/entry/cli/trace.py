@@ -1,12 +1,13 @@
 """`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.config.env import client_key
 from quire.config.flags import (
     FlagParser,
     add_engine_flags,
@@ -15,7 +16,12 @@ from quire.config.flags import (
     given_options,
     settings_of,
 )
-from quire.contracts.errors import ConfigError, ModelNotFound
+from quire.contracts.errors import ModelNotFound
+from quire.entry.cli.remote import RemoteServer
+from quire.entry.keyboard_interrupt import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from quire.observe.calls import Span
 
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
@@ -39,90 +45,100 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument(
         "--from",
         dest="begin",
-        choices=("request", "start", "load", "flag"),
+        choices=("request", "http", "start", "load", "flag"),
         default="request",
-        help="request = from the call to the kernels; start = from the options to an engine that is ready; load = the "
-        "way of a stored tensor into a kernel's memory; flag = the way of each given flag's value (default: request)",
+        help="request = from the call to the kernels; http = from the socket of a server through all its processes; "
+        "start = from the options to an engine that is ready; load = the way of a stored tensor into a kernel's "
+        "memory; flag = the way of each given flag's value (default: request)",
     )
     parser.add_argument("--tensor", metavar="NAME", help="tensor of --from load (default: the first query projection)")
+    parser.add_argument("--url", metavar="URL", help="trace a request of this server; without --request the next")
+    parser.add_argument("--request", metavar="ID", help="a request of --url that runs or waits")
+    parser.add_argument("--api-key", metavar="KEY", help="of --url (default: $QUIRE_API_KEY or $OPENAI_API_KEY)")
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")
+    parser.add_argument("--lanes", action="store_true", help="what the CPU does while the device runs each step")
+    parser.add_argument("--step", action="store_true", help="halt at each stop as a debugger; h lists the commands")
+    parser.add_argument("--script", metavar="FILE", help="file with the commands of --step, one in a line")
+    parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a request. Print the functions that it called, as a tree, and write the Perfetto trace of --out."""
-    from quire.contracts.adapters import LoRARequest
-    from quire.entry.llm import LLM
-    from quire.explain.trace import events, render, trace
+    from quire.traces.clashes import check_flags
 
-    if args.tensor is not None and args.begin != "load":
-        raise ConfigError("--tensor names what --from load shows: add --from load.")
-    if args.after and args.begin != "request":
-        raise ConfigError("--after is for a trace of a request: leave it or --from out.")
+    check_flags(args)
     if args.begin == "flag":
-        return _print_flags(args)
-    if args.out is not None and args.begin == "load":
-        raise ConfigError("--from load has no times: leave --out out.")
-    if args.out is not None and not args.out.resolve().parent.is_dir():
-        raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
-    adapters = {"enable_lora": True} if args.adapter else {}
-    options = (
-        adapters | given_options(args) | ({} if args.begin == "start" else {"async_depth": 1, "enforce_eager": True})
-    )
+        from quire.traces.flag_trace import given_flag_lines
+
+        print(*given_flag_lines(settings_of(args), engine_config(args)), sep="\n")
+        return 0
+    options = {"enable_lora": True} if args.adapter else {}
+    options |= given_options(args)
     try:
-        if args.begin == "start":
-            return _print_start(args, options)
-        llm = LLM(**options)
+        if args.url is None and args.begin != "http":
+            return _in_process(args, options)
+        raise_on_interrupt()
+        return _print_calls(args, _of_server(args, options))
     except ModelNotFound as error:
         raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
-    with llm:
-        if args.begin == "load":
-            from quire.explain.load_trace import load_lines
 
+
+def _of_server(args: argparse.Namespace, options: dict[str, Any]) -> "Span":
+    """Return the calls of a request: in a server that runs, or in every process of one that starts for it."""
+    if args.url is not None:
+        from quire.traces.live_trace import trace_live
+
+        return trace_live(RemoteServer(args.url, args.api_key or client_key()), args.request)
+    from quire.config.serve import ServerConfig
+    from quire.traces.http_trace import trace_http
+
+    config = ServerConfig.from_flat(**options, host="127.0.0.1", port=0, access_log=False)
+    return trace_http(config, _prompt(args), max_tokens=args.max_tokens, full=args.full)
+
+
+def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Build an engine here, and print what the flags ask for."""
+    from quire.contracts.adapters import LoRARequest
+    from quire.entry.llm import LLM
+    from quire.traces.lanes import lane_lines, trace_lanes
+    from quire.traces.load_trace import load_lines
+    from quire.traces.start_trace import start_lines, trace_start
+    from quire.traces.step_commands import step_through
+    from quire.traces.trace import trace
+
+    if args.begin == "start":
+        llm, found = trace_start(lambda: LLM(**options), "start")
+        with llm:
+            return _print_calls(args, found, start_lines(found))
+    with LLM(**options | ({"async_depth": 2} if args.lanes else {"async_depth": 1, "enforce_eager": True})) as llm:
+        if args.begin == "load":
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
+        if args.lanes:
+            found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens)
+            return _print_calls(args, found, lane_lines(found))
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        found = trace(
-            llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens, lora_request=asked, after=args.after
-        )
-    print(*render(found, None if args.full else set()), sep="\n")
-    _write(args.out, events(found, found.begin))
+        given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after}
+        if args.step:
+            return step_through(llm, _prompt(args), args.script, **given)
+        return _print_calls(args, trace(llm, _prompt(args), **given))
+
+
+def _print_calls(args: argparse.Namespace, found: "Span", lines: Iterable[str] | None = None) -> int:
+    """Print a tree of calls, as `lines` if they are given, or as JSON. Write the file of --out."""
+    from quire.observe.render_calls import render, write_events
+
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        folded = args.begin == "http" or args.url is not None  # already
+        print(*(lines or render(found, None if args.full or folded else set())), sep="\n")
+    if args.out is not None:
+        write_events(args.out, found)
     return 0
 
 
-def _print_start(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Build an engine, and print the calls of its start."""
-    from quire.entry.llm import LLM
-    from quire.explain.start_trace import start_lines, trace_start
-    from quire.explain.trace import events
-
-    llm, found = trace_start(lambda: LLM(**options), "start")
-    with llm:
-        print(*start_lines(found), sep="\n")
-    _write(args.out, events(found, found.begin))
-    return 0
-
-
-def _print_flags(args: argparse.Namespace) -> int:
-    """Print the way of each given option of the engine."""
-    from quire.config.engine import flat_names
-    from quire.explain.flag_trace import flag_lines, flag_way
-
-    settings, config = settings_of(args), engine_config(args)
-    names = [name for name in settings.values if name in flat_names() and name != "model"]
-    if not names:
-        raise ConfigError("--from flag shows the way of flags that are given: add one, such as --quantization fp8.")
-    for name in names:
-        print(*flag_lines(flag_way(config, name, settings.origins[name])), sep="\n")
-    return 0
-
-
-def _write(out: Path | None, found: Iterator[dict[str, object]]) -> None:
-    """Write events to the file of --out, if it is given. Raises `ConfigError` if it cannot be written."""
-    if out is None:
-        return
-    try:
-        out.write_bytes(msgspec.json.encode({"traceEvents": list(found)}))
-    except OSError as error:
-        raise ConfigError(f"--out: {out} cannot be written ({error.strerror}): choose another file.") from None
+def _prompt(args: argparse.Namespace) -> str:
+    return str(args.prompt or args.prompt_argument)

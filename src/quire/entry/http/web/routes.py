@@ -4,13 +4,15 @@
 /debug/live            server-sent events: facts of the engine, then frames
 /debug/blocks          the map of KV blocks, with the requests that hold them
 /debug/requests/{id}   the timeline of a request
-/debug/trace           waits for the next request of the caller, and answers with the calls of its steps
+/debug/trace           the calls of the steps of one request: the caller's next one, or that of ?request=ID
 /debug/meetings        the table of what works with what
 """
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.requests import Request
@@ -28,18 +30,21 @@ from quire.entry.http.sse import Send
 from quire.entry.http.web.live_hub import event
 from quire.entry.http.web.page import OFF
 from quire.entry.http.web.timelines import timeline
-from quire.procs.request_trace import BUSY, NOBODY, PATIENCE, REPLACED, TRACE
+from quire.procs.request_trace import BUSY, ENDED, NOBODY, PATIENCE, REPLACED, TRACE
 
 OLDEST_MAP = 0.5  # seconds for which a map of blocks is given again
 MAP_SHARE = 0.005  # most of the core's time that goes into maps
 PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of a step
 
+UNKNOWN = "no live request and none of the last 256 has this id: /debug/requests lists them."
+ANSWER = re.compile("^(chatcmpl|cmpl)-")
 FOREIGN = ("cross-site", "same-site")  # values of the header Sec-Fetch-Site
 REFUSED = '{"refused"'
 NO_TRACE = {
     NOBODY: (504, f"no request of your key came within {PATIENCE:.0f} s: ask for a trace, then send a request."),
     BUSY: (409, "a trace of another request is being made: try again in a moment."),
     REPLACED: (409, "another caller has asked for the trace of the next request."),
+    ENDED: (409, "the request has ended: name one that runs, or name none and send one, which is traced then."),
 }  # reason why there is no trace -> status and message
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -67,15 +72,19 @@ def _json(content: object) -> Response:
 
 def _timelines(engine: ServedEngine, config: ServerConfig) -> Handler:
     async def answer(request: Request) -> Response:
-        wanted = request.path_params["request_id"]
-        records = engine.requests(tenant_of(request.scope, config.http))
-        record = next((one for one in records if one["request_id"] == wanted), None)
+        record = _record_of(request.path_params["request_id"], engine, tenant_of(request.scope, config.http))
         if record is None:
-            message = "no live request and none of the last 256 has this id: /debug/requests lists them."
-            return error_answer(404, message, "unknown_request")
+            return error_answer(404, UNKNOWN, "unknown_request")
         return _json(timeline(record, engine.live.timelines))
 
     return answer
+
+
+def _record_of(wanted: str, engine: ServedEngine, tenant: str) -> dict[str, Any] | None:
+    """Return the record of a request by its id or by its answer's, which has a prefix; None: nobody knows it."""
+    records = engine.requests(tenant)
+    bare = ANSWER.sub("", wanted)
+    return next((one for name in (wanted, bare) for one in records if one["request_id"] == name), None)
 
 
 async def _meetings(request: Request) -> Response:
@@ -108,7 +117,7 @@ class BlockMapRoute:
 
 
 class TraceRoute:
-    """The trace of the caller's next request, as an ASGI application: it notices a caller that leaves."""
+    """The trace of a request of the caller, as an ASGI application: it notices a caller that leaves."""
 
     def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
         self._engine, self._http = engine, config.http
@@ -121,9 +130,14 @@ class TraceRoute:
             if exchange.header(b"sec-fetch-site") in FOREIGN:  # a browser asks for a page of somebody else
                 words = "a page of another origin may not slow this server: open its own page."
                 return await exchange.reply(error_json(403, words, "foreign_page"), status=403)
+            wanted = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("request", [""])[0]
+            known = _record_of(wanted, self._engine, tenant) if wanted else None
+            if wanted and known is None:
+                return await exchange.reply(error_json(404, UNKNOWN, "unknown_request"), status=404)
+            record = known and {name: known[name] for name in ("request_id", "handles", "num_prompt")}
             try:
                 async with exchange.watch() as watch:
-                    found = str(await self._engine.control(TRACE, on=True, tenant=tenant))
+                    found = str(await self._engine.control(TRACE, on=True, tenant=tenant, record=record))
                     watch.stop()
             except ClientGone:
                 await self._engine.control(TRACE, on=False, tenant=tenant)  # the next request is not slowed for nobody

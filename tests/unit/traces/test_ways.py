@@ -10,9 +10,9 @@ from quire import LLM
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.entry.cli.main import main
-from quire.explain.flag_trace import flag_way, readers
-from quire.explain.load_trace import load_lines
 from quire.observe.calls import PACKAGE, Span
+from quire.traces.flag_trace import flag_way, readers
+from quire.traces.load_trace import load_lines
 from quire.weights.files import read_checkpoint
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory-bytes", "4M", "--max-model-len", "64")
@@ -91,7 +91,7 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
 
 
 def test_repeated_calls_are_joined() -> None:
-    from quire.explain.start_trace import _prune
+    from quire.traces.start_trace import _prune
 
     calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5) for i in range(3)]
     root = Span("", "", end=100, inside=[*calls, Span("other", "a:2", begin=40, end=41)])

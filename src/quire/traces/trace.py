@@ -15,65 +15,27 @@ from quire.contracts.adapters import LoRARequest
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
-from quire.observe.calls import RANK, CallRecorder, Shown, Span, Stop, fold, methods_of
+from quire.observe.calls import CallRecorder, Span, Stop, methods_of
 from quire.plan.placement import parallel_sizes, ranks
 from quire.procs.in_process import InProcessExecutor
 from quire.procs.request_trace import core_stops
 from quire.reports.ranks import rank_name
 from quire.text.sequence import SequenceText
+from quire.traces.decisions import decisions_of, with_decisions
+from quire.traces.step_mode import Stepper
 from quire.worker.call_trace import without_recordings, worker_stops
 
 STEP = "LLM._step"
 
 
-def render(span: Span, shown: Shown | None) -> Iterator[str]:
-    """Yield the lines of the tree of a call.
-
-    shown   calls that were drawn before, see `fold`; None = draw all calls
-    """
-    return _lines(span if shown is None else fold(span, shown), 0)
-
-
-def _lines(span: Span, depth: int) -> Iterator[str]:
-    indent = "  " * depth
-    if span.phase:
-        yield from ("", f"{' ' * 14}{indent}{span.phase}")
-    shapes = f"  ({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
-    line = f"{1e3 * span.seconds:9.3f} ms  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * span.again}"
-    yield line.rstrip()
-    if span.way:
-        yield f"{' ' * 14}{indent}{span.way}"
-    for inner in span.inside:
-        yield from _lines(inner, depth + 1)
-
-
-def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Iterator[dict[str, object]]:
-    """Yield trace events of a call and of all calls inside it, for Perfetto or chrome://tracing.
-
-    origin         time 0 of the events, in nanoseconds of the span's clock
-    phase, track   category and track of the call; a span with a phase, or of a rank, has its own
-    """
-    phase = span.phase or phase
-    if found := RANK.match(span.name):
-        track = int(found[1]) + 2
-        yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": span.name}}
-    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives, "way": span.way}
-    yield {
-        "name": span.phase or span.name,
-        "cat": phase,
-        "ph": "X",
-        "ts": (span.begin - origin) / 1e3,
-        "dur": (span.end - span.begin) / 1e3,
-        "pid": 1,
-        "tid": track,
-        "args": told,
-    }
-    for inner in span.inside:
-        yield from events(inner, origin, phase, track)
-
-
 def trace(
-    llm: LLM, prompt: PromptLike, *, max_tokens: int = 4, lora_request: LoRARequest | None = None, after: str = ""
+    llm: LLM,
+    prompt: PromptLike,
+    *,
+    max_tokens: int = 4,
+    lora_request: LoRARequest | None = None,
+    after: str = "",
+    stepper: Stepper | None = None,
 ) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
@@ -81,6 +43,8 @@ def trace(
     warm up. The prefix cache is emptied before each run; then a request with the text `after` runs, if it is given, and
     the traced one finds what it left. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
+
+    stepper   halts at stops of the request; the engine is in this process then
     """
     engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
     core, cuda = engine.core, engine.device.device == "cuda"
@@ -93,7 +57,7 @@ def trace(
     many = engine.runner is None
     if many:
         core.executor.control("trace", {"on": True})
-    with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None) as root:
+    with recording(llm, torch.cuda.synchronize if cuda and not many else lambda: None, stepper) as root:
         made = llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)[0]
     if many:
         add_ranks(llm, root, core.executor.control("trace", {"on": False}))
@@ -104,12 +68,17 @@ def trace(
     if after:
         length = len(made.prompt_token_ids or ())
         root.name += f"; {made.num_cached_tokens or 0} of {length} tokens of the prompt were in the prefix cache"
-    return root
+    plan = msgspec.json.decode(str(core.facts.plans["engine"]))
+    return with_decisions(root, decisions_of(plan, engine.config))
 
 
 @contextmanager
-def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Span]:
-    """Context manager: yield a root span, and add the calls of the block to it. `wait` runs at the end of each call."""
+def recording(llm: LLM, wait: Callable[[], None] = lambda: None, stepper: Stepper | None = None) -> Iterator[Span]:
+    """Context manager: yield a root span, and add the calls of the block to it.
+
+    wait      runs at the end of each call
+    stepper   is told of each call
+    """
     num_steps = 0
 
     def name_step(result: Any, open_ones: list[Span]) -> None:
@@ -122,7 +91,16 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
             step.phase = f"step {num_steps}: {kind}, {count} token{'s' * (count > 1)}"
             num_steps += 1
 
-    with CallRecorder(engine_stops(llm), wait, name_step) as recorder:
+    def told(result: Any, open_ones: list[Span]) -> None:
+        name_step(result, open_ones)
+        if stepper is not None:
+            stepper.told(result, open_ones)
+
+    def began(*call: Any) -> None:
+        if stepper is not None:
+            stepper.began(*call)
+
+    with CallRecorder(engine_stops(llm), wait, told, began) as recorder:
         if llm.engine.runner is not None:
             without_recordings(recorder, llm.engine.runner)
         yield recorder.root

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.flags import flag_names
+from quire.config.sources import Settings
+from quire.contracts.errors import ConfigError
 from quire.explain.describe import plan_engine
 from quire.explain.differences import Change, differences
 from quire.observe.calls import PACKAGE
@@ -46,6 +48,15 @@ class FlagWay(NamedTuple):
     field: str
     readers: tuple[FlagReader, ...]
     changes: tuple[Change, ...]
+
+
+def given_flag_lines(settings: Settings, config: EngineConfig) -> Iterator[str]:
+    """Yield the way of each given option of the engine, as lines. Raises `ConfigError` when none is given."""
+    names = [name for name in settings.values if name in flat_names() and name != "model"]
+    if not names:
+        raise ConfigError("--from flag shows the way of flags that are given: add one, such as --quantization fp8.")
+    for name in names:
+        yield from flag_lines(flag_way(config, name, settings.origins[name]))
 
 
 def flag_way(config: EngineConfig, name: str, origin: str, described: str = "") -> FlagWay:

@@ -1,0 +1,46 @@
+"""Flags of `quire trace` that do not go together."""
+
+import argparse
+from collections.abc import Iterator
+
+from quire.config.engine import ParallelConfig
+from quire.config.flags import engine_config
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.remote import refuse_engine_flags
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags that do not go together, and for a file that cannot be written."""
+    if args.url is not None:
+        refuse_engine_flags(vars(args))
+    if words := next((words for clash, words in _clashes(args) if clash), ""):
+        raise ConfigError(words)
+
+
+def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Yield each clash, True where the flags have it, and the words for it."""
+    other, out = args.begin != "request", args.out is not None
+    yield args.tensor is not None and args.begin != "load", "--tensor names what --from load shows: add --from load."
+    yield bool(args.after) and other, "--after is for a trace of a request: leave it or --from out."
+    belongs = "--request and --api-key belong to a server: add --url, or leave them out."
+    yield args.url is None and (args.request is not None or args.api_key is not None), belongs
+    words = "leave --from, --prompt, --after, --adapter and --full out."
+    clash = other or args.prompt or args.after or args.adapter or args.full
+    yield args.url is not None and bool(clash), f"--url shows a request that the server has, shortened: {words}"
+    yield args.script is not None and not args.step, "--script has commands of --step: add --step."
+    words = "--step halts at stops of a request here: leave --from, --url, --json, --out and --full out."
+    yield args.step and bool(other or args.url or args.json or out or args.full), words
+    words = "leave --from, --url, --step, --adapter, --after and --full out."
+    clash = other or args.url or args.step or args.adapter or args.after or args.full
+    yield args.lanes and bool(clash), f"--lanes shows the steps of a request here: {words}"
+    asked = engine_config(args).parallel if args.step or args.lanes else ParallelConfig()
+    ranks = asked.tensor_parallel_size * asked.pipeline_parallel_size * asked.data_parallel_size
+    words = "this process, and ranks are processes of their own: leave -tp, -pp and -dp out."
+    yield ranks > 1, f"{'--lanes shows' if args.lanes else '--step halts'} {words}"
+    http = "--from http sends a request without an adapter: leave --adapter out."
+    yield bool(args.adapter) and args.begin == "http", http
+    yield out and args.begin == "load", "--from load has no times: leave --out out."
+    lines = f"--from {args.begin} has lines, no calls: leave --json out."
+    yield args.json and args.begin in ("load", "flag"), lines
+    missing = out and not args.out.resolve().parent.is_dir()
+    yield missing, f"--out: the folder of {args.out} does not exist: make it first."
