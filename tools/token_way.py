@@ -22,7 +22,7 @@ PACKAGE = f"{Path(quire.__file__).parent}/"
 # the file has several stops, or the function waits for a request and is running when the request comes.
 STOPS = {
     "entry/http/protocol.py": "bytes of a connection to an HTTP request",
-    "entry/http/auth.py": "API keys, names in Host headers",
+    "entry/http/access/auth.py": "API keys, names in Host headers",
     "entry/http/openai/routes.py": "the handler of the route; its errors become answers",
     "entry/http/openai/chat.py": "POST /v1/chat/completions (completions.py beside it)",
     "entry/http/openai/decode.py": "JSON to a checked ChatRequest",

@@ -212,3 +212,30 @@ def test_any_process_knows_the_responses_of_all() -> None:
         assert server.ask(f"/v1/responses/{running['id']}/cancel", {}).json()["status"] == "cancelled"
         os.kill(fronts[2], signal.SIGKILL)
         wait_until(lambda: ask(fronts[1], "/" + lost["id"])["status"] == "failed")
+
+
+def test_limits_of_a_key_are_those_of_all_processes_and_sighup_reads_its_file_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+
+    def write(key: str, limit: int) -> None:
+        file.write_text(f'[keys.team]\nkey = "{key}"\nrequests_per_minute = {limit}')
+
+    write("sk-old", COUNT)
+    with serving("--api-key-file", str(file)) as (server, fronts, core):
+
+        def ask(pid: int, key: str) -> int:
+            with only(pid, fronts):
+                body = {"prompt": [7], "max_tokens": 1}
+                return server.ask("/v1/completions", body, authorization=f"Bearer {key}").status
+
+        assert [ask(pid, "sk-old") for pid in (*fronts, *fronts)] == [200] * COUNT + [429] * COUNT
+        write("sk-new", 600)
+        server.signal(signal.SIGHUP)
+        for pid in fronts:
+            wait_until(lambda pid=pid: ask(pid, "sk-old") == 401, "a process has the old keys")
+            wait_until(lambda pid=pid: ask(pid, "sk-new") == 200, "the bucket fills faster")
+        file.write_text("[keys.team]")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: "The API keys stay as they were" in server.stderr, server.stderr)
+        for pid in fronts:
+            wait_until(lambda pid=pid: ask(pid, "sk-new") == 200, "the old keys are gone")

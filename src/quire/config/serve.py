@@ -19,16 +19,12 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """HTTP server, TLS, access and size limits."""
+    """HTTP server, TLS, origins, hosts and size limits."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 takes requests from anywhere")
     port: int = option(8000, "port to listen on; 0: any free one")
     uds: str | None = option(None, "listen on this Unix domain socket instead of a port")
     root_path: str = option("", "path under which a proxy serves this server")
-    api_key: tuple[str, ...] = option((), "API keys; every request must send one of them as a bearer token")
-    share_prefix_cache_across_keys: bool = option(
-        False, "share the prefix cache between API keys; a key can then find out which prompts another key has sent"
-    )
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call this server (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -52,12 +48,36 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Model names, timeouts, streaming and parsers of a server."""
+class AccessConfig:
+    """API keys of a server."""
 
-    served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
+    api_key: tuple[str, ...] = option((), "API keys; every request must send one of them as a bearer token")
+    api_key_file: str | None = option(
+        None, "file of API keys with names and limits, TOML (.toml) or JSON; SIGHUP reads it again"
+    )
+    share_prefix_cache_across_keys: bool = option(
+        False, "share the prefix cache between API keys; a key can then find out which prompts another key has sent"
+    )
+
+    @property
+    def keyed(self) -> bool:
+        """True when requests need an API key."""
+        return bool(self.api_key) or self.api_key_file is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlineConfig:
+    """Time limits of requests, in seconds."""
+
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
     request_timeout: float | None = option(None, "seconds a request may take in all; then it is answered 504", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Model names, streaming, parsers and processes of a server."""
+
+    served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
     keep_alive_interval: float = option(
         15.0,
         "seconds of silence on a stream after which a comment is sent; 0: never",
@@ -96,6 +116,8 @@ class ServerConfig:
 
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
+    access: AccessConfig = AccessConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
     serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
     lora: NamedAdapterConfig = NamedAdapterConfig()
@@ -159,7 +181,7 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or none.")
     if http.root_path and not http.root_path.startswith("/"):
         raise ConfigError(f"root_path={http.root_path!r}: must begin with a slash.")
-    if not all(key and key.isprintable() and key == key.strip() and key.isascii() for key in http.api_key):
+    if not all(key and key.isprintable() and key == key.strip() and key.isascii() for key in config.access.api_key):
         raise ConfigError("api_key: a key must be printable ASCII without spaces around it, and not empty.")
     for origin in http.allowed_origins:
         if not ORIGIN.fullmatch(origin):

@@ -40,6 +40,7 @@ REQUEST_TIMES = tuple(
     )
 )
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
+MOST_KEYS = 4096  # series of a metric of API keys; further ones are counted as "other"
 ENGINE = "0"  # vLLM's label for the data-parallel rank
 COPIED = {
     "copied_blocks": ("num_loaded", "num_stored"),
@@ -123,6 +124,8 @@ class Metrics(Collector):
         self._finished = Tally(*((reason.value,) for reason in FinishReason), limit=8)
         self._aborts, self._rejections = Tally(limit=16), Tally(limit=16)
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
+        # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
+        self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -332,6 +335,9 @@ class Metrics(Collector):
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
             "internal_messages_dropped": self._dropped.counts,
+            "key_requests": self.key_requests.counts,
+            "key_tokens": self.key_tokens.counts,
+            "key_refusals": self.key_refusals.counts,
         }
 
 

@@ -82,6 +82,11 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 
+    def hang_up(self) -> None:
+        """Send SIGHUP, which asks an HTTP process to read its files again."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; idempotent."""
         if self._process.poll() is None:

@@ -99,6 +99,11 @@ class CoreClient:
             child.interrupt() if self._draining else child.terminate()
         self._draining = True
 
+    def hang_up(self) -> None:
+        """Send SIGHUP to the other front ends: they read their files again, too."""
+        for child in self._others.values():
+            child.hang_up()
+
     async def alone(self) -> None:
         """Wait until the other front ends have ended."""
         while any(child.ended() is None for child in self._others.values()):

@@ -59,7 +59,7 @@ def test_flat_names_reach_their_part() -> None:
     config = ServerConfig.from_flat(
         port=0, api_key=("k",), stream_interval=4, max_num_seqs=8, allowed_hosts=("Host.docker.internal.", "llm_1", "*")
     )
-    assert (config.http.port, config.http.api_key) == (0, ("k",))
+    assert (config.http.port, config.access.api_key) == (0, ("k",))
     assert config.http.allowed_hosts == ("Host.docker.internal.", "llm_1", "*")
     assert (config.serve.stream_interval, config.engine.scheduler.max_num_seqs) == (4, 8)
 

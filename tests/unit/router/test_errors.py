@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from quire.entry.http.auth import OwnNames
+from quire.entry.http.access.auth import OwnNames
 
 from ...support.mock_backends import mock_backends, routed
 

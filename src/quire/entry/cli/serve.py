@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def secret_notes(config: ServerConfig) -> list[str]:
     """Return notes about secrets that --print-config leaves out, and how to give them."""
     lines = []
-    if config.http.api_key:
+    if config.access.api_key:
         lines.append("the API key is printed as ***: with this file, give it in QUIRE_API_KEY or with --api-key.")
     if config.engine.load.hf_token:
         lines.append("the hub token is printed as ***: with this file, give it in HF_TOKEN.")
@@ -89,7 +89,7 @@ def secret_notes(config: ServerConfig) -> list[str]:
 
 def check_peer_key(config: ServerConfig) -> None:
     """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
-    if PEER_KEY in peer_variables() and not config.http.api_key:
+    if PEER_KEY in peer_variables() and not config.access.keyed:
         raise ConfigError(
             f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
             f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}."
@@ -98,21 +98,21 @@ def check_peer_key(config: ServerConfig) -> None:
 
 def bind_warnings(config: ServerConfig) -> list[str]:
     """Return warnings about a dangerous address or dangerous access rules of a server."""
-    http = config.http
+    http, keyed = config.http, config.access.keyed
     lines = []
-    if http.uds is None and not is_loopback(http.host) and not http.api_key:
+    if http.uds is None and not is_loopback(http.host) and not keyed:
         lines.append(
             f"everyone who can reach {http.host}:{http.port} can use this server: set --api-key, or --host 127.0.0.1."
         )
-    if http.uds is None and not is_loopback(http.host) and http.api_key and not http.ssl_certfile:
+    if http.uds is None and not is_loopback(http.host) and keyed and not http.ssl_certfile:
         lines.append("keys and texts travel unencrypted: put a proxy with TLS in front, or set --ssl-certfile.")
-    if http.allowed_hosts and (http.uds is not None or http.api_key or not is_loopback(http.host)):
+    if http.allowed_hosts and (http.uds is not None or keyed or not is_loopback(http.host)):
         lines.append(
             "--allowed-hosts has no effect here: host names are checked only without a key, on a loopback "
             "address. Leave it out."
         )
-    if "*" in http.allowed_hosts and not http.api_key:
+    if "*" in http.allowed_hosts and not keyed:
         lines.append("--allowed-hosts * without --api-key lets any web page that you visit use this server.")
-    if "*" in http.allowed_origins and not http.api_key:
+    if "*" in http.allowed_origins and not keyed:
         lines.append("--allowed-origins * without --api-key lets any web page that you visit use this server.")
     return lines

@@ -7,6 +7,7 @@ ServesPage      the page of the live view, without a key: it holds no facts of t
 CORS            only with allowed_origins
 ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
 Gate            503 while the engine starts, drains or is dead
+RateLimits      429 beyond a named key's requests per minute, and the headers of limits; only with a file of keys
 routes          ops.py, openai/, anthropic/, web/
 json_only       415 for bodies that are not JSON, when the path and the method are right
 """
@@ -30,8 +31,9 @@ from starlette.routing import Route
 from quire.config.serve import ServerConfig, is_loopback
 from quire.contracts.errors import QuireError, shown
 from quire.contracts.text_table import read_rows
+from quire.entry.http.access.auth import ApiKeys, Guard, OwnNames, json_only
+from quire.entry.http.access.rate_limits import RateLimits
 from quire.entry.http.anthropic.errors import own_errors
-from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, http_error
@@ -53,18 +55,26 @@ CORS: dict[str, Any] = {
 }
 
 
-def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
-    """Return the ASGI application of an engine: routes and middleware. The engine may still be starting."""
-    context = ServerContext(
+def make_context(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> ServerContext:
+    """Return the state of all routes of a server that starts now."""
+    return ServerContext(
         engine=engine, config=config, metrics=metrics, model_names=config.model_names, created=int(time.time())
     )
+
+
+def build_app(
+    engine: ServedEngine, config: ServerConfig, metrics: Metrics, context: ServerContext | None = None
+) -> Starlette:
+    """Return the ASGI application of an engine: routes and middleware. The engine may still be starting.
+    Raises `ConfigError` for a file of API keys that cannot be used."""
+    context = context or make_context(engine, config, metrics)
     routes: list[Route] = openai_routes(context)
     routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
     routes += live_routes(engine, config)
     http, paths = config.http, sorted({route.path for route in routes})
     origins = list(http.allowed_origins)
     # True when every program on this machine may call the server, and nothing but the address protects it.
-    private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
+    private = http.uds is None and not config.access.keyed and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
         Middleware(
             RequestScope,
@@ -77,8 +87,9 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         Middleware(Guard, refusal=ServesPage(on=http.web)),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
-        *([Middleware(Guard, refusal=ApiKeys(http.api_key))] if http.api_key else []),
+        *([Middleware(Guard, refusal=ApiKeys(context.keyring))] if config.access.keyed else []),
         Middleware(Guard, refusal=Gate(engine, ALWAYS)),
+        *([Middleware(RateLimits, limits=context.limits)] if config.access.api_key_file is not None else []),
     ]
     for route in routes:
         route.app = Guard(route.app, json_only)

@@ -161,8 +161,10 @@ def access_text(config: ServerConfig) -> str:
     """Return a text about access to the server: from this or any machine, with or without an API key."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
-    keys = f"one of {len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
-    return f"{'this machine only' if near else 'any machine'}, {f'needs {keys}' if http.api_key else 'no key needed'}"
+    given = config.access.api_key
+    keys = f"one of {len(given)} keys" if len(given) > 1 else "a key"
+    needed = f"needs {keys}" if config.access.keyed else "no key needed"
+    return f"{'this machine only' if near else 'any machine'}, {needed}"
 
 
 def curl_line(config: ServerConfig, url: str, served: str) -> str:
@@ -177,6 +179,6 @@ def curl_line(config: ServerConfig, url: str, served: str) -> str:
     for host in ANYWHERE:
         url = url.replace(f"//{host}:", "//127.0.0.1:").replace(f"//[{host}]:", "//[::1]:")
     parts += [f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
-    if config.http.api_key:
+    if config.access.keyed:
         parts.append('-H "Authorization: Bearer ${QUIRE_API_KEY:-YOUR_KEY}"')
     return " ".join([*parts, "-d", shlex.quote(body)])

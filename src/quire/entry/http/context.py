@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from starlette.types import Scope
+
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineStarting, QueueTimeout, shown
+from quire.entry.http.access.keyring import Keyring, caller_of
+from quire.entry.http.access.limits import KeyLimits, KeyTable, Ticket
 from quire.entry.http.engine import ServedEngine
-from quire.entry.http.errors import HttpError
+from quire.entry.http.errors import PERMISSION, HttpError
 from quire.entry.http.freed_memory import FreedMemory
 from quire.entry.http.kept.store import ResponseStore
 from quire.entry.http.text_work import TextWork
@@ -78,12 +82,36 @@ class ServerContext:
         several = self.config.serve.api_server_count > 1
         return ResponseStore(Path(self.engine.place.folder) if several else None)
 
+    @cached_property
+    def keyring(self) -> Keyring:
+        """The valid API keys. Raises `ConfigError` for a file of keys that cannot be used."""
+        by_priority = self.config.engine.scheduler.scheduling_policy == "priority"
+        return Keyring(self.config.access, by_priority=by_priority)
+
+    @cached_property
+    def limits(self) -> KeyLimits:
+        """The limits of named API keys."""
+        return KeyLimits(self._key_table, self.metrics)
+
+    @contextmanager
+    def hold(self, scope: Scope, request_id: str) -> Iterator[Ticket]:
+        """Context manager: a request that runs. Raises 409 for an id that is taken, 429 at a limit of its key."""
+        caller = caller_of(scope)
+        with self.in_flight.hold(caller.owner, request_id), self.limits.hold(caller) as ticket:
+            yield ticket
+
+    def _key_table(self) -> KeyTable:
+        if (count := self.config.serve.api_server_count) == 1:
+            return KeyTable()
+        place = self.engine.place
+        return KeyTable(place.number, count, Path(place.folder) / "limits")
+
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
         """Context manager: hold one of the `SANDBOXES` permits to render a chat template in a child process.
         Raises `QueueTimeout` when no permit is free within `queue_timeout` seconds."""
         try:
-            async with asyncio.timeout(self.config.serve.queue_timeout):
+            async with asyncio.timeout(self.config.deadlines.queue_timeout):
                 await self.sandboxes.acquire()
         except TimeoutError:
             raise QueueTimeout(
@@ -108,10 +136,16 @@ class ServerContext:
             raise EngineStarting(LOADING)
         return ready
 
-    async def find(self, name: str | None) -> str:
-        """Return the model name for the answer, as `model`, after a look for an adapter of this name in its folder."""
+    async def find(self, name: str | None, scope: Scope) -> str:
+        """Return the model name for the answer, as `model`, after a look for an adapter of this name in its folder.
+        Raises 403 when the key of the request may not use it."""
         await self.engine.adapters.find(name)
-        return self.model(name)
+        model, caller = self.model(name), caller_of(scope)
+        if not caller.rules.may_use(model):
+            self.limits.refuse_model(caller)
+            words = f"the key {caller.name!r} may not use the model {shown(model)}: /v1/models lists those that it may."
+            raise HttpError(403, words, kind=PERMISSION, code="model_not_allowed", param="model")
+        return model
 
     def adapted(self, prompts: list[Prompt], name: str | None) -> list[Prompt]:
         """Return the prompts with the adapter of a model name, if it is an adapter's."""

@@ -63,6 +63,7 @@ class ServedEngine:
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
+    hang_up              function that lets the other front ends read their files again
     live, adapters       the watchers of the live view; the adapters by name
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
@@ -83,10 +84,11 @@ class ServedEngine:
         self.ready: messages.Ready | None = None
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
-        self._serve, self._metrics = config.serve, metrics
+        self._serve, self._deadlines, self._metrics = config.serve, config.deadlines, metrics
         self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
         self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
+        self.hang_up = self._client.hang_up
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
@@ -177,7 +179,7 @@ class ServedEngine:
         tenant    owner of the request: only requests of a tenant share KV blocks
         Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
-        limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
+        limits = [t for t in (timeout, self._deadlines.request_timeout) if t is not None]
         stream = RequestStream(request_id, self._abandon)
         requests = []
         try:
@@ -284,7 +286,7 @@ class ServedEngine:
             self._metrics.request_started(generation.params)
         if adds:
             self._idle.clear()
-            self._queued[stream] = now + self._serve.queue_timeout
+            self._queued[stream] = now + self._deadlines.queue_timeout
             self._set_queue_timer()
         for add in adds:
             self._client.send(add)
@@ -331,8 +333,8 @@ class ServedEngine:
             self._fail(
                 stream,
                 errors.QueueTimeout(
-                    f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and did not start, because "
-                    "the server is busy: try again later."
+                    f"request {stream.request_id} waited {self._deadlines.queue_timeout:g} s and did not start, "
+                    "because the server is busy: try again later."
                 ),
                 "queue_timeout",
             )

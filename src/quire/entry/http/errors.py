@@ -19,6 +19,7 @@ LOG = logging.getLogger("quire")
 
 INVALID_REQUEST = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
+PERMISSION = "permission_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 RETRY_SOON = 1  # seconds: a full queue drains within a few steps

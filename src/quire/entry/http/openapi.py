@@ -13,7 +13,7 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.serve import ServerConfig
 from quire.contracts.error_bodies import MESSAGES_PATHS
-from quire.entry.http.auth import OPEN_PATHS, WITH_BODY
+from quire.entry.http.access.auth import OPEN_PATHS, WITH_BODY
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.routes import HANDLERS
 from quire.entry.http.ops import ALWAYS
@@ -24,13 +24,13 @@ TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a 
 REASONS = {
     400: "invalid request",
     401: "no API key, or an invalid one",
-    403: "foreign Host header",
+    403: "foreign Host header, or a model that the API key may not use",
     404: "unknown path, model or id",
     408: "the request did not start in time",
     409: "a request with this id is running",
     413: "the body is too large",
     415: "the body is not declared as application/json",
-    429: "the queue is full",
+    429: "the queue is full, or a limit of the API key is reached",
     500: "internal error",
     503: "the engine is starting, stopping or dead",
     504: "the request exceeded its time limit",
@@ -56,18 +56,21 @@ def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, obj
     }
     if config.http.root_path:
         document["servers"] = [{"url": config.http.root_path}]
-    if config.http.api_key:
+    if config.access.keyed:
         document["components"]["securitySchemes"] = KEYS
     for route in routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operations = document["paths"].setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
             bodies = BODIES.get(route.path, (None, None))
-            operations[method.lower()] = _operation(path, method, *bodies, locked=bool(config.http.api_key))
+            limited = config.access.api_key_file is not None
+            operations[method.lower()] = _operation(path, method, *bodies, locked=config.access.keyed, limited=limited)
     return document
 
 
-def _operation(path: str, method: str, request: type | None, answer: type | None, *, locked: bool) -> dict[str, Any]:
+def _operation(
+    path: str, method: str, request: type | None, answer: type | None, *, locked: bool, limited: bool
+) -> dict[str, Any]:
     answer = None if method == "DELETE" else answer
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
@@ -75,9 +78,8 @@ def _operation(path: str, method: str, request: type | None, answer: type | None
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     error_schema = {} if MESSAGES_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
     error = {"application/json": error_schema}
-    responses = {
-        str(status): {"description": REASONS[status], "content": error} for status in _errors(path, method, locked)
-    }
+    statuses = _errors(path, method, locked, limited)
+    responses = {str(status): {"description": REASONS[status], "content": error} for status in statuses}
     responses |= {
         "200": {"description": "done", "content": content},
         "default": {"description": "refused before the body is read", "content": error},
@@ -101,9 +103,12 @@ def _operation(path: str, method: str, request: type | None, answer: type | None
     return operation
 
 
-def _errors(path: str, method: str, locked: bool) -> Iterator[int]:
-    """Yield the error statuses of an operation. A path without a rule of its own has all statuses of its method."""
+def _errors(path: str, method: str, locked: bool, limited: bool) -> Iterator[int]:
+    """Yield the error statuses of an operation. A path without a rule of its own has all statuses of its method.
+    limited: keys have limits"""
     shielded = path not in OPEN_PATHS
+    if limited and shielded and (method in WITH_BODY or "{model" in path):
+        yield from (403, 429)
     if shielded:
         yield 401 if locked else 403
     if shielded and method in WITH_BODY:

@@ -21,7 +21,8 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.bundled import NAME
 from quire.config.serve import ServerConfig
-from quire.entry.http.auth import OPEN_PATHS, tenant_of
+from quire.entry.http.access.auth import OPEN_PATHS
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_json
 from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
@@ -92,7 +93,7 @@ def ops_routes(
         return Response(str(await engine.control("plan")), media_type="application/json")
 
     async def requests(request: Request) -> Response:
-        return _json({"requests": engine.requests(tenant_of(request.scope, config.http))})
+        return _json({"requests": engine.requests(caller_of(request.scope).tenant)})
 
     alive = state(lambda now: now.alive)  # also while the server drains
     return [

@@ -28,8 +28,10 @@ from quire.config.flags import error_text
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
-from quire.entry.http.app import build_app
+from quire.entry.http.access.keyring import Keyring
+from quire.entry.http.app import build_app, make_context
 from quire.entry.http.console import Console
+from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
@@ -83,19 +85,21 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
     metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], **shared)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
+    context = make_context(engine, config, metrics)
     http = HttpListener(
-        build_app(engine, config, metrics),
+        build_app(engine, config, metrics, context),
         config.http,
         listener,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
         shared=place.count > 1,
     )
-    with StopRequests(further=place.number > 0) as stop:
+    reload = Reload(context.keyring if config.access.api_key_file is not None else None, engine, console)
+    with reload, StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
             console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
         try:
-            return await _Life(engine, http, config, console, stop).run(metrics)
+            return await _Life(engine, http, config, console, stop).run(metrics, context)
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
@@ -142,6 +146,26 @@ class StopRequests:
             self.second.set()
 
 
+class Reload:
+    """`with` block in which SIGHUP reads files again: the API keys. Without such a file SIGHUP ends the process.
+    Use it in the main thread, with a running event loop. The first HTTP process passes the signal to the others."""
+
+    def __init__(self, keyring: Keyring | None, engine: ServedEngine, console: Console) -> None:
+        self._keyring, self._engine, self._console = keyring, engine, console
+
+    def __enter__(self) -> None:
+        if self._keyring is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read)
+
+    def __exit__(self, *error: object) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+    def _read(self) -> None:
+        self._engine.hang_up()
+        if self._keyring is not None:
+            self._console.note(self._keyring.reload())
+
+
 class _Life:
     """The life of a server from loading to the end."""
 
@@ -151,7 +175,7 @@ class _Life:
         self._engine, self._http, self._config, self._console = engine, http, config, console
         self._stop = stop
 
-    async def run(self, metrics: SharedMetrics) -> int:
+    async def run(self, metrics: SharedMetrics, context: ServerContext) -> int:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
@@ -161,6 +185,7 @@ class _Life:
             return self._stop.code if first.done() else self._listener_failed()
         ready = starting.result()
         settle_memory()
+        context.limits.open()
         self._http.start()
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))

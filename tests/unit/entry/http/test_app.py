@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
-from quire.config.serve import HttpConfig, LogConfig, ServeConfig, ServerConfig
+from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServeConfig, ServerConfig
 from quire.contracts.errors import EngineDead, QueueFull
+from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.app import build_app
-from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import EngineState
 from quire.entry.http.ops import ALWAYS
 from quire.observe.metrics import Metrics
@@ -24,7 +24,7 @@ from .conftest import FakeEngine, call
 SECRET = "sk-secret"
 ANTHROPIC = "of Anthropic's"  # for the code of an error in a form that has none
 OPEN = ServerConfig()
-LOCKED = ServerConfig(http=HttpConfig(api_key=("sk-other", SECRET)))
+LOCKED = ServerConfig(access=AccessConfig(api_key=("sk-other", SECRET)))
 
 
 def make(engine: Any, config: ServerConfig = OPEN, metrics: Metrics | None = None) -> Any:
@@ -207,7 +207,10 @@ def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
     }
     closed = call(make(engine), "/v1/completions", "OPTIONS", **preflight)
     assert closed.status == 405 and "access-control-allow-origin" not in closed.headers
-    app = make(engine, ServerConfig(http=HttpConfig(allowed_origins=("https://a.example",), api_key=(SECRET,))))
+    app = make(
+        engine,
+        ServerConfig(http=HttpConfig(allowed_origins=("https://a.example",)), access=AccessConfig(api_key=(SECRET,))),
+    )
     opened = call(app, "/v1/completions", "OPTIONS", **preflight)
     assert opened.status == 200 and opened.headers["access-control-allow-origin"] == "https://a.example"
     assert "authorization" in opened.headers["access-control-allow-headers"].lower()
@@ -280,7 +283,7 @@ def test_a_request_without_a_host_names_nobody(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("changes", [{"api_key": (SECRET,)}, {"host": "0.0.0.0"}, {"uds": "/s"}, {"host": "10.0.0.7"}])
 def test_where_names_are_not_looked_at(engine: FakeEngine, changes: dict[str, Any]) -> None:
-    app = make(engine, ServerConfig(http=HttpConfig(**changes)))
+    app = make(engine, ServerConfig.from_flat(**changes))
     assert call(app, "/version", host="llm.example", x_api_key=SECRET).status == 200
 
 
@@ -346,7 +349,7 @@ def test_access_log(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_proxy_may_or_may_not_take_the_root_away(engine: FakeEngine) -> None:
-    app = make(engine, ServerConfig(http=HttpConfig(root_path="/api", api_key=(SECRET,))))
+    app = make(engine, ServerConfig(http=HttpConfig(root_path="/api"), access=AccessConfig(api_key=(SECRET,))))
     for path in ("/health", "/api/health"):
         assert call(app, path).status == 200
     for path in ("/version", "/api/version", "/api/api/health", "/apihealth"):

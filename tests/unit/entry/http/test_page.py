@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rules
-from quire.config.serve import HttpConfig, ServerConfig
+from quire.config.serve import AccessConfig, HttpConfig, ServerConfig
 from quire.entry.http.app import build_app
 from quire.entry.http.engine import EngineState
 from quire.entry.http.web.page import KINDS, POLICY, STATIC, the_page
@@ -70,7 +70,7 @@ def test_clients_that_accept_no_html_get_json(engine: FakeEngine) -> None:
 
 
 def test_the_page_needs_no_key_and_tells_nothing(engine: FakeEngine) -> None:
-    locked = ServerConfig(http=HttpConfig(api_key=("sk-secret",)))
+    locked = ServerConfig(access=AccessConfig(api_key=("sk-secret",)))
     page = ask(engine, "/", config=locked, accept=HTML)
     assert page.status == 200 and page.body == ask(engine, "/", accept=HTML).body
     assert all(ask(engine, path, config=locked).status == 200 for path in the_page().paths)

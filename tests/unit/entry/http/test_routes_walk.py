@@ -10,11 +10,11 @@ import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.config.serve import HttpConfig, ServerConfig
+from quire.config.serve import AccessConfig, HttpConfig, ServerConfig
 from quire.contracts import errors
 from quire.contracts.error_bodies import MESSAGES_PATHS
+from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.app import build_app
-from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import EngineState
 from quire.entry.http.errors import ANSWERS, HttpError, http_error
 from quire.entry.http.protocol import ConnectionLimits
@@ -24,7 +24,7 @@ from quire.text.load import TextSide, load_text
 from .conftest import Answer, FakeEngine, call, listening
 
 KEY = "sk-secret"
-OPEN, LOCKED = ServerConfig(), ServerConfig(http=HttpConfig(api_key=(KEY,)))
+OPEN, LOCKED = ServerConfig(), ServerConfig(access=AccessConfig(api_key=(KEY,)))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 SENT = ("POST", "PUT", "PATCH")
 NO_JSON = [
@@ -53,7 +53,7 @@ class Walker:
 
     def __init__(self, engine: Any, config: ServerConfig = OPEN) -> None:
         self.app = build_app(engine, config, Metrics())
-        key = {"x_api_key": KEY} if config.http.api_key else {}
+        key = {"x_api_key": KEY} if config.access.api_key else {}
         self.document = call(self.app, "/openapi.json", **key).json()
         self.routes = [(method, route.path) for route in self.app.routes for method in sorted(route.methods - {"HEAD"})]
         assert len(self.routes) > 25

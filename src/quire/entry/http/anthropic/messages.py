@@ -74,7 +74,7 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     given = await DECODER.read(context, exchange)
     exchange.words = WORDS
     request = _chat_request(context, exchange, given)
-    await context.find(request.model)
+    await context.find(request.model, exchange.scope)
     use = tools.tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
     held = request.response_format is not None or request.thinking_token_budget is not None
     opens = context.text().styles.reasoning if held else None

@@ -4,7 +4,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from quire.entry.http.auth import owner_of
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.kept.store import Kept
@@ -44,4 +44,4 @@ async def _end(context: ServerContext, name: str, found: Kept) -> None:
 
 def _find(context: ServerContext, exchange: Exchange) -> tuple[str, Kept]:
     name: str = exchange.scope["path_params"]["response_id"]
-    return name, context.responses.find(name, owner_of(exchange.scope, context.config.http))
+    return name, context.responses.find(name, caller_of(exchange.scope).owner)

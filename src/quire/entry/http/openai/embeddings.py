@@ -12,9 +12,8 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import F32
-from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
-from quire.entry.http.auth import client_of, owner_of, tenant_of
+from quire.entry.http.access.keyring import client_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
@@ -54,7 +53,7 @@ async def answer_vectors(
     item, whole   make the answer's part of a vector, and the answer
     """
     exchange.words = ((IDS, "input"),)
-    request_id, model = exchange.name(request.request_id), await context.find(request.model)
+    request_id, model = exchange.name(request.request_id), await context.find(request.model, exchange.scope)
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
@@ -73,7 +72,7 @@ async def answer_vectors(
         named = f"{prefix}-{request_id}"
         return ENCODE(whole(id=named, created=int(time.time()), model=model, data=data, usage=usage))
 
-    await exchange.reply(await context.text_work.write(client_of(exchange.scope, context.config.http), vectors, write))
+    await exchange.reply(await context.text_work.write(client_of(exchange.scope), vectors, write))
 
 
 async def vectors_of(
@@ -89,33 +88,32 @@ async def vectors_of(
     engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = context.adapted(await _prompts(context, exchange, request, texts, params), request.model)
-    room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
-    limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.serve.request_timeout)
+    room = context.config.max_waiting + context.ready().num_slots
+    limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.deadlines.request_timeout)
     deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
-    with context.in_flight.hold(owner_of(exchange.scope, context.config.http), exchange.request_id):
+    with context.hold(exchange.scope, exchange.request_id) as ticket:
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client has disconnected
             for at in range(0, len(prompts), room):
                 if (left := deadline - time.monotonic()) <= 0:
                     raise failure(exchange.request_id, "deadline")
-                stream = context.engine.open(
+                stream = ticket.open(
+                    context.engine,
                     prompts[at : at + room],
                     embed_params(),
                     request_id=exchange.request_id,
-                    priority=request.priority or 0,
+                    priority=request.priority,
                     timeout=left if left < math.inf else None,
                     pool=plan.method,
-                    tenant=tenant_of(exchange.scope, context.config.http),
                 )
                 try:
                     async for _ in stream:
                         pass
                 finally:
                     stream.close()
-                generations += stream.generations
             watch.stop()
-    vectors = [vector_of(generation, plan, dimensions) for generation in generations]
-    count = sum(len(generation.prompt_token_ids) for generation in generations)
+    vectors = [vector_of(generation, plan, dimensions) for generation in ticket.generations]
+    count = sum(len(generation.prompt_token_ids) for generation in ticket.generations)
     if context.config.log.enable_log_requests:
         LOG.info(
             "request %s: %d prompt tokens in %d texts, embedded, %.3f s",

@@ -20,7 +20,6 @@ from quire.answers.grammar import notes
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
-from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
@@ -55,7 +54,7 @@ class Job:
     created: int
     stream: bool
     parser_plan: ParserPlan = ParserPlan()
-    priority: int = 0
+    priority: int | None = None
     timeout: float | None = None
     include_usage: bool = False
     running_usage: bool = False
@@ -157,7 +156,7 @@ async def answer(
     writer       makes the `Writer` that formats the answer
     """
     request_id = exchange.name(request.request_id)
-    model, text, serve = await context.find(request.model), context.text(), context.config.serve
+    model, text, serve = await context.find(request.model, exchange.scope), context.text(), context.config.serve
     params = params_of(request, text.default_params, serve.stream_interval)
     prompts, plan = await prompts_of(context, exchange, request, params)
     await spell_bad_words(context, exchange, params)
@@ -170,7 +169,7 @@ async def answer(
         created=int(time.time()),
         stream=bool(request.stream),
         parser_plan=plan,
-        priority=request.priority or 0,
+        priority=request.priority,
         timeout=request_timeout(exchange.header(b"x-request-timeout")),
         include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
         running_usage=bool(options.continuous_usage_stats),
@@ -193,16 +192,16 @@ def _told(notes: list[str]) -> str:
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
     """Run a job and send its answer. If this raises, the caller must call `Exchange.fail`, also within a stream."""
-    with context.in_flight.hold(owner_of(exchange.scope, context.config.http), job.request_id):
+    with context.hold(exchange.scope, job.request_id) as ticket:
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
-            stream = context.engine.open(
+            stream = ticket.open(
+                context.engine,
                 job.prompts,
                 job.params,
                 request_id=job.request_id,
                 priority=job.priority,
                 timeout=job.timeout,
-                tenant=tenant_of(exchange.scope, context.config.http),
             )
             began = time.monotonic()
             try:

@@ -5,6 +5,7 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter
 from quire.entry.core_request import check_ids
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai import schema
@@ -23,7 +24,7 @@ DETOKENIZE = RequestDecoder(schema.DetokenizeRequest)
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the token ids of a text, or of a conversation rendered by the chat template."""
     request = await TOKENIZE.read(context, exchange)
-    await context.find(request.model)
+    await context.find(request.model, exchange.scope)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("the request has both prompt and messages or neither: send one of them.", param="prompt")
     tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
@@ -50,7 +51,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the text of token ids."""
     request = await DETOKENIZE.read(context, exchange)
-    await context.find(request.model)
+    await context.find(request.model, exchange.scope)
     tokenizer, ids = tokenizer_of(context.text(), "tokens"), request.tokens
     check_ids("tokens", ids, max(tokenizer.vocab_size, context.ready().vocab_size))
     skip = bool(request.skip_special_tokens)
@@ -79,7 +80,8 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
 
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
     """Answer GET /v1/models: one entry per name of the served model, and one per adapter."""
-    cards = [_card(context, name) for name in (*context.model_names, *context.engine.adapters.names)]
+    rules, names = caller_of(exchange.scope).rules, (*context.model_names, *context.engine.adapters.names)
+    cards = [_card(context, name) for name in names if rules.may_use(name)]
     await exchange.reply(msgspec.json.encode(schema.ModelList(data=cards)))
 
 
@@ -87,7 +89,7 @@ async def show_model(context: ServerContext, exchange: Exchange) -> None:
     """Answer GET /v1/models/NAME: the entry of this name; 404 if the model is not served under this name."""
     if not (asked := exchange.scope["path_params"]["model"]):
         raise HttpError(404, "the path names no model: see /v1/models.", code="model_not_found", param="model")
-    await exchange.reply(msgspec.json.encode(_card(context, await context.find(asked))))
+    await exchange.reply(msgspec.json.encode(_card(context, await context.find(asked, exchange.scope))))
 
 
 def _card(context: ServerContext, name: str) -> schema.ModelCard:

@@ -11,7 +11,7 @@ import msgspec
 from quire.answers.choice_parser import ParserPlan
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
-from quire.entry.http.auth import client_of
+from quire.entry.http.access.keyring import client_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
 from quire.entry.http.openai.sampling import check_choices
@@ -47,7 +47,7 @@ async def away(context: ServerContext, exchange: Exchange, work: Callable[[], T]
     text, size = context.engine.text, exchange.size if size is None else size
     growth = 1.0 if text is None or text.tokenizer is None else text.tokenizer.growth
     try:
-        return await context.text_work.run(client_of(exchange.scope, context.config.http), int(size * growth), work)
+        return await context.text_work.run(client_of(exchange.scope), int(size * growth), work)
     finally:
         if size >= LONG:
             context.memory.count(size)

@@ -21,7 +21,7 @@ SCORE = RequestDecoder(schema.ScoreRequest)
 async def rerank(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the documents, the most similar to the query first. Documents with equal scores keep their order."""
     request = await RERANK.read(context, exchange)
-    request_id, model = exchange.name(request.request_id), await context.find(request.model)
+    request_id, model = exchange.name(request.request_id), await context.find(request.model, exchange.scope)
     context.text().pooling.check_scores()
     first, queries = _given(request, "query", "queries")
     second, texts = _given(request, "documents", "items")
@@ -43,7 +43,7 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
 async def score(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the similarity of each pair of texts, in the order of `text_2`."""
     request = await SCORE.read(context, exchange)
-    request_id, model = exchange.name(request.request_id), await context.find(request.model)
+    request_id, model = exchange.name(request.request_id), await context.find(request.model, exchange.scope)
     context.text().pooling.check_scores()
     name, first = _given(request, "text_1", "queries", "data_1")
     other_name, second = _given(request, "text_2", "documents", "items", "data_2")

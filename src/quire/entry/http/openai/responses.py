@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import shown
-from quire.entry.http.auth import owner_of
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error
 from quire.entry.http.kept.store import Kept, ResponseStore, Running
@@ -44,7 +44,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
-    owner, name = owner_of(exchange.scope, context.config.http), f"resp_{secrets.token_hex(16)}"
+    owner, name = caller_of(exchange.scope).owner, f"resp_{secrets.token_hex(16)}"
     store = context.responses
     given = request.input or []
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
@@ -83,7 +83,8 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     async def send(message: Any) -> None:
         """ASGI `send` without a client: drop the message, because `ResponseWriter` keeps the response."""
 
-    alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
+    state = exchange.scope.get("state", {}) | {"request_id": name}
+    alone = Exchange({**exchange.scope, "state": state}, receive, send)
     alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
     task = asyncio.create_task(answering(alone))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.serve import ServerConfig
 from quire.contracts.live import BlockMap
-from quire.entry.http.auth import tenant_of
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, error_json
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
@@ -54,9 +54,9 @@ def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
     """Return the routes of the live view."""
     paths: dict[str, Any] = {
         "/debug/live": LiveStream(engine, config),
-        "/debug/blocks": BlockMapRoute(engine, config).answer,
-        "/debug/requests/{request_id:path}": _timelines(engine, config),
-        "/debug/trace": TraceRoute(engine, config),
+        "/debug/blocks": BlockMapRoute(engine).answer,
+        "/debug/requests/{request_id:path}": _timelines(engine),
+        "/debug/trace": TraceRoute(engine),
         "/debug/meetings": _meetings,
     }
     return [Route(path, _off if not config.http.web else paths[path], methods=["GET"]) for path in paths]
@@ -70,9 +70,9 @@ def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _timelines(engine: ServedEngine, config: ServerConfig) -> Handler:
+def _timelines(engine: ServedEngine) -> Handler:
     async def answer(request: Request) -> Response:
-        record = _record_of(request.path_params["request_id"], engine, tenant_of(request.scope, config.http))
+        record = _record_of(request.path_params["request_id"], engine, caller_of(request.scope).tenant)
         if record is None:
             return error_answer(404, UNKNOWN, "unknown_request")
         return _json(timeline(record, engine.live.timelines))
@@ -96,8 +96,8 @@ async def _meetings(request: Request) -> Response:
 class BlockMapRoute:
     """The map of KV blocks. Callers at the same time share a map, and the next ones until it is too old."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
-        self._engine, self._http = engine, config.http
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
         self._map: BlockMap | None = None
         self._until = 0.0
 
@@ -108,7 +108,7 @@ class BlockMapRoute:
             found = msgspec.json.decode(str(await self._engine.control("blocks")), type=BlockMap)
             self._until = time.monotonic() + max(OLDEST_MAP, found.cost_s / MAP_SHARE)
             self._map = found
-        tenant = tenant_of(request.scope, self._http)
+        tenant = caller_of(request.scope).tenant
         content = msgspec.to_builtins(self._map)
         for engine in content["engines"]:
             for owner in engine["owners"]:
@@ -119,12 +119,12 @@ class BlockMapRoute:
 class TraceRoute:
     """The trace of a request of the caller, as an ASGI application: it notices a caller that leaves."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
-        self._engine, self._http = engine, config.http
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        tenant = tenant_of(scope, self._http)
+        tenant = caller_of(scope).tenant
         try:
             await exchange.body()
             if exchange.header(b"sec-fetch-site") in FOREIGN:  # a browser asks for a page of somebody else
@@ -173,7 +173,7 @@ class LiveStream:
         await exchange.body()
         facts = await self._facts()
         hub = self._engine.live
-        reader = hub.open(tenant_of(exchange.scope, self._config.http))
+        reader = hub.open(caller_of(exchange.scope).tenant)
         stream = exchange.events(self._config.serve.keep_alive_interval)
         try:
             async with exchange.watch() as watch:

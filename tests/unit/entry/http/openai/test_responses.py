@@ -11,8 +11,9 @@ import pytest
 from starlette.applications import Starlette
 
 from quire.config.engine import EngineConfig
-from quire.config.serve import HttpConfig, ServerConfig
+from quire.config.serve import AccessConfig, ServerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, QueueFull
+from quire.entry.http.access.auth import ApiKeys, Guard
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.responses_schema import ResponseAnswer
 from quire.entry.http.openai.routes import routes
@@ -219,9 +220,9 @@ def test_what_is_kept_can_be_read(client: Client, ask: Callable[..., Any]) -> No
 
 
 def test_a_response_is_of_the_key_that_made_it(mock_engine: Any) -> None:
-    config = ServerConfig(engine=EngineConfig(), http=HttpConfig(api_key=("one", "two")))
+    config = ServerConfig(engine=EngineConfig(), access=AccessConfig(api_key=("one", "two")))
     context = ServerContext(engine=mock_engine, config=config, metrics=Metrics(), model_names=("tiny",), created=0)
-    client = Client(Starlette(routes=routes(context)))
+    client = Client(Guard(Starlette(routes=routes(context)), ApiKeys(context.keyring)))
 
     def call(key: str, method: str, path: str, **body: Any) -> Any:
         headers = {"authorization": f"Bearer {key}"}

@@ -5,17 +5,15 @@ that the router matches, never on the Host header or a URL built from it. Knows 
 Sizes and times of connections are limited in `protocol.py`.
 """
 
-import hmac
 import ipaddress
 import re
 from collections.abc import Callable, Iterable
-from hashlib import sha256
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.config.serve import HttpConfig
 from quire.contracts.errors import shown
+from quire.entry.http.access.keyring import Keyring
 from quire.entry.http.errors import error_answer
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
@@ -35,17 +33,20 @@ class Guard:
 
 
 class ApiKeys:
-    """Answers 401 to requests without a valid API key in `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    """Answers 401 to requests without a valid API key in `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    The routes find the key's `Caller` in the state of the request."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
 
     def __call__(self, scope: Scope) -> Response | None:
         if scope["path"] in OPEN_PATHS:
             return None
-        if shown_key(scope, self._keys) is not None:
+        given = _shown_keys(scope)
+        if (caller := self._keyring.find(given)) is not None:
+            scope.setdefault("state", {})["caller"] = caller
             return None
-        message = "this API key is not valid." if any(_shown_keys(scope)) else "this server needs an API key."
+        message = "this API key is not valid." if any(given) else "this server needs an API key."
         return error_answer(
             401,
             f"{message} Send a valid one as `Authorization: Bearer KEY`.",
@@ -98,33 +99,6 @@ def json_only(scope: Scope) -> Response | None:
         f"Content-Type is {shown(given.decode('latin-1'))}: bodies are JSON; send `Content-Type: application/json`.",
         "unsupported_media_type",
     )
-
-
-def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
-    """Return the first of the valid `keys` that the request's headers hold; None when they hold none.
-    Every sent key is compared with every valid key in constant time, so that timing tells nothing about the keys."""
-    given = _shown_keys(scope)
-    return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
-
-
-def owner_of(scope: Scope, http: HttpConfig) -> bytes:
-    """Return the valid API key that a request shows; b"" without a valid key, as on a server without keys."""
-    return shown_key(scope, [key.encode() for key in http.api_key]) or b""
-
-
-def client_of(scope: Scope, http: HttpConfig) -> str:
-    """Return a name for who sends a request: the digest of its API key; without keys its address."""
-    if key := owner_of(scope, http):
-        return sha256(key).hexdigest()
-    return str((scope.get("client") or ("",))[0])
-
-
-def tenant_of(scope: Scope, http: HttpConfig) -> str:
-    """Return the tenant of a request: a digest of its API key.
-    Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`."""
-    if len(set(http.api_key)) < 2 or http.share_prefix_cache_across_keys:
-        return ""
-    return sha256(owner_of(scope, http)).hexdigest()
 
 
 def _is_address(name: str) -> bool:

@@ -1,0 +1,270 @@
+"""Limits of named API keys: requests and tokens per minute, and requests at once; of all HTTP processes together.
+
+A limit per minute is a bucket: full at first, it holds one minute's worth and fills all the time. A row of a table has
+the state of a key. With several HTTP processes the table is a file in the folder of their sockets, so that a client
+meets the same limits whichever process takes its connection.
+
+Tokens are counted when they are known: those of a prompt when it is sent to the engine, those of the answer once a
+second. So a key can overdraw its bucket by what its running requests generate; it is refused until that is paid back.
+"""
+
+import asyncio
+import fcntl
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from quire.contracts.errors import ConfigError
+from quire.contracts.sampling import SamplingParams
+from quire.entry.completion import Generation
+from quire.entry.http.access.keyring import Caller
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.errors import RATE_LIMIT, HttpError
+from quire.entry.http.request_stream import RequestStream
+from quire.entry.prompts import Prompt
+from quire.observe.metrics import Metrics
+
+MINUTE = 60.0
+ROWS = 1 << 14  # names of keys that a server knows in its life; the file of keys has at most 10,000
+REQUESTS, TOKENS, RUNNING = 1, 2, 3  # columns of a row, after its name; RUNNING + i: requests in HTTP process i
+SETTLE_SECONDS = 1.0  # between two counts of generated tokens
+TRIES, TRY_SECONDS = 50, 2e-5  # for the lock: a process that was stopped inside it must hold up no other
+CODE = "rate_limit_exceeded"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """State of a limit per minute.
+
+    limit      units per minute
+    debt       seconds until the bucket is full again; above MINUTE: until then nothing is allowed
+    """
+
+    limit: int
+    debt: float
+
+    @property
+    def remaining(self) -> int:
+        """Units that are allowed now."""
+        return max(0, int((MINUTE - self.debt) * self.limit / MINUTE + 1e-6))
+
+    @property
+    def wait(self) -> float:
+        """Seconds until one unit is allowed; 0 or less: now."""
+        return self.debt + MINUTE / self.limit - MINUTE
+
+
+class KeyTable:
+    """The state of all keys, a row for each: [ROWS, 3 + processes] float64.
+
+    number, count   of this HTTP process among all
+    file            file that all processes map; None: there is only this process
+    """
+
+    def __init__(self, number: int = 0, count: int = 1, file: Path | None = None) -> None:
+        self._place, self._rows = RUNNING + number, dict[str, int]()
+        size = ROWS * (RUNNING + count) * 8
+        self._file: BinaryIO | None = None
+        memory: mmap.mmap | bytearray = bytearray(size)
+        if file is not None:
+            self._file = file.open("a+b")
+            self._file.truncate(size)  # the first process makes it, of zeros
+            memory = mmap.mmap(self._file.fileno(), size)
+        self._table = np.frombuffer(memory, np.float64).reshape(ROWS, -1)
+        self._names = np.frombuffer(memory, np.uint64).reshape(ROWS, -1)[:, 0]
+        self._table[:, self._place] = 0.0  # of a process that had this number before
+
+    @contextmanager
+    def row(self, name: str) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
+        """Context manager: hold the row of a key, alone among all processes. Raises `ConfigError` without room."""
+        self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield self._table[self._find(name)]
+        finally:
+            self._lock(fcntl.LOCK_UN)
+
+    def running(self, name: str, change: int = 0) -> int:
+        """Return how many requests of a key run in all processes, after a change of this process's number."""
+        with self.row(name) as row:
+            row[self._place] += change
+            return int(row[RUNNING:].sum())
+
+    def allowance(self, name: str, column: int, limit: int, units: int = 0) -> Allowance:
+        """Take units from a bucket, even if it has fewer. Return its state before."""
+        with self.row(name) as row:
+            now = time.monotonic()  # the clock of all processes
+            debt = max(0.0, float(row[column]) - now)
+            if units:
+                row[column] = now + debt + units * MINUTE / limit
+        return Allowance(limit, debt)
+
+    def take_request(self, name: str, limit: int) -> Allowance:
+        """Take a request from the bucket if it is allowed now (`wait` <= 0). Return the state before."""
+        with self.row(name) as row:
+            now = time.monotonic()
+            state = Allowance(limit, max(0.0, float(row[REQUESTS]) - now))
+            if state.wait <= 1e-9:
+                row[REQUESTS] = now + state.debt + MINUTE / limit
+        return state
+
+    def _find(self, name: str) -> int:
+        if (found := self._rows.get(name)) is not None:
+            return found
+        digest = np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) | 1)
+        order = np.roll(np.arange(ROWS), -int(digest % np.uint64(ROWS)))
+        free = order[(self._names[order] == digest) | (self._names[order] == 0)]
+        if not len(free):
+            raise ConfigError(f"more than {ROWS} names of API keys came since the start: restart the server.")
+        self._rows[name] = int(free[0])
+        self._names[free[0]] = digest
+        return self._rows[name]
+
+    def _lock(self, operation: int) -> None:
+        for _ in range(TRIES) if self._file is not None else ():
+            assert self._file is not None
+            try:
+                return fcntl.flock(self._file, operation)
+            except BlockingIOError:
+                time.sleep(TRY_SECONDS)
+
+
+class Ticket:
+    """A running request: its prompts, and the tokens that are counted of it."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.generations: list[Generation] = []
+        self._prompt = self._output = 0
+
+    def open(
+        self,
+        engine: ServedEngine,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int | None,
+        **more: Any,
+    ) -> RequestStream:
+        """Send prompts to the engine, as its caller's: see `ServedEngine.open`."""
+        stream = engine.open(
+            prompts, params, priority=self.caller.rules.priority_of(priority), tenant=self.caller.tenant, **more
+        )
+        self.generations += stream.generations
+        return stream
+
+    def new_tokens(self) -> tuple[int, int]:
+        """Return the prompt and output tokens since the last call."""
+        prompt = sum(len(generation.prompt_token_ids) for generation in self.generations)
+        output = sum(len(each.token_ids) for generation in self.generations for each in generation.completions)
+        new = prompt - self._prompt, output - self._output
+        self._prompt, self._output = prompt, output
+        return new
+
+
+class KeyLimits:
+    """The limits of named keys in one HTTP process. `table`: makes their table when it is needed first."""
+
+    def __init__(self, table: Callable[[], KeyTable], metrics: Metrics) -> None:
+        self._make, self._metrics = table, metrics
+        self._made: KeyTable | None = None
+        self._live: dict[Ticket, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _table(self) -> KeyTable:
+        self.open()
+        assert self._made is not None
+        return self._made
+
+    def open(self) -> None:
+        """Make or open the table now, so that requests of a process that ended no longer count."""
+        self._made = self._made or self._make()
+
+    def take_request(self, caller: Caller) -> HttpError | None:
+        """Count a request against the limit of requests per minute. Return its refusal, or None."""
+        name, rules = caller.name, caller.rules
+        if (limit := rules.requests_per_minute) is not None:
+            state = self._table.take_request(name, limit)
+            if state.wait > 1e-9:
+                return self._refusal(caller, "requests", f"{limit:,} requests per minute", state.wait)
+        if name:
+            self._metrics.key_requests.add(name)
+        return None
+
+    @contextmanager
+    def hold(self, caller: Caller) -> Iterator[Ticket]:
+        """Context manager: a request that runs. Raises 429 when the key's tokens are used up, or too many run."""
+        ticket, name, rules = Ticket(caller), caller.name, caller.rules
+        if not name:
+            yield ticket
+            return
+        if (limit := rules.tokens_per_minute) is not None:
+            state = self._table.allowance(name, TOKENS, limit)
+            if state.wait > 1e-9:
+                raise self._refusal(caller, "tokens", f"{limit:,} tokens per minute", state.wait)
+        if (most := rules.concurrency) is not None and self._table.running(name, 1) > most:
+            self._table.running(name, -1)
+            raise self._refusal(caller, "concurrency", f"{most:,} requests at once", 1.0)
+        self._live[ticket] = None
+        self._set_timer()
+        try:
+            yield ticket
+        finally:
+            del self._live[ticket]
+            self.count(ticket)
+            if most is not None:
+                self._table.running(name, -1)
+
+    def count(self, ticket: Ticket) -> None:
+        """Count the new tokens of a request."""
+        caller, (prompt, output) = ticket.caller, ticket.new_tokens()
+        if caller.name and prompt + output:
+            self._metrics.key_tokens.add(caller.name, "prompt", count=prompt)
+            self._metrics.key_tokens.add(caller.name, "generation", count=output)
+            if (limit := caller.rules.tokens_per_minute) is not None:
+                self._table.allowance(caller.name, TOKENS, limit, prompt + output)
+
+    def refuse_model(self, caller: Caller) -> None:
+        """Count a request for a model that its key may not use."""
+        self._metrics.key_refusals.add(caller.name, "model")
+
+    def states(self, caller: Caller) -> dict[str, Allowance]:
+        """Return the state of a key's limits per minute: "requests" and "tokens", those that it has."""
+        rules, states = caller.rules, dict[str, Allowance]()
+        for kind, column, limit in (
+            ("requests", REQUESTS, rules.requests_per_minute),
+            ("tokens", TOKENS, rules.tokens_per_minute),
+        ):
+            if limit is not None:
+                states[kind] = self._table.allowance(caller.name, column, limit)
+        return states
+
+    def _refusal(self, caller: Caller, limit: str, words: str, wait: float) -> HttpError:
+        self._metrics.key_refusals.add(caller.name, limit)
+        seconds = max(1, math.ceil(wait))
+        return HttpError(
+            429,
+            f"the key {caller.name!r} has reached its limit of {words}: try again in {seconds} s.",
+            kind=RATE_LIMIT,
+            code=CODE,
+            headers=(("retry-after", str(seconds)),),
+        )
+
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._settle)
+
+    def _settle(self) -> None:
+        self._timer = None
+        for ticket in self._live:
+            self.count(ticket)
+        if self._live:
+            self._set_timer()
