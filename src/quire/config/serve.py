@@ -70,6 +70,9 @@ class DeadlineConfig:
     """Time limits of requests, in seconds."""
 
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
+    first_token_timeout: float | None = option(
+        None, "seconds from the arrival of a request to its first token; then it is answered 504", above=0
+    )
     request_timeout: float | None = option(None, "seconds a request may take in all; then it is answered 504", above=0)
 
 

@@ -98,6 +98,7 @@ class ServerContext:
         """Context manager: a request that runs. Raises 409 for an id that is taken, 429 at a limit of its key."""
         caller = caller_of(scope)
         with self.in_flight.hold(caller.owner, request_id), self.limits.hold(caller) as ticket:
+            ticket.deadlines = caller.rules.deadlines(self.config.deadlines)
             yield ticket
 
     def _key_table(self) -> KeyTable:

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.config.serve import ServerConfig
+from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts import errors
 from quire.contracts.sampling import SamplingParams
 from quire.engine.queue import check_fits
 from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
+from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines
 from quire.entry.http.lora.served import ServedAdapters, checked
 from quire.entry.http.request_metrics import count_finished, count_refusal, count_step, request_record
 from quire.entry.http.request_stream import RequestStream
@@ -84,7 +85,7 @@ class ServedEngine:
         self.ready: messages.Ready | None = None
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
-        self._serve, self._deadlines, self._metrics = config.serve, config.deadlines, metrics
+        self._serve, self._timeouts, self._metrics = config.serve, config.deadlines, metrics
         self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
         self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
@@ -93,8 +94,7 @@ class ServedEngine:
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
-        self._queued: dict[RequestStream, float] = {}  # stream not yet scheduled -> its deadline, in this order
-        self._queue_timer: asyncio.TimerHandle | None = None
+        self._deadlines = Deadlines(self._late)
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = place.first
@@ -171,15 +171,18 @@ class ServedEngine:
         timeout: float | None = None,
         pool: str = "",
         tenant: str = "",
+        deadlines: DeadlineConfig | None = None,
     ) -> RequestStream:
         """Send all prompts of one request to the core, or none. Return their stream of outputs; the caller closes it.
 
-        timeout   seconds for the whole request; the server's own limit applies, too
+        timeout   seconds for the whole request; the limit of `deadlines` applies, too
         pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
         tenant    owner of the request: only requests of a tenant share KV blocks
+        deadlines   time limits of the request; None: those of the server
         Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
-        limits = [t for t in (timeout, self._deadlines.request_timeout) if t is not None]
+        deadlines = deadlines or self._timeouts
+        limits = [t for t in (timeout, deadlines.request_timeout) if t is not None]
         stream = RequestStream(request_id, self._abandon)
         requests = []
         try:
@@ -210,7 +213,7 @@ class ServedEngine:
                 "its cause; report it with the request id.",
                 code=INTERNAL,
             ) from error
-        self._admit(stream, [messages.Add(tuple(new)) for new in requests])
+        self._admit(stream, [messages.Add(tuple(new)) for new in requests], deadlines)
         return stream
 
     async def control(self, name: str, /, **args: Any) -> bool | int | str | None:
@@ -276,7 +279,7 @@ class ServedEngine:
                 f"max_waiting={bound}) and {places} more do not fit: try again later."
             )
 
-    def _admit(self, stream: RequestStream, adds: Sequence[messages.Add]) -> None:
+    def _admit(self, stream: RequestStream, adds: Sequence[messages.Add], deadlines: DeadlineConfig) -> None:
         now = time.monotonic()
         if not self._live:
             self._last_sign = now
@@ -286,8 +289,7 @@ class ServedEngine:
             self._metrics.request_started(generation.params)
         if adds:
             self._idle.clear()
-            self._queued[stream] = now + self._deadlines.queue_timeout
-            self._set_queue_timer()
+            self._deadlines.begin(stream, deadlines)
         for add in adds:
             self._client.send(add)
 
@@ -301,7 +303,7 @@ class ServedEngine:
         `cause`: for the metrics; None = the core refused the request."""
         assert self.front is not None
         stream.cause = cause or ""
-        self._queued.pop(stream, None)
+        self._deadlines.end(stream)
         dropped: list[int] = []
         for generation in stream.generations:
             if self._live.pop(generation.completions[0].handle, None) is not None:
@@ -319,26 +321,17 @@ class ServedEngine:
         self._abort(stream, cause)
         stream.fail(error)
 
-    def _set_queue_timer(self) -> None:
-        """Set the timer for the stream that has waited longest."""
-        if self._queue_timer is None and self._queued:
-            deadline = next(iter(self._queued.values()))
-            delay = max(0.0, deadline - time.monotonic())
-            self._queue_timer = asyncio.get_running_loop().call_later(delay, self._give_up_waiting)
-
-    def _give_up_waiting(self) -> None:
-        self._queue_timer, now = None, time.monotonic()
-        for stream in [stream for stream, deadline in self._queued.items() if deadline <= now]:
-            self._metrics.rejected("queue_timeout")
-            self._fail(
-                stream,
-                errors.QueueTimeout(
-                    f"request {stream.request_id} waited {self._deadlines.queue_timeout:g} s and did not start, "
-                    "because the server is busy: try again later."
-                ),
-                "queue_timeout",
-            )
-        self._set_queue_timer()
+    def _late(self, stream: RequestStream, kind: str, seconds: float) -> None:
+        """End a stream that waited too long for its start or its first token."""
+        waited, cause = f"request {stream.request_id} waited {seconds:g} s and", f"{kind}_timeout"
+        error: errors.RequestError = errors.QueueTimeout(
+            f"{waited} did not start, because the server is busy: try again later."
+        )
+        if kind == FIRST_TOKEN:
+            words = f"{waited} had no first token: try again later, or send a shorter prompt."
+            error = errors.RequestFailed(words, code=cause)
+        self._metrics.rejected(cause)
+        self._fail(stream, error, cause)
 
     # --- what the core says -------------------------------------------------------------------------------------
 
@@ -382,8 +375,11 @@ class ServedEngine:
             began = taken.now - step.stats.execute_s - step.stats.finish_s  # start of the step
             for handle in step.cached:
                 if (found := live.get(handle)) is not None:
-                    self._queued.pop(found[0], None)
+                    self._deadlines.end(found[0], QUEUE)
                     found[0].generations[found[1]].began = began
+        for generation in taken.started:
+            if (found := live.get(generation.completions[0].handle)) is not None:
+                self._deadlines.end(found[0], FIRST_TOKEN)
         streams: dict[RequestStream, None] = {}
         for generation in taken.touched:
             if (found := live.get(generation.completions[0].handle)) is not None:
@@ -401,7 +397,7 @@ class ServedEngine:
         for generation in taken.finished:
             found = self._live.pop(generation.completions[0].handle, None)
             if found is not None:
-                self._queued.pop(found[0], None)
+                self._deadlines.end(found[0])
                 found[0].end_one(found[1])
                 first = generation.completions[0]
                 self._count_end(generation, first.finish_reason or "abort", first.error or "")
@@ -424,8 +420,7 @@ class ServedEngine:
             return
         self.state, self.failure = EngineState.DEAD, error
         self.live.end(str(error))
-        if self._queue_timer is not None:
-            self._queue_timer.cancel()
+        self._deadlines.close()
         words, kind = str(error), errors.EngineClosed if isinstance(error, errors.EngineClosed) else errors.EngineDead
         for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
             self._fail(stream, kind(words), "shutdown" if kind is errors.EngineClosed else "engine")

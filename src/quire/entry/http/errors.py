@@ -68,6 +68,13 @@ def _answer(status: int, kind: str, code: str | None = None, retry: int | None =
     }
 
 
+FAILED = {  # code of a `RequestFailed` -> status; of other codes 500
+    "deadline": 504,
+    "first_token_timeout": 504,
+    "replica": 503,
+    "invalid_grammar": 400,
+    "grammar_failed": 400,
+}
 INTERNAL = _answer(500, SERVER_ERROR, "internal_error") | {"headers": DETERMINISTIC}
 # Error class -> its response. The first class that an error is an instance of counts.
 ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
@@ -90,7 +97,7 @@ def http_error(error: BaseException) -> HttpError:
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
     if isinstance(error, errors.RequestFailed):
-        status = {"deadline": 504, "replica": 503, "invalid_grammar": 400, "grammar_failed": 400}.get(error.code, 500)
+        status = FAILED.get(error.code, 500)
         kind = INVALID_REQUEST if status == 400 else SERVER_ERROR
         answer = answer | {"code": error.code} if status == 500 else _answer(status, kind, error.code)
     elif answer is INTERNAL:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config.serve import ServerConfig
+from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts.errors import (
     ConfigError,
     EngineClosed,
@@ -88,7 +88,7 @@ async def serving(metrics: Metrics | None = None, **options: Any) -> AsyncIterat
         if engine.state is not EngineState.DEAD:
             await engine.wait_idle()
             assert await engine.control("check") is True
-            assert engine.front is not None and len(engine.front) == 0 and not engine._queued
+            assert engine.front is not None and len(engine.front) == 0 and not any(engine._deadlines._lines.values())
     finally:
         await engine.close()
     assert made[0].ended() == ("ended with code 1" if isinstance(engine.failure, EngineDead) else "ended with code 0")
@@ -388,12 +388,37 @@ def test_who_waits_too_long_is_told() -> None:
             for stream in waiting:
                 with pytest.raises(QueueTimeout):
                     await read(stream)
-            assert engine._queue_timer is None and engine.num_live == 1
+            assert engine._deadlines._timer is None and engine.num_live == 1
             ended = [(one["state"], one["cause"]) for one in engine.requests()]
             assert ended == [("running", "")] + [("abort", "queue_timeout")] * 5 and waiting[0].cause == "queue_timeout"
             (outputs,) = await read(first)
             assert token_ids(outputs) == expected(engine, PROMPT, 80)
             assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_timeout"] * 5
+
+    run(work())
+
+
+def test_time_limits_of_a_request_come_before_those_of_the_server() -> None:
+    """The blocks of those that had no first token in time are free again."""
+
+    async def work() -> None:
+        counted = Counted()
+        async with serving(counted, max_num_seqs=2, mock_step_ms=300.0) as (engine, _):
+            prompt, long = [Prompt(token_ids=PROMPT)], DeadlineConfig(first_token_timeout=60.0)
+            patient = engine.open(prompt, params(3), request_id="patient", deadlines=long)
+            hasty = engine.open(
+                prompt, params(3), request_id="hasty", deadlines=DeadlineConfig(first_token_timeout=0.02)
+            )
+            impatient = engine.open(prompt, params(3), request_id="late", deadlines=DeadlineConfig(queue_timeout=0.01))
+            with pytest.raises(RequestFailed) as caught:
+                await read(hasty)
+            assert caught.value.code == hasty.cause == "first_token_timeout"
+            with pytest.raises(QueueTimeout, match=r"waited 0.01 s"):
+                await read(impatient)
+            (outputs,) = await read(patient)
+            assert len(token_ids(outputs)) == 3 and await engine.control("check") is True
+            causes = [args[0] for args, _ in counted.calls["rejected"]]
+            assert causes == ["queue_timeout", "first_token_timeout"]
 
     run(work())
 

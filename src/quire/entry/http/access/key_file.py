@@ -7,6 +7,7 @@
     key = "sk-alice"                  # or sha256 = "64 hexadecimal digits"
     tokens_per_minute = 100_000       # prompt and output tokens together
     concurrency = 8                   # requests that generate at once
+    request_timeout = 600             # seconds, in place of the server's; so queue_timeout and first_token_timeout
     priority = 5                      # needs --scheduling-policy priority; a lower number is served first
     models = ["llama", "sql-*"]       # models and adapters; default: all
 
@@ -15,6 +16,7 @@ JSON has the same names: {"defaults": {...}, "keys": {"alice": {...}}}. Knows no
 
 import re
 import tomllib
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -22,12 +24,14 @@ from typing import Any
 
 import msgspec
 
+from quire.config.serve import DeadlineConfig
 from quire.contracts.errors import ConfigError, shown
 
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # names are labels of metrics
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_KEYS = 10_000
 POSITIVE = ("requests_per_minute", "tokens_per_minute", "concurrency")
+TIMEOUTS = ("queue_timeout", "first_token_timeout", "request_timeout")
 
 
 class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +43,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     concurrency           requests that generate, or compute vectors, at once
     priority              most urgent priority of the key's requests; None: they choose
     models                names of models and adapters, with * and ? as in file names
+    ..._timeout           time limits of the key's requests, in place of those of the server
     """
 
     key: str = ""
@@ -48,6 +53,9 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     concurrency: int | None = None
     priority: int | None = None
     models: tuple[str, ...] = ("*",)
+    queue_timeout: float | None = None
+    first_token_timeout: float | None = None
+    request_timeout: float | None = None
 
     @property
     def digest(self) -> bytes:
@@ -61,6 +69,11 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def priority_of(self, asked: int | None) -> int:
         """Return the priority of a request that asks for `asked`: never before the key's own priority."""
         return asked or 0 if self.priority is None else max(self.priority, self.priority if asked is None else asked)
+
+    def deadlines(self, server: DeadlineConfig) -> DeadlineConfig:
+        """Return the time limits of the key's requests: its own ones, else those of the server."""
+        own = {name: seconds for name in TIMEOUTS if (seconds := getattr(self, name)) is not None}
+        return replace(server, **own) if own else server
 
 
 FREE = KeyRules()
@@ -111,6 +124,9 @@ def _check(name: str, rules: KeyRules, by_priority: bool) -> None:
     for field in POSITIVE:
         if (value := getattr(rules, field)) is not None and value < 1:
             raise ConfigError(f"{field}={value}: must be at least 1, or be left out")
+    for field in TIMEOUTS:
+        if (value := getattr(rules, field)) is not None and not value > 0:
+            raise ConfigError(f"{field}={value}: must be above 0, or be left out")
     if rules.priority is not None and not by_priority:
         raise ConfigError("priority needs --scheduling-policy priority")
     if not -(2**31) <= (rules.priority or 0) < 2**31:

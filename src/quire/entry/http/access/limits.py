@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from quire.config.serve import DeadlineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
@@ -137,11 +138,12 @@ class KeyTable:
 
 
 class Ticket:
-    """A running request: its prompts, and the tokens that are counted of it."""
+    """A running request: its prompts, its time limits, and the tokens that are counted of it."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
         self.generations: list[Generation] = []
+        self.deadlines = DeadlineConfig()
         self._prompt = self._output = 0
 
     def open(
@@ -155,7 +157,12 @@ class Ticket:
     ) -> RequestStream:
         """Send prompts to the engine, as its caller's: see `ServedEngine.open`."""
         stream = engine.open(
-            prompts, params, priority=self.caller.rules.priority_of(priority), tenant=self.caller.tenant, **more
+            prompts,
+            params,
+            priority=self.caller.rules.priority_of(priority),
+            tenant=self.caller.tenant,
+            deadlines=self.deadlines,
+            **more,
         )
         self.generations += stream.generations
         return stream

@@ -89,9 +89,9 @@ async def vectors_of(
     plan, began = context.text().pooling, time.monotonic()
     prompts = context.adapted(await _prompts(context, exchange, request, texts, params), request.model)
     room = context.config.max_waiting + context.ready().num_slots
-    limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.deadlines.request_timeout)
-    deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
     with context.hold(exchange.scope, exchange.request_id) as ticket:
+        limits = (request_timeout(exchange.header(b"x-request-timeout")), ticket.deadlines.request_timeout)
+        deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client has disconnected
             for at in range(0, len(prompts), room):

@@ -22,6 +22,7 @@ from ..openai.conftest import Client, LocalEngine, Reply
 KEYS = """
 [keys.free]
 key = "sk-free"
+request_timeout = 7
 [keys.few]
 key = "sk-few"
 requests_per_minute = 2
@@ -144,9 +145,11 @@ def test_models_of_a_key(server: Server) -> None:
     assert server.count("key_refusals", key="other", limit="model") == 2
 
 
-def test_every_named_key_is_a_tenant(server: Server) -> None:
-    tenants = set()
+def test_the_engine_learns_the_tenant_and_the_time_limits_of_a_key(server: Server) -> None:
+    tenants, timeouts = set(), []
     for key in ("free", "other"):
         server.ask(key, model="alias")
-        tenants.add(server.engine.seen[-1][2]["tenant"])
-    assert len(tenants) == 2 and "" not in tenants
+        options = server.engine.seen[-1][2]
+        tenants.add(options["tenant"])
+        timeouts.append(options["deadlines"].request_timeout)
+    assert len(tenants) == 2 and "" not in tenants and timeouts == [7.0, None]

@@ -108,6 +108,7 @@ class LocalEngine:
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, **options: Any) -> Pipe:
         self.seen.append((prompts, params, options))
+        options = {name: value for name, value in options.items() if name != "deadlines"}
         left = [len(prompts)]
         started = [self.front.start(prompt, params, **options) for prompt in prompts]
         pipe = Pipe([g for g, _ in started], lambda: self._abort([g for g, _ in started]))

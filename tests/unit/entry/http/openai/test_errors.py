@@ -13,6 +13,7 @@ ANSWERS = [
     (errors.QueueFull("m"), 429, "rate_limit_error", "engine_overloaded"),
     (errors.QueueTimeout("m"), 408, "server_error", "queue_timeout"),
     (errors.RequestFailed("m", code="deadline"), 504, "server_error", "deadline"),
+    (errors.RequestFailed("m", code="first_token_timeout"), 504, "server_error", "first_token_timeout"),
     (errors.RequestFailed("m", code="nan_logits"), 500, "server_error", "nan_logits"),
     (errors.EngineStarting("m"), 503, "server_error", "engine_starting"),
     (errors.EngineClosed("m"), 503, "server_error", "engine_closed"),
