@@ -9,6 +9,7 @@ from enum import Enum, StrEnum
 import msgspec
 
 from quire.contracts.adapters import Adapter
+from quire.contracts.errors import InvalidParameter
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched
@@ -88,6 +89,22 @@ class ReusedParts(msgspec.Struct, frozen=True):
     ratio: float = 0.0
 
 
+class Account(msgspec.Struct, frozen=True):
+    """The API key of a request, as the engine sees it. Callers may set none of this.
+
+    tenant   blocks are shared only within a tenant. "": there is only one tenant
+    line     requests of a line wait behind each other; lines are served in turn, by tokens. "": there is only one line
+    weight   share of the line beside other lines
+    """
+
+    tenant: str = ""
+    line: str = ""
+    weight: float = 1.0
+
+
+NO_ACCOUNT = Account()
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion to generate, as the engine core gets it: token ids instead of text, every default resolved.
 
@@ -98,8 +115,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
-    tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the
-                 tenant. "": there is only one tenant
+    account      API key of the request
     grammar      the structured output, as `StructuredOutputsParams.spec` writes it
     num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     transfer     the blocks of the prompt go to another engine, or come from one; None: neither
@@ -119,7 +135,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None = None
     deadline: float | None = None
     cache_salt: str = ""
-    tenant: str = ""
+    account: Account = NO_ACCOUNT
     read_prefix_cache: bool = True
     grammar: str | None = None
     num_drafts: int | None = None
@@ -128,6 +144,20 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     reused: ReusedParts = ReusedParts()
     adapter: Adapter | None = None
     embeds: bytes = b""
+
+
+def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
+    """Raise `InvalidParameter` about `param` when a request for `places` completions can never fit.
+
+    bound       maximum number of completions that wait
+    num_slots   maximum number of completions that run
+    """
+    if places > bound + num_slots:
+        raise InvalidParameter(
+            f"{places} completions in one request never fit: at most {bound + num_slots} do (max_num_seqs={num_slots} "
+            f"and max_waiting={bound}); ask for fewer at once, or start the engine with a higher max_waiting.",
+            param=param,
+        )
 
 
 class Request:
@@ -145,6 +175,7 @@ class Request:
         self.slot = -1
         self.drafts: tuple[int, ...] = ()  # as in `Finish`, until the last preemption or the end
         self.in_flight = 0  # results still to come after a preemption
+        self.num_served = 0  # tokens that its line has paid for
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found
         self.num_preemptions = 0

@@ -399,7 +399,7 @@ class EngineCore:
         adapter = "" if new.adapter is None else new.adapter.digest
         if new.adapter is not None and self.events is not None:
             self.events.adapters[adapter] = new.adapter.name
-        named = ("salt", new.cache_salt), (TENANT, new.tenant), (ADAPTER, adapter)
+        named = ("salt", new.cache_salt), (TENANT, new.account.tenant), (ADAPTER, adapter)
         tags = [(domain, value) for domain, value in named if value]
         if new.embeds:
             tags.append(("embeds", sha256(new.embeds).hexdigest()))

@@ -156,7 +156,7 @@ class LiveRecorder:
 
     def tenants(self) -> dict[int, str]:
         """Return handle -> tenant of the live requests that have one."""
-        return {handle: one.new.tenant for handle, one in self._requests.items() if one.new.tenant}
+        return {handle: one.new.account.tenant for handle, one in self._requests.items() if one.new.account.tenant}
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Roster:
         places, beside   as in `EngineCore.add`
         """
         if new.parent is None:
-            self.queue.check_room(places, self.num_blocked + beside, self.table.num_free)
+            self.queue.check_room(places, self.num_blocked + beside, self.table.num_free, new.account.line)
         request = Request(new, self._arrivals)
         self._arrivals += 1
         shared = new.transfer
@@ -108,6 +108,8 @@ class Roster:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
             self.released.append(self.table.leave(request))
         request.to(RequestState.FINISHED)
+        if request.num_served:
+            self.queue.pay(request, 0 if request.num_cached < 0 else len(request.tokens) - request.num_cached)
         if before is RequestState.WAITING:
             self.queue.drop(request)
         if distrust and (before is not RequestState.RUNNING or request.origins):

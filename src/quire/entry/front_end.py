@@ -18,7 +18,7 @@ from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.request import NewRequest, ReusedParts
+from quire.contracts.request import NO_ACCOUNT, Account, NewRequest, ReusedParts
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.chunks import read_reuse
 from quire.entry.completion import Completion, Generation
@@ -139,13 +139,13 @@ class FrontEnd:
         priority: int = 0,
         timeout: float | None = None,
         pool: str = "",
-        tenant: str = "",
+        account: Account = NO_ACCOUNT,
     ) -> tuple[Generation, list[NewRequest]]:
         """Return the generation of one prompt, and the core's requests: one per completion.
 
         timeout   seconds after which the request fails
         pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
-        tenant    owner of the request: only requests of a tenant share KV blocks
+        account   API key of the request
         Raises a `RequestError` when the prompt cannot be served. Then the front end has not changed.
         """
         if not isinstance(params, SamplingParams):
@@ -167,7 +167,7 @@ class FrontEnd:
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(
             request_id=request_id,
-            tenant=tenant,
+            tenant=account.tenant,
             prompt=prompt.text,
             prompt_token_ids=token_ids,
             params=params,
@@ -191,7 +191,7 @@ class FrontEnd:
             stop_ids=stops,
             priority=priority,
             cache_salt=prompt.cache_salt,
-            tenant=tenant,
+            account=account,
             deadline=None if timeout is None else time.monotonic() + timeout,
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,

@@ -33,7 +33,7 @@ def _engine(number: int, core: EngineCore) -> EngineBlocks:
             BlockOwner(
                 handle=request.new.handle,
                 id=request.new.request_id,
-                tenant=request.new.tenant,
+                tenant=request.new.account.tenant,
                 slot=request.slot,
                 tokens=len(request.tokens),
                 tables=[allocator.table(request.slot, group) for group in range(len(allocator.groups))],

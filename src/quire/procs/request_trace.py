@@ -113,7 +113,7 @@ class RequestTrace:
     def begin(self, message: Add) -> None:
         """Begin to record, if a front end waits for this request. Call this before the core takes the request."""
         new = message.requests[0]
-        if self._recording is None and new.tenant == self._tenant:
+        if self._recording is None and new.account.tenant == self._tenant:
             self._record(new.handle, new.request_id, len(new.token_ids) // 4, arrives=True)
 
     def _record(self, handle: int, request_id: str, num_prompt: int, *, arrives: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.live import BlockMap, LiveFrame
-from quire.contracts.request import NewRequest
+from quire.contracts.request import Account, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
@@ -28,7 +28,12 @@ def new(handle: int, tokens: int = 4, tenant: str = "") -> NewRequest:
     ids = array("I", [handle + 1, 2, 3]).tobytes()
     sampler = SamplerSpec(seed=handle, num_prompt=3)
     return NewRequest(
-        handle=handle, request_id=f"r{handle}", token_ids=ids, max_tokens=tokens, sampler=sampler, tenant=tenant
+        handle=handle,
+        request_id=f"r{handle}",
+        token_ids=ids,
+        max_tokens=tokens,
+        sampler=sampler,
+        account=Account(tenant),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.contracts.request import NewRequest
+from quire.contracts.request import Account, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
@@ -41,7 +41,12 @@ def new(handle: int, tokens: int = 6, prompt: int = 5, tenant: str = "") -> NewR
     ids = array("I", [handle + 1, *range(1, prompt)]).tobytes()
     sampler = SamplerSpec(seed=handle, num_prompt=prompt)
     return NewRequest(
-        handle=handle, request_id=f"r{handle}", token_ids=ids, max_tokens=tokens, sampler=sampler, tenant=tenant
+        handle=handle,
+        request_id=f"r{handle}",
+        token_ids=ids,
+        max_tokens=tokens,
+        sampler=sampler,
+        account=Account(tenant),
     )
 
 

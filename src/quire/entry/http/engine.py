@@ -20,8 +20,8 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts import errors
+from quire.contracts.request import NO_ACCOUNT, Account, check_fits
 from quire.contracts.sampling import SamplingParams
-from quire.engine.queue import check_fits
 from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
 from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines
@@ -170,14 +170,14 @@ class ServedEngine:
         priority: int = 0,
         timeout: float | None = None,
         pool: str = "",
-        tenant: str = "",
+        account: Account = NO_ACCOUNT,
         deadlines: DeadlineConfig | None = None,
     ) -> RequestStream:
         """Send all prompts of one request to the core, or none. Return their stream of outputs; the caller closes it.
 
         timeout   seconds for the whole request; the limit of `deadlines` applies, too
         pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
-        tenant    owner of the request: only requests of a tenant share KV blocks
+        account   API key of the request, as the core sees it
         deadlines   time limits of the request; None: those of the server
         Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
@@ -197,7 +197,7 @@ class ServedEngine:
                     priority=priority,
                     timeout=min(limits, default=None),
                     pool=pool,
-                    tenant=tenant,
+                    account=account,
                 )
                 stream.generations.append(generation)
                 requests.append(new)

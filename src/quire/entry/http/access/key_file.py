@@ -8,6 +8,7 @@
     tokens_per_minute = 100_000       # prompt and output tokens together
     concurrency = 8                   # requests that generate at once
     request_timeout = 600             # seconds, in place of the server's; so queue_timeout and first_token_timeout
+    weight = 2                        # share beside other keys that wait; default: 1
     priority = 5                      # needs --scheduling-policy priority; a lower number is served first
     models = ["llama", "sql-*"]       # models and adapters; default: all
 
@@ -41,6 +42,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_per_minute   POST requests; as many may come at once
     tokens_per_minute     prompt and output tokens; as many may come at once
     concurrency           requests that generate, or compute vectors, at once
+    weight                share beside other keys that wait, of the tokens that the engine computes
     priority              most urgent priority of the key's requests; None: they choose
     models                names of models and adapters, with * and ? as in file names
     ..._timeout           time limits of the key's requests, in place of those of the server
@@ -51,6 +53,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
+    weight: float = 1.0
     priority: int | None = None
     models: tuple[str, ...] = ("*",)
     queue_timeout: float | None = None
@@ -124,7 +127,7 @@ def _check(name: str, rules: KeyRules, by_priority: bool) -> None:
     for field in POSITIVE:
         if (value := getattr(rules, field)) is not None and value < 1:
             raise ConfigError(f"{field}={value}: must be at least 1, or be left out")
-    for field in TIMEOUTS:
+    for field in (*TIMEOUTS, "weight"):
         if (value := getattr(rules, field)) is not None and not value > 0:
             raise ConfigError(f"{field}={value}: must be above 0, or be left out")
     if rules.priority is not None and not by_priority:

@@ -4,7 +4,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from quire.config.serve import AccessConfig
 from quire.contracts.errors import ConfigError
+from quire.contracts.request import NO_ACCOUNT, Account
 from quire.entry.http.access.key_file import FREE, KeyRules, read_keys
 
 LOG = logging.getLogger("quire")
@@ -23,13 +24,18 @@ class Caller:
 
     name     name of the key in the file; "": the key has no name, or there are no keys
     owner    identity of the caller, for its stored responses and request ids; b"" without a key
-    tenant   requests of a tenant share KV blocks and records; "": all callers are one tenant
+    account  the caller as the engine sees it
     """
 
     name: str = ""
     owner: bytes = b""
-    tenant: str = ""
+    account: Account = NO_ACCOUNT
     rules: KeyRules = FREE
+
+    @property
+    def tenant(self) -> str:
+        """Requests of a tenant share KV blocks and records. "": all callers are one tenant."""
+        return self.account.tenant
 
 
 ANYONE = Caller()
@@ -74,23 +80,23 @@ class Keyring:
             if any(rules.key for rules in named.values()) and self._file.stat().st_mode & 0o077:
                 LOG.warning("other users may read the keys in %s: run chmod 600, or give their sha256.", self._file)
         owners = {sha256(key.encode()).digest(): Caller(owner=key.encode()) for key in config.api_key}
-        apart = not config.share_prefix_cache_across_keys and (bool(named) or len(owners) > 1)
         for name, rules in named.items():
             if rules.digest in owners:
                 raise ConfigError(f"the key of {name!r} is given with --api-key, too: leave it out there.")
             owners[rules.digest] = Caller(name=name, owner=b"\0" + name.encode(), rules=rules)  # keys have no \0
-        self._callers = {
-            self._blind(digest): (digest, _tenant(caller) if apart else caller) for digest, caller in owners.items()
-        }
+        if named or len(owners) > 1:
+            owners = {digest: self._with_account(caller) for digest, caller in owners.items()}
+        self._callers = {self._blind(digest): (digest, caller) for digest, caller in owners.items()}
         self.num_named = len(named)
+
+    def _with_account(self, caller: Caller) -> Caller:
+        """Return the caller as one of several: with a waiting line of its own, and a tenant unless keys share that."""
+        name = sha256(caller.owner).hexdigest()
+        tenant = "" if self._config.share_prefix_cache_across_keys else name
+        return replace(caller, account=Account(tenant, name, caller.rules.weight))
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
-
-
-def _tenant(caller: Caller) -> Caller:
-    """Return the caller as a tenant of its own."""
-    return Caller(name=caller.name, owner=caller.owner, tenant=sha256(caller.owner).hexdigest(), rules=caller.rules)
 
 
 def caller_of(scope: Scope) -> Caller:

@@ -160,7 +160,7 @@ class Ticket:
             prompts,
             params,
             priority=self.caller.rules.priority_of(priority),
-            tenant=self.caller.tenant,
+            account=self.caller.account,
             deadlines=self.deadlines,
             **more,
         )

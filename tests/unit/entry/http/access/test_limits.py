@@ -150,6 +150,6 @@ def test_the_engine_learns_the_tenant_and_the_time_limits_of_a_key(server: Serve
     for key in ("free", "other"):
         server.ask(key, model="alias")
         options = server.engine.seen[-1][2]
-        tenants.add(options["tenant"])
+        tenants.add(options["account"].tenant)
         timeouts.append(options["deadlines"].request_timeout)
     assert len(tenants) == 2 and "" not in tenants and timeouts == [7.0, None]

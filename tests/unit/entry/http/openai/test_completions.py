@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import QueueTimeout
+from quire.contracts.request import NO_ACCOUNT
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
@@ -148,7 +149,12 @@ def test_salt_priority_and_timeout_reach_the_engine(mock_engine: Any, make_clien
     reply = asyncio.run(call(x_request_timeout="7.5"))
     prompts, _, options = mock_engine.seen[-1]
     assert prompts[0].cache_salt == "s"
-    assert options == {"request_id": "mine", "priority": 0, "timeout": 7.5, "tenant": ""}
+    assert {name: options[name] for name in ("request_id", "priority", "timeout", "account")} == {
+        "request_id": "mine",
+        "priority": 0,
+        "timeout": 7.5,
+        "account": NO_ACCOUNT,
+    }
     assert reply.json["id"] == "cmpl-mine" and reply.header("x-request-id") == "mine"
     assert asyncio.run(call(x_request_timeout="soon")).status == 400
     assert asyncio.run(call(x_request_timeout="-1")).status == 400
