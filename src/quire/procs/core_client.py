@@ -20,6 +20,7 @@ from quire.procs.child_process import ChildProcess
 from quire.procs.failures import failed
 from quire.procs.front_ends import ALONE, MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts
 from quire.procs.messages import Back, CoreStart, Dropped, FromCore, Gone, Stop, ToCore
+from quire.procs.step_watch import HANG_SECONDS
 from quire.procs.wire import FROM_CORE, encode
 
 LOG = logging.getLogger("quire")
@@ -66,8 +67,9 @@ class CoreClient:
         self._connected = self._over = self._draining = False
         self._num_dropped = 0
 
-    async def start(self, config: EngineConfig) -> FrontPlace:
-        """Make the sockets and start the core. Return the place with their folder. A failed start frees everything."""
+    async def start(self, config: EngineConfig, hang_timeout: float = HANG_SECONDS) -> FrontPlace:
+        """Make the sockets and start the core. Return the place with their folder. A failed start frees everything.
+        hang_timeout: see `CoreStart`"""
         try:
             self._open()
             if self.place.number:
@@ -75,7 +77,10 @@ class CoreClient:
             every = self.place.every()
             self.core = self._launch(
                 CoreStart(
-                    config=config, to_core=self.place.to_core, from_core=tuple(place.from_core for place in every)
+                    config=config,
+                    to_core=self.place.to_core,
+                    from_core=tuple(place.from_core for place in every),
+                    hang_timeout=hang_timeout,
                 )
             )
             for place in every[1:]:

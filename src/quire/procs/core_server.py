@@ -5,6 +5,7 @@ Knows sockets, messages and one `EngineCore`. Knows nothing of processes, nor of
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -12,7 +13,7 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.contracts.adapters import Adapter
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.replicas import Core, check_adapter, flush
+from quire.engine.replicas import Core, Replicas, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import FrontPlace, owner, parts
@@ -37,6 +38,7 @@ from quire.procs.messages import (
     Watched,
 )
 from quire.procs.request_trace import TRACE, RequestTrace
+from quire.procs.step_watch import HANG_SECONDS, StepWatch, plan_words
 from quire.procs.wire import TO_CORE, encode
 
 LOG = logging.getLogger("quire")
@@ -149,20 +151,23 @@ def run_core(start: CoreStart, build: Build) -> int:
             return 1
         sockets.send(ready)
         try:
-            return serve_core(core, sockets.receive, sockets.send)
+            watch = StepWatch("the engine", start.hang_timeout)
+            watch.start()
+            return serve_core(core, sockets.receive, sockets.send, watch)
         finally:
             core.shutdown()
     finally:
         sockets.close()
 
 
-def serve_core(core: Core, receive: Receive, send: Send) -> int:
+def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None = None) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
     ones, a frame of the live view when one is due, and a trace when it is complete. Without requests it waits for
-    messages, and checks every 0.5 s that the executor is alive.
+    messages, and checks every 0.5 s that the executor is alive. `watch` is told of every step.
     """
+    watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
     feed, trace = LiveFeed(core, send), RequestTrace(core, send)
     try:
         while True:
@@ -179,7 +184,7 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
                         trace.begin(message)
                     _obey(core, message, send)
             if core.has_work:
-                send(Outputs(core.step()))
+                send(Outputs(watch.run(core.step, in_flight)))
             else:
                 core.executor.check_alive()
             if feed.active:
@@ -190,6 +195,12 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
         _log("the engine stopped", fault)
         send(failed(fault))
         return 1
+
+
+def _in_flight(core: Core) -> str:
+    """Name the steps in flight."""
+    cores = core.live if isinstance(core, Replicas) else [core]
+    return ", ".join(plan_words(one.plan) for each in cores for one in tuple(each.in_flight)) or "a step"
 
 
 def _log(words: str, error: Exception) -> None:

@@ -82,7 +82,7 @@ class RankProcesses:
         self._replies: dict[int, dict[int, RankReply]] = {}  # number of an operation -> replies by rank
         for index, payload in enumerate(starts):
             with suppress(QuireError):  # `build` raises it
-                self._send((index,), RankStart(payload, index in leads, times.beat))
+                self._send((index,), RankStart(payload, index in leads, times.beat, names[index], times.hang))
 
     def build(self, on_loading: Callable[[int, int], None]) -> list[bytes]:
         """Wait until all ranks have loaded their weights; return their `RankBuilt` payloads. Raises a rank's error.

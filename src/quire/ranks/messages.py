@@ -23,11 +23,15 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     payload   parameters of the rank, encoded
     lead      True for the only rank that sends step results
     beat      seconds between two `RankBeat` messages
+    name      of the rank in messages
+    hang      seconds after which the rank logs where a step hangs
     """
 
     payload: bytes
     lead: bool
     beat: float
+    name: str
+    hang: float
 
 
 class RankSize(msgspec.Struct, frozen=True, tag="size"):

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
@@ -23,6 +24,7 @@ from quire.procs.async_executor import Launches
 from quire.procs.failures import failed
 from quire.procs.frames import Frames
 from quire.procs.messages import Loading, Stop
+from quire.procs.step_watch import StepWatch, plan_words
 from quire.procs.wire import encode
 from quire.ranks.messages import (
     TO_RANK,
@@ -119,23 +121,26 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
         assert isinstance(size, RankSize)
         running = loaded.size(size.payload)
         link.send(RankReady(running.payload))
-        _serve(link, running, start.lead)
+        _serve(link, running, start)
     except Exception as error:  # any error: the engine core must tell the user
         link.fail(error)
         return 1
     return 0
 
 
-def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
+def _serve(link: "_Link", running: RunningRank, start: RankStart) -> None:
     room = threading.Semaphore(running.depth)  # the core counts the steps of the leading rank; another may be slower
     steps: Steps = queue.SimpleQueue()
+    watch = StepWatch(start.name, start.hang)
+    watch.start()
     collector = threading.Thread(
-        target=_collect, args=(link, running, lead, room, steps), name="quire-rank-collect", daemon=True
+        target=_collect, args=(link, running, start.lead, room, steps, watch), name="quire-rank-collect", daemon=True
     )
     collector.start()
     while not isinstance(message := link.messages.get(), Stop):
         if isinstance(message, RankStep):
             room.acquire()
+            watch.begin(partial(plan_words, message.plan))
             running.submit(message.plan)
             if not len(message.plan.grammar):
                 steps.put(True)
@@ -149,10 +154,13 @@ def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, room: threading.Semaphore, steps: Steps) -> None:
+def _collect(
+    link: "_Link", running: RunningRank, lead: bool, room: threading.Semaphore, steps: Steps, watch: StepWatch
+) -> None:
     try:
         while steps.get():
             result = running.collect()
+            watch.end()
             room.release()
             if lead:
                 link.send(RankResult(result))

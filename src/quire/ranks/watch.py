@@ -56,6 +56,7 @@ class RankTimes:
     start     longest silence while a rank starts Python and imports modules, perhaps from a slow disk
     stopped   longest silence of a rank that a signal (SIGSTOP) or a debugger has stopped
     silent    longest silence of a running rank; it is long because a library may hold the GIL while it compiles
+    hang      time after which a rank logs where a step hangs
     stop      time to exit after a `Stop` message; then the rank is killed
     """
 
@@ -63,6 +64,7 @@ class RankTimes:
     start: float = 300.0
     stopped: float = 5.0
     silent: float = 60.0
+    hang: float = 60.0
     stop: float = 2.0
 
 

@@ -45,7 +45,7 @@ PRIVATE: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 UNBOUND = {"python", "triton"}  # PyTorch chooses Triton's version
-DOCUMENTED = {"_asdict", "_replace", "_exit"}  # private by spelling only
+DOCUMENTED = {"_asdict", "_replace", "_exit", "_current_frames"}  # private by spelling only
 USES = [(library, place, name) for library, uses in PRIVATE.items() for place in uses for name in uses[place].split()]
 
 

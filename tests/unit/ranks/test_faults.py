@@ -161,11 +161,13 @@ def test_answers_to_operations_are_not_mixed() -> None:
         assert [wait(None) for wait in reversed(waits)] == expected
 
 
-def test_a_long_step_is_no_fault() -> None:
+def test_a_long_step_is_no_fault_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     slow = {"waits": {"collect": 1.3, "submit": 1.3}}
-    with running(slow, slow, beat=0.05, stopped=1.0, silent=1.0) as processes:
+    with running(slow, slow, beat=0.05, stopped=1.0, silent=1.0, hang=0.1) as processes:
         processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
+    assert "rank 1 (tp 1) hangs: step 0 (0 decodes, " in (told := capfd.readouterr().err)
+    assert "MainThread: fake_rank.py:" in told and "< ranks/server.py:" in told
 
 
 def test_a_rank_that_holds_python_s_lock_is_a_fault_only_after_the_longer_time() -> None:

@@ -134,7 +134,7 @@ class ServedEngine:
             folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
-            self.place = await self._client.start(core_config(self.config))
+            self.place = await self._client.start(core_config(self.config), self._serve.hang_timeout)
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
             serve = self._serve
