@@ -125,7 +125,7 @@ def test_a_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_https(tmp_path: Path) -> None:
+def test_https_with_a_certificate_that_is_read_again(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     command = [
         "openssl",
@@ -159,3 +159,12 @@ def test_https(tmp_path: Path) -> None:
                 head = b"POST /ping HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
                 peer.sendall(head + b"x" * 100)
                 assert peer.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+        first = ssl.get_server_certificate(("127.0.0.1", port))
+        good = Path(certificate).read_bytes()
+        for content, words in ((b"no certificate", "The certificate stays as it was"), (good, "is read again from")):
+            Path(certificate).write_bytes(content)
+            if content is good:
+                subprocess.run(command, capture_output=True, check=True)
+            server.signal(signal.SIGHUP)
+            wait_until(lambda words=words: words in server.stderr, server.stderr)
+            assert (ssl.get_server_certificate(("127.0.0.1", port)) == first) == (content is not good)

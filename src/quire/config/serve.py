@@ -14,6 +14,7 @@ from quire.contracts.errors import ConfigError
 WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (the running ones included), not ten times
 LEAST_WAITING = 1_024  # with few slots, so that any single request within the schema's bounds fits
 HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}  # of Python's `logging`
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -111,6 +112,18 @@ class LogConfig:
     access_log: bool = option(False, "log a line per HTTP request")
     enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
     disable_log_stats: bool = option(False, "do not log a line of statistics every 10 s")
+    log_format: str = option("text", "lines on standard error: text, or a JSON object each", choices=("text", "json"))
+    log_level: str = option(
+        "info",
+        "least urgent messages that are logged; debug: a line per HTTP request and generation, too; while it runs "
+        "SIGUSR1 chooses debug, and SIGUSR2 this level",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+    @property
+    def level(self) -> int:
+        """The number of `log_level` in Python's `logging`."""
+        return LEVELS[self.log_level]
 
 
 @dataclass(frozen=True, kw_only=True)

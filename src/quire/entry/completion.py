@@ -106,7 +106,8 @@ class Completion:
     def ending(self, cause: str) -> str:
         """Return the finish reason with its cause, such as "aborted (queue_timeout)".
         cause: cause for which the request was aborted, if it was; it counts when this completion had not finished"""
-        why = self.error or ("" if self.finish_reason else cause)
+        code = self.stop_reason if self.finish_reason == "error" else ""  # a message may hold the request's schema
+        why = code or ("" if self.finish_reason else cause)
         return (self.finish_reason or "aborted") + f" ({why})" * bool(why)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:

@@ -20,6 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.engine.warm_up import warm_up
 from quire.kvnet.event_publisher import publish_events
+from quire.observe.log_lines import set_up_logging
 from quire.plan.meetings import check, inputs_of, met
 from quire.procs.core_server import Send, run_core
 from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
@@ -34,13 +35,14 @@ def main() -> int:
     """Run the process of an engine core until the server sends `Stop`. Return the exit code."""
     # The server handles signals: it lets requests finish, then sends stop. Ctrl-C does not reach this session, but a
     # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    start = read_start(CoreStart, "quire.entry.core_process")
+    set_up_logging(start.log_format, "core", "quire core: %(message)s")
+    logging.getLogger().setLevel(logging.ERROR)  # notes for users travel in `Ready`
     logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
     logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
     logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
-    start = read_start(CoreStart, "quire.entry.core_process")
     folder = Path(start.to_core.removeprefix("ipc://")).parent
     end_with_parent(partial(shutil.rmtree, folder, ignore_errors=True))
     return run_core(start, _build_to_stay)

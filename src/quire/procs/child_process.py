@@ -82,10 +82,10 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 
-    def hang_up(self) -> None:
-        """Send SIGHUP, which asks an HTTP process to read its files again."""
+    def pass_on(self, number: signal.Signals) -> None:
+        """Send a signal that came to the parent."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGHUP)
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; idempotent."""

@@ -6,6 +6,7 @@ Knows sockets, messages and one running core. Decides nothing about requests.
 
 import asyncio
 import logging
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -67,9 +68,11 @@ class CoreClient:
         self._connected = self._over = self._draining = False
         self._num_dropped = 0
 
-    async def start(self, config: EngineConfig, hang_timeout: float = HANG_SECONDS) -> FrontPlace:
+    async def start(
+        self, config: EngineConfig, *, hang_timeout: float = HANG_SECONDS, log_format: str = "text"
+    ) -> FrontPlace:
         """Make the sockets and start the core. Return the place with their folder. A failed start frees everything.
-        hang_timeout: see `CoreStart`"""
+        hang_timeout, log_format: see `CoreStart`"""
         try:
             self._open()
             if self.place.number:
@@ -81,6 +84,7 @@ class CoreClient:
                     to_core=self.place.to_core,
                     from_core=tuple(place.from_core for place in every),
                     hang_timeout=hang_timeout,
+                    log_format=log_format,
                 )
             )
             for place in every[1:]:
@@ -104,10 +108,10 @@ class CoreClient:
             child.interrupt() if self._draining else child.terminate()
         self._draining = True
 
-    def hang_up(self) -> None:
-        """Send SIGHUP to the other front ends: they read their files again, too."""
+    def signal_others(self, number: signal.Signals) -> None:
+        """Send a signal to the other front ends, which an operator sent to this one."""
         for child in self._others.values():
-            child.hang_up()
+            child.pass_on(number)
 
     async def alone(self) -> None:
         """Wait until the other front ends have ended."""

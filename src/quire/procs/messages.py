@@ -21,12 +21,14 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     to_core     ZeroMQ address of the one-way socket to the core; the reader binds a socket, the writer connects
     from_core   addresses of the sockets from the core, one for each front end
     hang_timeout   seconds after which the core logs where a step hangs
+    log_format   "text" or "json"
     """
 
     config: EngineConfig
     to_core: str
     from_core: tuple[str, ...]
     hang_timeout: float = 60.0
+    log_format: str = "text"
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

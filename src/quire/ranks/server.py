@@ -109,8 +109,8 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
     """
     # The engine core decides when a rank ends. Ctrl-C does not reach this session, but a service manager sends SIGTERM
     # to every process of a unit.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     link = _Link(frames)
     try:
         start = link.messages.get()

@@ -63,9 +63,10 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
     from quire.entry.http.access.auth import Guard, OwnNames, json_only
     from quire.entry.http.listener import HttpListener
-    from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of, settle_memory
+    from quire.entry.http.server import FLUSH_GRACE, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
     from quire.entry.http.web.page import ServesPage
+    from quire.entry.signals import StopRequests
     from quire.router.app import RouterApp
 
     router, admin = RouterApp(config, web=http.web), HttpConfig(port=config.admin_port or 0)

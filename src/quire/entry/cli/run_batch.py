@@ -79,7 +79,8 @@ async def _answer(batch: "Batch", config: ServerConfig) -> int:
     from quire.entry.http.app import build_app
     from quire.entry.http.console import Console
     from quire.entry.http.engine import ServedEngine
-    from quire.entry.http.server import StopRequests, settle_memory
+    from quire.entry.http.server import settle_memory
+    from quire.entry.signals import StopRequests
     from quire.observe.metrics import Metrics
     from quire.observe.progress import Progress
 

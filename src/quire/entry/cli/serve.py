@@ -13,6 +13,7 @@ from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.keyboard_interrupt import raise_on_interrupt
+from quire.observe.log_lines import notice
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 DESCRIPTION = """\
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             settings.put("max_waiting", config.max_waiting, origin)
         print(settings.describe(flags.server_options()))
     for note in [*settings.notes, *(secret_notes(config) if args.print_config else ())]:
-        print(f"quire: note: {note}", file=sys.stderr)
+        print(notice(note, "note", config.log.log_format), file=sys.stderr)
     if args.print_config:
         return 0
     if config.serve.headless:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     check_first_host(config.engine.hosts)
     check_options(config.engine)
     for warning in bind_warnings(config):
-        print(f"quire: warning: {warning}", file=sys.stderr)
+        print(notice(warning, "warning", config.log.log_format), file=sys.stderr)
     from quire.entry.http.console import Console
     from quire.entry.http.server import run as serve
 

@@ -13,10 +13,8 @@ json_only       415 for bodies that are not JSON, when the path and the method a
 """
 
 import difflib
-import sys
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate
-from quire.entry.http.request_scope import RequestScope
+from quire.entry.http.request_scope import AccessLog, RequestScope
 from quire.entry.http.web.page import ServesPage
 from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics
@@ -81,7 +79,7 @@ def build_app(
             metrics=metrics,
             root_path=http.root_path,
             paths=paths,
-            access_log=partial(print, file=sys.stderr) if config.log.access_log else None,
+            access_log=AccessLog(config.log),
         ),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),

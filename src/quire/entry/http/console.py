@@ -13,6 +13,7 @@ from quire import __version__
 from quire.config.bundled import NAME
 from quire.config.serve import ServerConfig, is_loopback
 from quire.entry.cli.table import format_bytes
+from quire.observe.log_lines import JSON, json_line, notice
 from quire.observe.metrics import StatsLine
 from quire.observe.process import age
 from quire.observe.progress import Progress
@@ -30,7 +31,8 @@ class Console:
 
     def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
-        self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load
+        self._format = config.log.log_format
+        self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load and self._format != JSON
         self._stats = not config.log.disable_log_stats
         self._phase, self._printed = "", 0.0
         self._bar: Progress | None = None
@@ -38,7 +40,7 @@ class Console:
     def note(self, text: str) -> None:
         """Print a note for the user."""
         self.close()
-        self._print(f"quire: note: {text}")
+        self._say(notice(text, "note", self._format))
 
     def loading(self, message: Loading) -> None:
         """Show the progress of loading: the phase (such as "weights") and the part of it that is done."""
@@ -60,7 +62,7 @@ class Console:
         for line in banner_lines(ready, config, url, age()):
             self._print(line)
         for note in ready.notes:
-            self._print(f"quire: note: {note}")
+            self._say(notice(note, "note", self._format))
 
     def stats(self, line: StatsLine) -> None:
         """Print a line of statistics, if the engine was busy since the last one."""
@@ -81,7 +83,10 @@ class Console:
         if bar is not None:
             bar.__exit__(None, None, None)
 
-    def _print(self, line: str) -> None:
+    def _print(self, text: str) -> None:
+        self._say(json_line(text.strip(), "info", "http") if self._format == JSON else text)
+
+    def _say(self, line: str) -> None:
         print(line, file=self._out, flush=True)
 
 

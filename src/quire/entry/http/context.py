@@ -1,6 +1,7 @@
 """The state that all routes share: the engine, the configuration, and the requests in flight."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
 
+LOG = logging.getLogger("quire")
 SANDBOXES = 2  # chat templates rendered in child processes at once; each occupies a thread of the shared pool
 LOADING = "the model is still loading: try again in a few seconds."
 
@@ -35,6 +37,11 @@ class RequestIds:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def logs_requests(self) -> bool:
+        """True when a line is logged for each generation."""
+        return self.config.log.enable_log_requests or LOG.isEnabledFor(logging.DEBUG)
 
     @contextmanager
     def hold(self, owner: bytes, request_id: str) -> Iterator[None]:
@@ -92,6 +99,11 @@ class ServerContext:
     def limits(self) -> KeyLimits:
         """The limits of named API keys."""
         return KeyLimits(self._key_table, self.metrics)
+
+    @property
+    def logs_requests(self) -> bool:
+        """True when a line is logged for each generation."""
+        return self.config.log.enable_log_requests or LOG.isEnabledFor(logging.DEBUG)
 
     @contextmanager
     def hold(self, scope: Scope, request_id: str) -> Iterator[Ticket]:

@@ -64,7 +64,7 @@ class ServedEngine:
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
-    hang_up              function that lets the other front ends read their files again
+    signal_others        function that sends a signal to the other front ends
     live, adapters       the watchers of the live view; the adapters by name
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
@@ -86,10 +86,11 @@ class ServedEngine:
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
         self._serve, self._timeouts, self._metrics = config.serve, config.deadlines, metrics
+        self._log_format = config.log.log_format
         self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
         self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
-        self.hang_up = self._client.hang_up
+        self.signal_others = self._client.signal_others
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
@@ -129,15 +130,17 @@ class ServedEngine:
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
         try:
-            choose_styles(None, self._serve.tool_call_parser, self._serve.reasoning_parser)  # fails early
+            serve = self._serve
+            choose_styles(None, serve.tool_call_parser, serve.reasoning_parser)  # fails early
             self._take(messages.Loading("model files"))
             folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
-            self.place = await self._client.start(core_config(self.config), self._serve.hang_timeout)
+            self.place = await self._client.start(
+                core_config(self.config), hang_timeout=serve.hang_timeout, log_format=self._log_format
+            )
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
-            serve = self._serve
             text = text.with_parsers(serve.tool_call_parser, serve.reasoning_parser, serve.default_chat_template_kwargs)
             note = text.styles.why if text.chat_template is not None else NO_CHAT
             self.text, self.ready = text, (ready := msgspec.structs.replace(ready, notes=(*ready.notes, note)))

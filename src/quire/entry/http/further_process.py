@@ -8,14 +8,15 @@ from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import exit_code
 from quire.entry.http.console import Console
 from quire.entry.http.server import FRONT_MODULE, run_loop, serve
+from quire.observe.log_lines import set_up_logging
 from quire.procs.front_ends import FrontStart
 from quire.procs.parent import end_with_parent, read_start
 
 if __name__ == "__main__":
     start = read_start(FrontStart, FRONT_MODULE)
     end_with_parent(lambda: None)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("quire").setLevel(logging.INFO)
+    set_up_logging(start.config.log.log_format, f"http {start.place.number}")
+    logging.getLogger("quire").setLevel(start.config.log.level)
     console = Console(start.config, open(os.devnull, "w"))  # the first process tells the user
     try:
         code = run_loop(serve(start.config, socket.socket(fileno=start.listener), console, start.place))

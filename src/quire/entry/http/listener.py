@@ -77,6 +77,7 @@ class HttpListener:
             raise ConfigError(
                 f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot be used: {error}."
             ) from None
+        self._settings, self._config = settings, config
         self._server = _Server(settings)
         self._begun = False
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,6 +86,18 @@ class HttpListener:
         """Start to serve; idempotent. From now on `serving` ends when the listener stops or fails."""
         if not self._begun:
             self._begun, self.serving = True, asyncio.create_task(self._server.serve(sockets=[self.socket]))
+
+    def reload_certificate(self) -> str:
+        """Read certificate and key again, for new connections. Return a sentence for the operator; a certificate that
+        cannot be used changes nothing."""
+        certificate, key = self._config.ssl_certfile, self._config.ssl_keyfile
+        assert self._settings.ssl is not None and certificate is not None
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # both parts fit together
+            self._settings.ssl.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            return f"The certificate stays as it was: {certificate} with {key} cannot be used: {error}."
+        return f"The certificate is read again from {certificate}."
 
     async def stop(self, grace: float) -> None:
         """Accept no more connections. Responses in progress get `grace` seconds, then they are cut off. Idempotent."""

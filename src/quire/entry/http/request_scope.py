@@ -6,19 +6,43 @@ Knows nothing of routes.
 import logging
 import re
 import secrets
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.config.serve import LogConfig
+from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.errors import error_answer
+from quire.observe.log_lines import JSON, json_line
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 CLIENT_GONE = 499  # status in log and metrics of a request whose client disconnected; never sent
 NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would have no limit
+
+
+class AccessLog:
+    """The lines about HTTP requests: with --access-log, and at the level debug."""
+
+    def __init__(self, config: LogConfig) -> None:
+        self._on, self._json = config.access_log, config.log_format == JSON
+
+    def tell(self, scope: Scope, status: int, seconds: float) -> None:
+        """Print the line of an answered request."""
+        if not self._on and not LOG.isEnabledFor(logging.DEBUG):
+            return
+        client, method, path = _client(scope), scope["method"], ascii(scope["path"])[1:-1]
+        request_id = scope["state"]["request_id"]
+        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}"
+        if self._json:
+            asked = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
+            key = {"key": name} if (name := caller_of(scope).name) else {}
+            line = json_line("request", "info", "http", **asked, **key, seconds=round(seconds, 6))
+        print(line, file=sys.stderr)
 
 
 class RequestScope:
@@ -31,11 +55,11 @@ class RequestScope:
         *,
         metrics: Metrics,
         root_path: str = "",
-        access_log: Callable[[str], None] | None = None,
+        access_log: AccessLog | None = None,
         paths: Collection[str] = (),
     ) -> None:
         self._paths = frozenset(paths)
-        self._app, self._metrics, self._access_log = app, metrics, access_log
+        self._app, self._metrics, self._access_log = app, metrics, access_log or AccessLog(LogConfig())
         self._root = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,12 +96,7 @@ class RequestScope:
         finally:
             outcome = status if complete else CLIENT_GONE
             self._metrics.http(self._label(scope), outcome, scope["method"])
-            if self._access_log is not None:
-                seconds = time.monotonic() - began
-                self._access_log(
-                    f"{_client(scope)} {scope['method']} {ascii(scope['path'])[1:-1]} {outcome} "
-                    f"{seconds:.3f}s {request_id}"
-                )
+            self._access_log.tell(scope, outcome, time.monotonic() - began)
 
     def _label(self, scope: Scope) -> str:
         """Return the metrics label of a request: the route's pattern, or its path when a middleware answered."""

@@ -14,7 +14,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -27,22 +26,22 @@ from typing import Any
 from quire.config.flags import error_text
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
-from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
-from quire.entry.http.access.keyring import Keyring
+from quire.entry.exit_codes import DONE, FAILED, exit_code
 from quire.entry.http.app import build_app, make_context
 from quire.entry.http.console import Console
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
+from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
+from quire.observe.log_lines import JSON, notice, set_up_logging
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
 from quire.procs.front_ends import FrontPlace, start_front
 
 LOG = logging.getLogger("quire")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
 BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
@@ -58,8 +57,8 @@ def run(config: ServerConfig, console: Console) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr.
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
-    logging.basicConfig(format="%(message)s")
-    LOG.setLevel(logging.INFO)
+    set_up_logging(config.log.log_format, "http")
+    LOG.setLevel(config.log.level)
     try:
         listener = listen(config.http)
         try:
@@ -68,7 +67,8 @@ def run(config: ServerConfig, console: Console) -> int:
             release(listener, config.http)
     except QuireError as error:
         console.close()
-        print(wrapped(f"quire: error: {error_text(error)}"), file=sys.stderr)
+        line = notice(error_text(error), "error", config.log.log_format)
+        print(line if config.log.log_format == JSON else wrapped(line), file=sys.stderr)
         code = exit_code(error)
     if _threads_left():
         console.close()
@@ -93,8 +93,10 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
         shared=place.count > 1,
     )
-    reload = Reload(context.keyring if config.access.api_key_file is not None else None, engine, console)
-    with reload, StopRequests(further=place.number > 0) as stop:
+    reload = [context.keyring.reload] if config.access.api_key_file is not None else []
+    reload += [http.reload_certificate] if config.http.ssl_certfile is not None else []
+    operator = OperatorSignals(reload, engine.signal_others, console.note, config.log.level)
+    with operator, StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
             console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
@@ -103,67 +105,6 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
-
-
-class StopRequests:
-    """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
-    Use it in the main thread, with a running event loop.
-
-    further   True: the first HTTP process decides. Then any number of SIGTERM means finish, since a service manager
-              sends it to every process, and so does the first one. SIGINT means end now
-    """
-
-    def __init__(self, *, further: bool = False) -> None:
-        self._further = further
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self._last = signal.SIGTERM
-
-    @property
-    def name(self) -> str:
-        """Name of the last signal, for messages."""
-        return "Ctrl-C" if self._last is signal.SIGINT else "SIGTERM"
-
-    @property
-    def code(self) -> int:
-        """Exit code of a process that ends at once because of the last signal."""
-        return INTERRUPTED if self._last is signal.SIGINT else DONE
-
-    def __enter__(self) -> "StopRequests":
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number in SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _take(self, number: signal.Signals) -> None:
-        self._last = number
-        again = number is signal.SIGINT if self._further else self.first.is_set()
-        self.first.set()
-        if again:
-            self.second.set()
-
-
-class Reload:
-    """`with` block in which SIGHUP reads files again: the API keys. Without such a file SIGHUP ends the process.
-    Use it in the main thread, with a running event loop. The first HTTP process passes the signal to the others."""
-
-    def __init__(self, keyring: Keyring | None, engine: ServedEngine, console: Console) -> None:
-        self._keyring, self._engine, self._console = keyring, engine, console
-
-    def __enter__(self) -> None:
-        if self._keyring is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read)
-
-    def __exit__(self, *error: object) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-
-    def _read(self) -> None:
-        self._engine.hang_up()
-        if self._keyring is not None:
-            self._console.note(self._keyring.reload())
 
 
 class _Life:

@@ -114,7 +114,7 @@ async def vectors_of(
             watch.stop()
     vectors = [vector_of(generation, plan, dimensions) for generation in ticket.generations]
     count = sum(len(generation.prompt_token_ids) for generation in ticket.generations)
-    if context.config.log.enable_log_requests:
+    if context.logs_requests:
         LOG.info(
             "request %s: %d prompt tokens in %d texts, embedded, %.3f s",
             exchange.request_id,

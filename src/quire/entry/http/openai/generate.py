@@ -213,7 +213,7 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
                 watch.stop()
             finally:
                 stream.close()
-                if context.config.log.enable_log_requests:
+                if context.logs_requests:
                     _log(job, stream, time.monotonic() - began)
     await exchange.reply(answer)
 

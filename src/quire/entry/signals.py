@@ -1,0 +1,99 @@
+"""Signals to a server: to stop, to read its files again, and to log more or less.
+
+SIGTERM, SIGINT   finish the running requests, then end; again: end now
+SIGHUP            read the API keys and the certificate again
+SIGUSR1, SIGUSR2  log at the level debug; at the level of --log-level
+
+Knows event loops, and nothing of what a signal does.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+
+from quire.entry.exit_codes import DONE, INTERRUPTED
+
+LOG = logging.getLogger("quire")
+STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequests:
+    """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
+    Use it in the main thread, with a running event loop.
+
+    further   True: the first HTTP process decides. Then any number of SIGTERM means finish, since a service manager
+              sends it to every process, and so does the first one. SIGINT means end now
+    """
+
+    def __init__(self, *, further: bool = False) -> None:
+        self._further = further
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._last = signal.SIGTERM
+
+    @property
+    def name(self) -> str:
+        """Name of the last signal, for messages."""
+        return "Ctrl-C" if self._last is signal.SIGINT else "SIGTERM"
+
+    @property
+    def code(self) -> int:
+        """Exit code of a process that ends at once because of the last signal."""
+        return INTERRUPTED if self._last is signal.SIGINT else DONE
+
+    def __enter__(self) -> "StopRequests":
+        for number in STOP:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in STOP:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        self._last = number
+        again = number is signal.SIGINT if self._further else self.first.is_set()
+        self.first.set()
+        if again:
+            self.second.set()
+
+
+class OperatorSignals:
+    """`with` block in which an operator may send SIGHUP, SIGUSR1 and SIGUSR2. Use it in the main thread, with a running
+    event loop. Without files to read SIGHUP ends the process, as ever.
+
+    reload   functions that read a file again, and return a sentence for the operator
+    others   passes a signal on to the other HTTP processes
+    tell     shows a sentence to the operator
+    level    level of the log that SIGUSR2 returns to
+    """
+
+    def __init__(
+        self,
+        reload: Sequence[Callable[[], str]],
+        others: Callable[[signal.Signals], None],
+        tell: Callable[[str], None],
+        level: int,
+    ) -> None:
+        self._reload, self._others, self._tell = reload, others, tell
+        self._levels = {signal.SIGUSR1: logging.DEBUG, signal.SIGUSR2: level}
+        self._numbers = [*self._levels, *([signal.SIGHUP] if reload else [])]
+
+    def __enter__(self) -> None:
+        for number in self._numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def __exit__(self, *error: object) -> None:
+        for number in self._numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        self._others(number)
+        if number is signal.SIGHUP:
+            for read in self._reload:  # in a thread: a file of 10,000 keys takes half a second
+                done = asyncio.get_running_loop().run_in_executor(None, read)
+                done.add_done_callback(lambda done: self._tell(done.result()))
+            return
+        LOG.setLevel(self._levels[number])
+        self._tell(f"{number.name}: the level of the log is {logging.getLevelName(LOG.level).lower()}.")
