@@ -42,6 +42,7 @@ def test_every_line_is_json_and_none_holds_a_text_of_a_user() -> None:
         statuses = [ask(path, body, f"id-{number}") for number, (path, body) in enumerate(ASKED)]
         assert {200, 400} <= {*statuses}
         for number, (path, _) in enumerate(ASKED):
+            wait_until(lambda number=number: bool(lines(request_id=f"id-{number}")))  # printed after the answer
             (line,) = lines(request_id=f"id-{number}")
             assert (line["path"], line["status"], line["process"]) == (path, statuses[number], "http")
         assert [line for line in lines() if line["message"].startswith("request id-0: ")], (
@@ -51,6 +52,8 @@ def test_every_line_is_json_and_none_holds_a_text_of_a_user() -> None:
         wait_until(lambda: bool([line for line in lines() if "log is info" in line["message"]]))
         ask("/version", name="later")
         assert not lines(request_id="later")
+        server.signal(signal.SIGHUP)  # nothing ends
+        wait_until(lambda: bool([line for line in lines() if "no files to read again" in line["message"]]))
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
         assert MARKER not in server.stderr and all("time" in line and "level" in line for line in lines())

@@ -1,7 +1,7 @@
 """Signals to a server: to stop, to read its files again, and to log more or less.
 
 SIGTERM, SIGINT   finish the running requests, then end; again: end now
-SIGHUP            read the API keys and the certificate again
+SIGHUP            read the API keys and the certificate again; without such files, on a terminal, it ends the process
 SIGUSR1, SIGUSR2  log at the level debug; at the level of --log-level
 
 Knows event loops, and nothing of what a signal does.
@@ -10,6 +10,7 @@ Knows event loops, and nothing of what a signal does.
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable, Sequence
 
 from quire.entry.exit_codes import DONE, INTERRUPTED
@@ -61,7 +62,7 @@ class StopRequests:
 
 class OperatorSignals:
     """`with` block in which an operator may send SIGHUP, SIGUSR1 and SIGUSR2. Use it in the main thread, with a running
-    event loop. Without files to read SIGHUP ends the process, as ever.
+    event loop.
 
     reload   functions that read a file again, and return a sentence for the operator
     others   passes a signal on to the other HTTP processes
@@ -78,7 +79,8 @@ class OperatorSignals:
     ) -> None:
         self._reload, self._others, self._tell = reload, others, tell
         self._levels = {signal.SIGUSR1: logging.DEBUG, signal.SIGUSR2: level}
-        self._numbers = [*self._levels, *([signal.SIGHUP] if reload else [])]
+        hangs_up = not reload and sys.stderr.isatty()  # the terminal goes, and the server with it
+        self._numbers = [*self._levels, *([] if hangs_up else [signal.SIGHUP])]
 
     def __enter__(self) -> None:
         for number in self._numbers:
@@ -94,6 +96,8 @@ class OperatorSignals:
             for read in self._reload:  # in a thread: a file of 10,000 keys takes half a second
                 done = asyncio.get_running_loop().run_in_executor(None, read)
                 done.add_done_callback(lambda done: self._tell(done.result()))
+            if not self._reload:
+                self._tell("SIGHUP: this server has no files to read again (--api-key-file, --ssl-certfile).")
             return
         LOG.setLevel(self._levels[number])
         self._tell(f"{number.name}: the level of the log is {logging.getLevelName(LOG.level).lower()}.")
