@@ -33,7 +33,7 @@ def start(folder: Path, *flags: str) -> "subprocess.Popen[str]":
     ]
     return subprocess.Popen(
         command,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "QUIRE_API_KEY": "of a server"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,12 +8,13 @@ import asyncio
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
-from quire.config.serve import HttpConfig, ServeConfig, ServerConfig
+from quire.config.serve import AccessConfig, DeadlineConfig, HttpConfig, ServeConfig, ServerConfig
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED
@@ -43,6 +44,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options, as for `quire serve`")
     flags.add_engine_flags(parser)
     flags.add_flags(parser, (option for option in flags.options_of(HttpConfig) if option[1].name in HTTP_OPTIONS))
+    flags.add_flags(parser, flags.options_of(DeadlineConfig))
     flags.add_flags(parser, flags.options_of(ServeConfig))
     add_peer_flags(parser)
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer a file of requests. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
     settings = flags.settings_of(args, server=True)
     settings.values.setdefault("queue_timeout", math.inf)  # no client waits for these answers
-    config = flags.server_config(settings)
+    config = replace(flags.server_config(settings), access=AccessConfig())  # nobody calls, whatever QUIRE_API_KEY is
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     if args.input_file.absolute() == args.output_file.absolute():

@@ -30,7 +30,7 @@ from quire.config.serve import ServerConfig, is_loopback
 from quire.contracts.errors import QuireError, shown
 from quire.contracts.text_table import read_rows
 from quire.entry.http.access.auth import ApiKeys, Guard, OwnNames, json_only
-from quire.entry.http.access.rate_limits import RateLimits
+from quire.entry.http.access.rate_limits import LIMIT_HEADERS, RateLimits
 from quire.entry.http.anthropic.errors import own_errors
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
@@ -49,7 +49,7 @@ CORS: dict[str, Any] = {
     "allow_methods": ["GET", "POST", "DELETE"],
     "allow_headers": ["*"],
     "max_age": 3600,
-    "expose_headers": ["x-request-id", "retry-after"],
+    "expose_headers": ["x-request-id", "retry-after", *LIMIT_HEADERS],
 }
 
 

@@ -11,6 +11,9 @@ from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.access.limits import Allowance, KeyLimits
 
+PARTS, KINDS = ("limit", "remaining", "reset"), ("requests", "tokens")
+LIMIT_HEADERS = tuple(f"x-ratelimit-{part}-{kind}" for kind in KINDS for part in PARTS)
+
 
 class RateLimits:
     """Middleware: answers 429 to a POST beyond its key's requests per minute. Other methods are not counted."""
