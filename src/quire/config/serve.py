@@ -89,7 +89,9 @@ class ServeConfig:
         least=0,
     )
     shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests", least=0)
-    hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so", above=0)
+    hang_timeout: float = option(
+        60.0, "seconds after which a step counts as hung: /ready says so, and a line on stderr names it", above=0
+    )
     stream_interval: int = option(1, "tokens per streamed event", least=1)
     tool_call_parser: str | None = option(None, "format of tool calls; none: no tools (default: the chat template's)")
     reasoning_parser: str | None = option(None, "format of reasoning; none: it is text (default: the chat template's)")
