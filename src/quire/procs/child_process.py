@@ -72,18 +72,8 @@ class ChildProcess:
             return False  # gone: `ended` says so
         return state[:1] in ("T", "t")
 
-    def terminate(self) -> None:
-        """Send SIGTERM, which asks the process to end."""
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def interrupt(self) -> None:
-        """Send SIGINT, which asks an HTTP process to end without its requests."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
-    def pass_on(self, number: signal.Signals) -> None:
-        """Send a signal that came to the parent."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal. SIGTERM asks an HTTP process to end, SIGINT to end without its requests."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 

@@ -105,13 +105,13 @@ class CoreClient:
     def drain(self) -> None:
         """Ask the other front ends to let their requests finish, and to end. A second call: to end now."""
         for child in self._others.values():
-            child.interrupt() if self._draining else child.terminate()
+            child.send_signal(signal.SIGINT if self._draining else signal.SIGTERM)
         self._draining = True
 
     def signal_others(self, number: signal.Signals) -> None:
         """Send a signal to the other front ends, which an operator sent to this one."""
         for child in self._others.values():
-            child.pass_on(number)
+            child.send_signal(number)
 
     async def alone(self) -> None:
         """Wait until the other front ends have ended."""

@@ -65,12 +65,13 @@ class StepWatch:
 
     def start(self) -> None:
         """Look once a second, in a thread."""
-        threading.Thread(target=self._look_on, name="quire-step-watch", daemon=True).start()
 
-    def _look_on(self) -> None:
-        while True:
-            time.sleep(LOOK_SECONDS)
-            self.look()
+        def look_on() -> None:
+            while True:
+                time.sleep(LOOK_SECONDS)
+                self.look()
+
+        threading.Thread(target=look_on, name="quire-step-watch", daemon=True).start()
 
 
 def plan_words(plan: StepPlan) -> str:

@@ -38,11 +38,6 @@ class RequestIds:
     def __len__(self) -> int:
         return len(self._ids)
 
-    @property
-    def logs_requests(self) -> bool:
-        """True when a line is logged for each generation."""
-        return self.config.log.enable_log_requests or LOG.isEnabledFor(logging.DEBUG)
-
     @contextmanager
     def hold(self, owner: bytes, request_id: str) -> Iterator[None]:
         """Context manager: reserve a request id. Raises 409 when a running request of the API key `owner` has it."""
@@ -155,7 +150,7 @@ class ServerContext:
         await self.engine.adapters.find(name)
         model, caller = self.model(name), caller_of(scope)
         if not caller.rules.may_use(model):
-            self.limits.refuse_model(caller)
+            self.metrics.key_refusals.add(caller.name, "model")
             words = f"the key {caller.name!r} may not use the model {shown(model)}: /v1/models lists those that it may."
             raise HttpError(403, words, kind=PERMISSION, code="model_not_allowed", param="model")
         return model

@@ -126,7 +126,7 @@ class _Life:
             return self._stop.code if first.done() else self._listener_failed()
         ready = starting.result()
         settle_memory()
-        context.limits.open()
+        context.limits.table.clear()
         self._http.start()
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))

@@ -1,18 +1,10 @@
 """The file of API keys (--api-key-file): a name for each key, the key or its SHA-256, and limits. TOML or JSON.
 
-    [defaults]                        # of all keys below
-    requests_per_minute = 600
-
     [keys.alice]
-    key = "sk-alice"                  # or sha256 = "64 hexadecimal digits"
-    tokens_per_minute = 100_000       # prompt and output tokens together
-    concurrency = 8                   # requests that generate at once
-    request_timeout = 600             # seconds, in place of the server's; so queue_timeout and first_token_timeout
-    weight = 2                        # share beside other keys that wait; default: 1
-    priority = 5                      # needs --scheduling-policy priority; a lower number is served first
-    models = ["llama", "sql-*"]       # models and adapters; default: all
+    key = "sk-alice"
+    requests_per_minute = 60
 
-JSON has the same names: {"defaults": {...}, "keys": {"alice": {...}}}. Knows nothing of requests.
+docs/server.md has all fields. JSON has the same names. Knows nothing of requests.
 """
 
 import re

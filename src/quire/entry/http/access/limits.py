@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,8 +60,8 @@ class Allowance:
 
     @property
     def wait(self) -> float:
-        """Seconds until one unit is allowed; 0 or less: now."""
-        return self.debt + MINUTE / self.limit - MINUTE
+        """Seconds until one unit is allowed; 0: now."""
+        return max(0.0, self.debt + MINUTE / self.limit - MINUTE - 1e-9)
 
 
 class KeyTable:
@@ -81,7 +82,11 @@ class KeyTable:
             memory = mmap.mmap(self._file.fileno(), size)
         self._table = np.frombuffer(memory, np.float64).reshape(ROWS, -1)
         self._names = np.frombuffer(memory, np.uint64).reshape(ROWS, -1)[:, 0]
-        self._table[:, self._place] = 0.0  # of a process that had this number before
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the running requests of this process, or of one that had its number before."""
+        self._table[:, self._place] = 0.0
 
     @contextmanager
     def row(self, name: str) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
@@ -98,22 +103,13 @@ class KeyTable:
             row[self._place] += change
             return int(row[RUNNING:].sum())
 
-    def allowance(self, name: str, column: int, limit: int, units: int = 0) -> Allowance:
-        """Take units from a bucket, even if it has fewer. Return its state before."""
+    def take(self, name: str, column: int, limit: int, units: int = 0, *, allowed: bool = False) -> Allowance:
+        """Take units from a bucket even if it has fewer; with `allowed` only if it has one. Return its state before."""
         with self.row(name) as row:
             now = time.monotonic()  # the clock of all processes
-            debt = max(0.0, float(row[column]) - now)
-            if units:
-                row[column] = now + debt + units * MINUTE / limit
-        return Allowance(limit, debt)
-
-    def take_request(self, name: str, limit: int) -> Allowance:
-        """Take a request from the bucket if it is allowed now (`wait` <= 0). Return the state before."""
-        with self.row(name) as row:
-            now = time.monotonic()
-            state = Allowance(limit, max(0.0, float(row[REQUESTS]) - now))
-            if state.wait <= 1e-9:
-                row[REQUESTS] = now + state.debt + MINUTE / limit
+            state = Allowance(limit, max(0.0, float(row[column]) - now))
+            if units and not (allowed and state.wait > 0):
+                row[column] = now + state.debt + units * MINUTE / limit
         return state
 
     def _find(self, name: str) -> int:
@@ -181,26 +177,20 @@ class KeyLimits:
 
     def __init__(self, table: Callable[[], KeyTable], metrics: Metrics) -> None:
         self._make, self._metrics = table, metrics
-        self._made: KeyTable | None = None
         self._live: dict[Ticket, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def _table(self) -> KeyTable:
-        self.open()
-        assert self._made is not None
-        return self._made
-
-    def open(self) -> None:
-        """Make or open the table now, so that requests of a process that ended no longer count."""
-        self._made = self._made or self._make()
+    @cached_property
+    def table(self) -> KeyTable:
+        """Their state. Made with the first use; then requests of a process that ended no longer count."""
+        return self._make()
 
     def take_request(self, caller: Caller) -> HttpError | None:
         """Count a request against the limit of requests per minute. Return its refusal, or None."""
         name, rules = caller.name, caller.rules
         if (limit := rules.requests_per_minute) is not None:
-            state = self._table.take_request(name, limit)
-            if state.wait > 1e-9:
+            state = self.table.take(name, REQUESTS, limit, 1, allowed=True)
+            if state.wait:
                 return self._refusal(caller, "requests", f"{limit:,} requests per minute", state.wait)
         if name:
             self._metrics.key_requests.add(name)
@@ -214,11 +204,11 @@ class KeyLimits:
             yield ticket
             return
         if (limit := rules.tokens_per_minute) is not None:
-            state = self._table.allowance(name, TOKENS, limit)
-            if state.wait > 1e-9:
+            state = self.table.take(name, TOKENS, limit)
+            if state.wait:
                 raise self._refusal(caller, "tokens", f"{limit:,} tokens per minute", state.wait)
-        if (most := rules.concurrency) is not None and self._table.running(name, 1) > most:
-            self._table.running(name, -1)
+        if (most := rules.concurrency) is not None and self.table.running(name, 1) > most:
+            self.table.running(name, -1)
             raise self._refusal(caller, "concurrency", f"{most:,} requests at once", 1.0)
         self._live[ticket] = None
         self._set_timer()
@@ -228,7 +218,7 @@ class KeyLimits:
             del self._live[ticket]
             self.count(ticket)
             if most is not None:
-                self._table.running(name, -1)
+                self.table.running(name, -1)
 
     def count(self, ticket: Ticket) -> None:
         """Count the new tokens of a request."""
@@ -237,22 +227,15 @@ class KeyLimits:
             self._metrics.key_tokens.add(caller.name, "prompt", count=prompt)
             self._metrics.key_tokens.add(caller.name, "generation", count=output)
             if (limit := caller.rules.tokens_per_minute) is not None:
-                self._table.allowance(caller.name, TOKENS, limit, prompt + output)
-
-    def refuse_model(self, caller: Caller) -> None:
-        """Count a request for a model that its key may not use."""
-        self._metrics.key_refusals.add(caller.name, "model")
+                self.table.take(caller.name, TOKENS, limit, prompt + output)
 
     def states(self, caller: Caller) -> dict[str, Allowance]:
         """Return the state of a key's limits per minute: "requests" and "tokens", those that it has."""
-        rules, states = caller.rules, dict[str, Allowance]()
-        for kind, column, limit in (
-            ("requests", REQUESTS, rules.requests_per_minute),
-            ("tokens", TOKENS, rules.tokens_per_minute),
-        ):
-            if limit is not None:
-                states[kind] = self._table.allowance(caller.name, column, limit)
-        return states
+        requests, tokens = caller.rules.requests_per_minute, caller.rules.tokens_per_minute
+        buckets = ("requests", REQUESTS, requests), ("tokens", TOKENS, tokens)
+        return {
+            kind: self.table.take(caller.name, column, limit) for kind, column, limit in buckets if limit is not None
+        }
 
     def _refusal(self, caller: Caller, limit: str, words: str, wait: float) -> HttpError:
         self._metrics.key_refusals.add(caller.name, limit)

@@ -49,14 +49,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_bucket_of_two_processes_is_one(tmp_path: Path, clock: list[float]) -> None:
     one, two = (KeyTable(number, 2, tmp_path / "limits") for number in range(2))
-    taken = [table.take_request("a", 4).wait <= 0 for table in (one, two, one, two, one, two)]
+    taken = [not table.take("a", REQUESTS, 4, 1, allowed=True).wait for table in (one, two, one, two, one, two)]
     assert taken == [True] * 4 + [False] * 2
-    assert one.take_request("b", 4).remaining == 4, "another key has its own"
+    assert one.take("b", REQUESTS, 4, 1, allowed=True).remaining == 4, "another key has its own"
     clock[0] += 15.5
-    assert [table.take_request("a", 4).wait <= 0 for table in (two, one)] == [True, False]
-    assert one.allowance("a", REQUESTS, 4).wait == pytest.approx(14.5)
-    two.allowance("a", TOKENS, 60, 90)  # known only afterwards: the bucket is overdrawn
-    assert one.allowance("a", TOKENS, 60).remaining == 0 and one.allowance("a", TOKENS, 60).wait == pytest.approx(31)
+    assert [not table.take("a", REQUESTS, 4, 1, allowed=True).wait for table in (two, one)] == [True, False]
+    assert one.take("a", REQUESTS, 4).wait == pytest.approx(14.5)
+    two.take("a", TOKENS, 60, 90)  # known only afterwards: the bucket is overdrawn
+    assert one.take("a", TOKENS, 60).remaining == 0 and one.take("a", TOKENS, 60).wait == pytest.approx(31)
 
 
 def test_requests_of_a_process_that_ended_run_no_more(tmp_path: Path) -> None:
