@@ -4,6 +4,7 @@ Its kernels are those of a GPU, in Triton's interpreter; its memory is the CPU's
 map, by the kernel that reads the memory of other GPUs; everything else goes through gloo.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,11 +92,9 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, group
         {param.name: param for param in params},
         linear_plans(args, params, kernels.choices),
         experts=None if whole else tuple(rank.expert_ids),
-        tp=tp,
+        groups=replace(groups, tp=tp),
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
-        ep=groups.ep,
-        slots=groups.slots,
         owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
         layers=rank.layers,
     )

@@ -112,7 +112,7 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
             if task.apart(groups.tp)
             else with_symmetric_memory(groups.tp, device, largest_message(task.plan))
         )
-        groups = replace(groups, tp=tp)
+        groups = replace(groups, tp=tp, dcp=tp if groups.dcp is groups.tp else groups.dcp)
         note = f"sums over ranks go through NCCL: {why}" if why else ""
     experts = task.plan.experts
     if experts is not None and experts.dispatcher == "pull":
@@ -160,7 +160,7 @@ def exchange_layout(plan: EnginePlan, tokens: int = 0) -> Layout:
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
-    own = {name: getattr(groups, name) for name in ("tp", "pp", "tokens", "ep")}
+    own = {name: getattr(groups, name) for name in ("tp", "dcp", "pp", "tokens", "ep")}
     return replace(groups, **{name: CheckedGroup(group, device) for name, group in own.items() if group is not None})
 
 

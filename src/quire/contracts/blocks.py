@@ -49,6 +49,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size        tokens of a block
     tokens_per_entry  tokens that share an entry of the cache; above 1 for caches that compress their tokens
+    parts             ranks that divide the tokens of a block: each has as many neighbouring ones, in the order of ranks
     window            w > 0: a query attends to w tokens, its own included. w < 0: chunks of -w tokens, the first of
                       which begins at position 0; a query attends to its own chunk, up to itself. None: full attention
     drafts            components of the last `num_drafts` layers, which are those of a draft model
@@ -59,6 +60,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     components: tuple[KVComponent, ...]
     block_size: int
     tokens_per_entry: int = 1
+    parts: int = 1
     window: int | None = None
     drafts: tuple[KVComponent, ...] = ()
     num_drafts: int = 0
@@ -66,12 +68,12 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> int:
-        """Entries of a block, in each component of a layer."""
-        return self.block_size // self.tokens_per_entry
+        """Entries of a rank's part of a block, in each component of a layer."""
+        return self.block_size // (self.tokens_per_entry * self.parts)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block: of the components of all layers of the group."""
+        """Bytes of a rank's part of a block: of the components of all layers of the group."""
         return sum(one.num_bytes(self.entries) for layer in self.layers for one in self.of(layer))
 
     def of(self, layer: int) -> tuple[KVComponent, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.contracts.parallel import Parallel, ep_members, mover_members, pp_members, tp_members
+from quire.contracts.parallel import Parallel, dcp_members, ep_members, mover_members, pp_members, tp_members
 from quire.distributed import Group
 from quire.distributed.listeners import listening, refuse_connections
 from quire.distributed.mesh import RankGroups
@@ -62,8 +62,10 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
         device_id=device if gpus and not shared else None,
     )
     make, pipelines = partial(_make, number=number, hosted=gpus and shared), list(pp_members(parallel))
+    tp = make(list(tp_members(parallel)))
     groups = RankGroups(
-        tp=make(list(tp_members(parallel))),
+        tp=tp,
+        dcp=tp if parallel.dcp == parallel.tp else make(list(dcp_members(parallel))),
         pp=make(pipelines),
         tokens=make(pipelines),
         ep=make(list(ep_members(parallel))),
@@ -144,6 +146,12 @@ class ProcessGroup(Group):
         _reduce_scatter(out, x, group=self.group)
         return out[: counts[self.rank]]
 
+    def exchange(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
+        return out
+
     def send(self, x: Tensor, to: int) -> None:
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
             dist.send(x.contiguous(), self.ranks[to], group=self.group)
@@ -189,6 +197,9 @@ class HostGroup(ProcessGroup):
 
     def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         return super().scatter_sum(_on_host(x), counts).to(x.device)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return super().exchange(_on_host(x)).to(x.device)
 
     def send(self, x: Tensor, to: int) -> None:
         self._send_beside(_bytes(_on_host(x)), to)

@@ -40,7 +40,7 @@ def rank_geometry(
 
     dtype        of the cache
     states       types of what layers keep besides; None: inputs have the type of the cache
-    block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
+    block_size   tokens of a rank's part of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
@@ -48,7 +48,8 @@ def rank_geometry(
     grouped = layer_groups(args)
     if sizes is None:
         default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
-        sizes = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
+        own = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
+        sizes = [rank.dcp * size for size in own]
     behind = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
     place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *behind))}
     found = list[KVGroup]()
@@ -60,6 +61,7 @@ def rank_geometry(
                 layers=tuple(place_of[layer] for layer in here),
                 components=most,
                 block_size=size,
+                parts=rank.dcp,
                 window=mixer(args.layers[layers[0]].mixer).window,
                 fewer=tuple((place_of[one], len(kept[one])) for one in here if len(kept[one]) < len(most)),
             )

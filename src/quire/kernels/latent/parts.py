@@ -1,0 +1,26 @@
+"""Parts of attention over contexts that lie on several ranks: sums of latents, with their log-sum-exps in their bytes.
+
+So one exchange between ranks moves both.
+"""
+
+import torch
+from torch import Tensor
+
+
+def packed_parts(sums: Tensor, lse: Tensor, ranks: int) -> Tensor:
+    """Return what a rank computed for the heads of each rank, [ranks, T, H / ranks, L + W].
+
+    sums   [T, H, L]: heads of all ranks, those of a rank together;  lse  [T, H] float32
+    W      values of the type of `sums` in four bytes
+    """
+    (rows, heads, width), words = sums.shape, lse.unsqueeze(2).view(sums.dtype)
+    packed = sums.new_empty(ranks, rows, heads // ranks, width + words.shape[2])
+    packed[..., :width] = sums.unflatten(1, (ranks, -1)).transpose(0, 1)
+    packed[..., width:] = words.unflatten(1, (ranks, -1)).transpose(0, 1)
+    return packed
+
+
+def split_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums [N, T, H, L] and log-sum-exps [N, T, H] float32 of parts [N, T, H, L + W]."""
+    width = parts.shape[3] - 4 // parts.element_size()
+    return parts[..., :width], parts[..., width:].contiguous().view(torch.float32).squeeze(3)
