@@ -114,6 +114,25 @@ LATENTS: tuple[Row, ...] = (
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
 )  # fmt: skip
+NO_DCP = "leave out --decode-context-parallel-size"
+CONTEXTS: tuple[Row, ...] = (
+    Row("-dcp", "uneven contexts", REFUSED,
+        "-dcp {dcp}: the ranks of -tp divide contexts in groups of {dcp}, and {tp} cannot be divided by {dcp}",
+        "use a -dcp that divides -tp"),
+    Row("-dcp", "other attention", MISSING, "ranks add up what they read by log-sum-exp, which kernels of latents alone "
+        "return; -tp divides KV heads", NO_DCP),
+    Row("-dcp", "chosen tokens", MISSING, "an indexer compares the keys of all tokens, and a rank has a part of them",
+        NO_DCP),
+    Row("-dcp", "rows of latents", MISSING, "pages of rows are not gathered for prompts",
+        "use --kv-cache-dtype fp8 or auto"),
+    Row("-dcp", "drafts of another model", MISSING, "ranks divide such a drafter without the groups of the model",
+        'use "method": "mtp" or "ngram", or leave out --decode-context-parallel-size'),
+    Row("-dcp", "CacheBlend", MISSING, "a text at other positions would be on other ranks", NO_DCP),
+    Row("-dcp", "sharing", MISSING, "a block that others read is on several ranks, each with some of its tokens",
+        "leave out --kv-share, or --decode-context-parallel-size"),
+    Row("-dcp", "peers", MISSING, "each rank would read its tokens out of blocks that are divided otherwise",
+        "leave out --kv-peers, or --decode-context-parallel-size"),
+)  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
     Row("CacheBlend", "layers of transformers", MISSING, "the module rotates heads, and moved keys are rotated by ours",
@@ -263,6 +282,7 @@ ROWS: tuple[Row, ...] = (
     *DRAFTS,
     *STATES,
     *LATENTS,
+    *CONTEXTS,
     *BLEND,
     *EMBEDS,
     *TIERS,
