@@ -16,8 +16,8 @@ absorbed(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale, lse=None) -> 
     exp(score) of each row. Then a sequence has one row at most, and may have no tokens: its lse is -inf, its sums are
     anything.
 join(parts [N, T, H, L + W]) -> [T, H, L]
-    Adds up the sums of N parts of contexts, in their order, weighted by exp(lse). The last W numbers of a part are the
-    four bytes of its lse. Rows without tokens in any part become 0. `parts.py` puts parts together.
+    Adds up the sums of N parts of contexts, in their order, weighted by exp(lse). The last W numbers of a part hold its
+    lse (`parts.py`). Rows without tokens in any part become 0.
 expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]) -> out
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.
