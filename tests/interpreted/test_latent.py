@@ -451,7 +451,7 @@ ABSORBED = {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "shared_kernel
     [
         ("mixed", ABSORBED | {"_few_kernel", "_some_kernel"}),
         ("prompts", {"_prepare_kernel", "expanded_kernel", "hopper._expanded_kernel"}),
-        ("decodes", ABSORBED),
+        ("decodes", ABSORBED | {"_join_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:
