@@ -32,6 +32,7 @@ from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_step
 from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan, host_layers
 from quire.plan.kinds import mixers
+from quire.plan.kv_geometry import gathered_bytes
 from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
 from quire.plan.tiers import resolve_offload
@@ -204,7 +205,9 @@ def _rehearse(
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
-    return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.step_tokens
+    # Divided contexts of prompts may be longer than the rehearsed one.
+    later = peak + captured + gathered_bytes(geometry, plan.config, plan.args.max_position_embeddings)
+    return str(ahead.report()), later, per_seq, (peak - tables) // limits.step_tokens
 
 
 def _rehearsed(plan: EnginePlan, limits: Limits, past: int, staged: bool) -> tuple[list[StepPlan], list[StepPlan]]:

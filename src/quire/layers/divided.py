@@ -133,9 +133,7 @@ class DividedContexts:
         for blocks, part in known:
             yield self._gathered(kv, blocks), part
 
-    def _pages(
-        self, meta: AttentionMeta, prompts: tuple[Prompt, ...], size: int
-    ) -> tuple[Tensor, AttentionMeta]:
+    def _pages(self, meta: AttentionMeta, prompts: tuple[Prompt, ...], size: int) -> tuple[Tensor, AttentionMeta]:
         """Return the blocks [N] int64 of the contexts of prompts, and their metadata over the gathered pages.
 
         Page r * N + i of these is the part of rank r of block i. Prompt p is sequence p.

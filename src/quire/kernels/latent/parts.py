@@ -6,7 +6,7 @@ So one exchange between ranks moves both.
 import torch
 from torch import Tensor
 
-TAIL = 16  # bytes behind the sums of a head, so that the sums of each begin at a multiple of 16 bytes
+from quire.kernels.latent_rows import TAIL
 
 
 def packed_parts(sums: Tensor, lse: Tensor, ranks: int) -> Tensor:
