@@ -32,7 +32,6 @@ from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_step
 from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan, host_layers
 from quire.plan.kinds import mixers
-from quire.plan.kv_geometry import gathered_bytes
 from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
 from quire.plan.tiers import resolve_offload
@@ -206,7 +205,7 @@ def _rehearse(
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
     # Divided contexts of prompts may be longer than the rehearsed one.
-    later = peak + captured + gathered_bytes(geometry, plan.config, plan.args.max_position_embeddings)
+    later = peak + captured + geometry.gathered_bytes(limits.max_model_len, limits.num_slots)
     return str(ahead.report()), later, per_seq, (peak - tables) // limits.step_tokens
 
 

@@ -218,7 +218,7 @@ def _first_draft_heads(plan: EnginePlan) -> Iterator[int]:
 
 
 def _names(plan: EnginePlan) -> list[str]:
-    """Return the name of each rank's part of a page. Ranks with the same heads of the same layers and tokens share files."""
+    """Return the name of each rank's part of a page. Ranks that hold the same heads of the same tokens share files."""
     names = list[str]()
     for rank in ranks(plan.args, plan.mesh.parallel):
         heads = ".".join(f"heads{first}-{end}" for first, end in kv_heads(plan.args, rank))

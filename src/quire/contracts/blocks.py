@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never allocated
+GATHERED = 1 << 16  # tokens of prompts' contexts on several ranks that are gathered at a time, unless one has more
 PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
 
 
@@ -184,6 +185,18 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokens of `num_blocks` blocks, of which each group has a share that holds equally many tokens."""
         size = self.hit_size
         return num_blocks * len(self.groups) * size // sum(size // one for one in self.block_sizes)
+
+    def gathered_bytes(self, longest: int, sequences: int) -> int:
+        """Return the bytes in which a layer gathers contexts of prompts from ranks that divide them; 0: no ranks do.
+
+        longest, sequences   most tokens of a request; most requests
+        The rank's own parts are there three times: taken out of pages, side by side, and among those of all ranks.
+        """
+        num_tokens, found = min(max(GATHERED, longest), longest * sequences), [0]
+        for group in self.groups:
+            part = max(sum(one.num_bytes(group.entries) for one in kept) for kept in (group.components, group.drafts))
+            found.append(group.num_blocks(num_tokens) * part * (group.parts + 2) * (group.parts > 1))
+        return max(found)
 
     def table_entries(self, num_tokens: int) -> int:
         """Return the entries that the block tables of all groups have for a request of so many tokens."""

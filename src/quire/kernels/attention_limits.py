@@ -4,7 +4,6 @@ MOST_SEQUENCES = 4096  # of a step: the most that the attention plan's kernel is
 PREFILL_DIMS = (64, 128, 256, 512)  # head sizes of Hopper's prefill kernel
 PREFILL_TILE = 64  # keys: the kernel needs blocks of whole tiles
 SCRATCH = 512 << 20  # bytes for keys and values that prompts read: 131,072 tokens of 8 heads of 128; 0.7% of 80 GB
-GATHERED = 1 << 16  # tokens of prompts' contexts on several ranks that are gathered at a time, unless one has more
 
 
 def widened_blocks(kv_heads: int, head_dim: int, block_size: int) -> int:

@@ -1,7 +1,7 @@
 """Contexts whose tokens lie on several ranks (decode context parallelism), as latent attention reads them.
 
-The tokens of a KV block are divided among the D ranks of a group: rank r has neighbours r * B to (r + 1) * B - 1 of its
-D * B tokens. So all ranks have the same block tables, and the part of a context on a rank is a paged context of its own:
+The tokens of a KV block are divided among the D ranks of a group: rank r has the tokens r * B to (r + 1) * B - 1 of its
+D * B. So all ranks have the same block tables, and the part of a context on a rank is a paged context of its own:
 
     positions         0 .. B-1   B .. 2B-1  2B .. 3B-1  3B .. 4B-1  4B .. 5B-1      for D = 2
     block, rank       0, 0       0, 1       1, 0        1, 1        2, 0
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import GATHERED
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, Prompt
 from quire.kernels.attention.eight_bits import gather, is_coded
-from quire.kernels.attention_limits import GATHERED
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.parts import packed_parts
@@ -34,7 +34,7 @@ PIECE = 1024  # rows that attend at a time, each as a sequence
 
 
 @dataclass(frozen=True)
-class Rows:
+class OwnedRows:
     """Rows of a step as sequences over this rank's part of their contexts.
 
     lengths   [T] int32: tokens of this rank up to the row's position, that of the row included; 0 for padding
@@ -112,7 +112,7 @@ class DividedContexts:
             meta.plans["pieces", rows] = known
         return known
 
-    def _rows(self, meta: AttentionMeta, size: int) -> Rows:
+    def _rows(self, meta: AttentionMeta, size: int) -> OwnedRows:
         """Return the rows of a step as sequences over this rank's part. size: tokens of a block on a rank"""
         device = meta.block_tables.device
         starts, lengths = (torch.as_tensor(one, device=device) for one in (meta.query_start, meta.seq_lens))
@@ -122,7 +122,7 @@ class DividedContexts:
         tokens = lengths[owners] - starts[1:][owners] + row + 1
         whole, rest = tokens // (size * self.group.size), tokens % (size * self.group.size)
         own = whole * size + (rest - self.group.rank * size).clamp(0, size)
-        return Rows(torch.where(found < len(lengths), own, 0).int(), owners)
+        return OwnedRows(torch.where(found < len(lengths), own, 0).int(), owners)
 
     def whole(self, kv: LatentView, meta: AttentionMeta) -> Iterator[tuple[LatentView, AttentionMeta]]:
         """Yield the gathered contexts of `meta.prompts`, a bounded number of tokens at a time, with their metadata."""

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.contracts.parallel import (
-    Parallel,
-    Rank,
-    dcp_members,
-    ep_members,
-    pp_members,
-    tp_members,
-    vocabulary_share,
-)
+from quire.contracts.parallel import Parallel, Rank, dcp_members, ep_members, pp_members, tp_members, vocabulary_share
 from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.plan.kinds.blocks import layer_exchanges
 from quire.plan.kinds.interfaces import CHOICE_BYTES, TOKEN, ExchangedRows, RankExchange

@@ -37,7 +37,7 @@ from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kernel_features import attention_features
 from quire.plan.kinds.blocks import operations
 from quire.plan.kinds.interfaces import StateTypes
-from quire.plan.kv_geometry import gathered_bytes, rank_geometry
+from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
@@ -187,22 +187,20 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        gathered = gathered_bytes(self.geometry, self.config, self.args.max_position_embeddings)
-        return (
-            gathered
-            + buffer_bytes(
-                self.args,
-                self.mesh.rank,
-                self.mesh.parallel,
-                tokens=self.step_tokens,
-                item_bytes=ITEM_BYTES[self.dtype.dtype],
-                rows=self.step_rows,
-                device=self.machine.device,
-                spread=self.spread,
-                wire=self.wire,
-            )
-            + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        exchanged = buffer_bytes(
+            self.args,
+            self.mesh.rank,
+            self.mesh.parallel,
+            tokens=self.step_tokens,
+            item_bytes=ITEM_BYTES[self.dtype.dtype],
+            rows=self.step_rows,
+            device=self.machine.device,
+            spread=self.spread,
+            wire=self.wire,
         )
+        moved = mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        longest = self.config.model.max_model_len or self.args.max_position_embeddings
+        return exchanged + moved + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
 
     @property
     def step_tokens(self) -> int:

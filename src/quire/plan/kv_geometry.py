@@ -5,19 +5,16 @@ from math import prod
 
 from quire.args.checkpoint import ModelArgs
 from quire.args.layers import MixerArgs
-from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup, StateComponent, StateGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
-from quire.kernels.attention_limits import GATHERED
 from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixer
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.weight_bytes import ITEM_BYTES
 
 CPU_BLOCK_SIZE = 32  # tokens: the best size for the CPU attention kernel (docs/design.md, section 5)
-CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide it
-PART_SIZE = 64  # tokens of a rank's part of a block on a GPU: a tile of latents. Prefixes are found by whole blocks
+CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide it. Parts of divided blocks have half
 Kept = tuple[int | None, tuple[KVComponent, ...]]  # window, and components of the cache
 CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1, DS_MLA: 1}
 
@@ -50,7 +47,7 @@ def rank_geometry(
     """
     grouped = layer_groups(args)
     if sizes is None:
-        default = (PART_SIZE if rank.dcp > 1 else CUDA_BLOCK_SIZE) if device == "cuda" else CPU_BLOCK_SIZE
+        default = CUDA_BLOCK_SIZE // (1 + (rank.dcp > 1)) if device == "cuda" else CPU_BLOCK_SIZE
         own = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
         sizes = [rank.dcp * size for size in own]
     behind = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
@@ -161,20 +158,6 @@ def _kept(args: ModelArgs, layer: int) -> Kept:
     """Return what decides on the KV group of a layer: its window, and the components of its cache."""
     kind = mixer(args.layers[layer].mixer)
     return kind.window, kind.components("", 1, None)
-
-
-def gathered_bytes(geometry: KVGeometry, config: EngineConfig, context: int) -> int:
-    """Return the bytes in which a layer gathers contexts of prompts from the ranks that divide them; 0: none do.
-
-    context   tokens of the model's longest sequence
-    The rank's own parts are there three times: taken out of pages, side by side, and among those of all ranks.
-    """
-    longest, found = config.model.max_model_len or context, [0]
-    tokens = min(max(GATHERED, longest), config.scheduler.sequences() * longest)
-    for group in geometry.groups:
-        part = max(sum(one.num_bytes(group.entries) for one in kept) for kept in (group.components, group.drafts))
-        found.append(group.num_blocks(tokens) * part * (group.parts + 2) * (group.parts > 1))
-    return max(found)
 
 
 def resolve_geometry(

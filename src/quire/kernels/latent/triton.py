@@ -29,8 +29,8 @@ from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_contexts import plain_contexts
-from quire.kernels.latent.triton_join import join
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
+from quire.kernels.latent.triton_join import join
 from quire.kernels.latent.triton_project import project
 from quire.kernels.latent.triton_rows import padded, store_latent
 from quire.kernels.latent.triton_shared import shared_kernel

@@ -1,4 +1,4 @@
-"""Sums of latents over parts of contexts, added up by their log-sum-exps: parts of contexts that lie on several ranks."""
+"""Sums of latents over parts of contexts that lie on several ranks, added up by their log-sum-exps."""
 
 from __future__ import annotations
 

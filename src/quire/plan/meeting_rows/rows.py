@@ -109,29 +109,20 @@ STATES: tuple[Row, ...] = (
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
+NO_DCP = "leave out --decode-context-parallel-size"
 LATENTS: tuple[Row, ...] = (
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
-)  # fmt: skip
-NO_DCP = "leave out --decode-context-parallel-size"
-CONTEXTS: tuple[Row, ...] = (
-    Row("-dcp", "uneven contexts", REFUSED,
-        "-dcp {dcp}: the ranks of -tp divide contexts in groups of {dcp}, and {tp} cannot be divided by {dcp}",
+    Row("-dcp", "uneven contexts", REFUSED, "-dcp {dcp}: the {tp} ranks of -tp cannot be divided into groups of {dcp}",
         "use a -dcp that divides -tp"),
-    Row("-dcp", "other attention", MISSING, "ranks add up what they read by log-sum-exp, which kernels of latents alone "
-        "return; -tp divides KV heads", NO_DCP),
-    Row("-dcp", "chosen tokens", MISSING, "an indexer compares the keys of all tokens, and a rank has a part of them",
-        NO_DCP),
-    Row("-dcp", "rows of latents", MISSING, "pages of rows are not gathered for prompts",
-        "use --kv-cache-dtype fp8 or auto"),
-    Row("-dcp", "drafts of another model", MISSING, "ranks divide such a drafter without the groups of the model",
-        'use "method": "mtp" or "ngram", or leave out --decode-context-parallel-size'),
+    Row("-dcp", "other attention", MISSING, "only kernels of latents return log-sum-exps; -tp divides KV heads", NO_DCP),
+    Row("-dcp", "chosen tokens", MISSING, "an indexer compares the keys of all tokens, not of a rank's alone", NO_DCP),
+    Row("-dcp", "rows of latents", MISSING, "prompts gather latents of one scale alone", "use --kv-cache-dtype fp8"),
+    Row("-dcp", "drafts of another model", MISSING, "such a drafter has no groups that divide contexts", NGRAM),
     Row("-dcp", "CacheBlend", MISSING, "a text at other positions would be on other ranks", NO_DCP),
-    Row("-dcp", "sharing", MISSING, "a block that others read is on several ranks, each with some of its tokens",
-        "leave out --kv-share, or --decode-context-parallel-size"),
-    Row("-dcp", "peers", MISSING, "each rank would read its tokens out of blocks that are divided otherwise",
-        "leave out --kv-peers, or --decode-context-parallel-size"),
+    Row("-dcp", "sharing", MISSING, "a rank has some tokens of each block alone", NO_DCP),
+    Row("-dcp", "peers", MISSING, "a rank has some tokens of each block alone", NO_DCP),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
@@ -282,7 +273,6 @@ ROWS: tuple[Row, ...] = (
     *DRAFTS,
     *STATES,
     *LATENTS,
-    *CONTEXTS,
     *BLEND,
     *EMBEDS,
     *TIERS,
