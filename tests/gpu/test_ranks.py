@@ -143,7 +143,7 @@ def test_experts_of_many_gpus(folder: Callable[[str], str], family: str, sizes: 
 )
 @pytest.mark.parametrize("sizes", layouts(CONTEXTS))
 def test_contexts_on_several_gpus(folder: Callable[[str], str], sizes: dict[str, Any], more: dict[str, Any]) -> None:
-    """Chunks of prompts read what other GPUs hold, decodes in CUDA graphs add up parts, and prefixes are found again."""
+    """Chunks of prompts read what other GPUs hold, decodes in CUDA graphs add up parts, prefixes are found again."""
     prompts: list[PromptLike] = [{"prompt_token_ids": [5 + i % 60 for i in range(n)]} for n in (3, 17, 40, 150, 220)]
     params, found = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), []
     for given in ({}, sizes | {"block_size": 16}):

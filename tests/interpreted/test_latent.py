@@ -307,15 +307,15 @@ def test_a_key_that_is_not_finite_is_not_hidden(decode: bool, bad: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *full_rows([torch.float16])], ids=str)
 def test_parts_of_contexts_on_several_ranks(dtype: torch.dtype) -> None:
-    """Ranks have every third block; some have nothing of short contexts, and nobody has anything of padding."""
-    case, parts = Case((1, 1, 1, 1), (150, 32, 33, 1), heads=(4, 1), head_dim=24 + R, block_size=8), 3
+    """Ranks have every second block; one has nothing of a short context, and nobody has anything of padding."""
+    case, parts = Case((1, 1, 1), (100, 17, 1), heads=(4, 1), head_dim=24 + R, block_size=8), 2
     q_latent, q_rope, cache, meta = make(case, R, dtype)
     found, empty = [], []
     for part in range(parts):
         whole, rest = torch.tensor(case.seq_lens) // (8 * parts), torch.tensor(case.seq_lens) % (8 * parts)
         own = (whole * 8 + (rest - 8 * part).clamp(0, 8)).int()
         given = replace(meta, seq_lens=own, block_tables=meta.block_tables[:, part::parts].contiguous(), prompts=None)
-        lse, expected = torch.empty(2, 4, 4)
+        lse, expected = torch.empty(2, 3, 4)
         sums = triton.absorbed(q_latent, q_rope, cache, replace(given, max_query_len=1, plans={}), 0.2, lse)
         right = ref.absorbed(q_latent, q_rope, cache, given, 0.2, expected)
         torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
@@ -329,9 +329,9 @@ def test_parts_of_contexts_on_several_ranks(dtype: torch.dtype) -> None:
         check(ref.join(mine), expected)
         for module in (triton, ref):
             assert not module.join(torch.stack([one[rank] for one in empty])).any()
-    found[1][0][2, 1] = float("nan")
+    found[1][0][1, 1] = float("nan")
     for module in (triton, ref):
-        assert module.join(torch.stack([one[0] for one in found])).isnan().any(2).nonzero().tolist() == [[2, 1]]
+        assert module.join(torch.stack([one[0] for one in found])).isnan().any(2).nonzero().tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
