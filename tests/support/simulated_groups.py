@@ -90,7 +90,7 @@ class SimulatedGroup:
         parts: tuple[Tensor, ...] = self.all_reduce(x).split(list(counts))
         return parts[self.rank]
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """Return the parts that the ranks have for this one. See `Group`."""
         return torch.stack([one[self.rank] for one in self._ranks.exchange(self.rank, x)])
 

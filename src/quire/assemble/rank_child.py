@@ -112,7 +112,7 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
             if task.apart(groups.tp)
             else with_symmetric_memory(groups.tp, device, largest_message(task.plan))
         )
-        groups = replace(groups, tp=tp, dcp=tp if groups.dcp is groups.tp else groups.dcp)
+        groups = replace(groups, tp=tp)
         note = f"sums over ranks go through NCCL: {why}" if why else ""
     experts = task.plan.experts
     if experts is not None and experts.dispatcher == "pull":

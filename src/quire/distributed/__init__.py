@@ -51,7 +51,7 @@ class Group(Protocol):
         x   [sum of counts, ...], rows of all ranks in the order of ranks
         """
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """Return the parts that the ranks have for this one, [size, ...], in the order of ranks.
 
         x   [size, ...]: x[i] goes to rank i

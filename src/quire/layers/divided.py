@@ -81,7 +81,7 @@ class DividedContexts:
             for piece, own in self._pieces(meta, rows, kv.block_size)
         ]
         packed = packed_parts(sums[0] if len(sums) == 1 else torch.cat(sums), lse, ranks)
-        joined: Tensor = self.kernel.join(self.group.exchange(packed))
+        joined: Tensor = self.kernel.join(self.group.all_to_all(packed))
         return joined
 
     def _pieces(self, meta: AttentionMeta, rows: int, size: int) -> list[tuple[slice, AttentionMeta]]:

@@ -70,7 +70,6 @@ EXCHANGING = [*CASES, ("deepseek_v3", "tp2-dcp2")]
 IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
-KINDS["exchange"] = "all-to-all"
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
 STRATEGY = {False: "linear", True: "round_robin"}
 PAGE = 32  # tokens of a rank's part of a block, which holds its part of these prompts
