@@ -29,6 +29,8 @@ from quire.kernels.attention.eight_bits import gather, is_coded
 from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.parts import packed_parts
+from quire.kernels.latent.rows import row_view
+from quire.kernels.latent_rows import latent_row
 
 PIECE = 1024  # rows that attend at a time, each as a sequence
 
@@ -160,6 +162,11 @@ class DividedContexts:
 
     def _gathered(self, kv: LatentView, blocks: Tensor) -> LatentView:
         """Return the parts of all ranks of some blocks [N], as a cache of pages."""
+        if kv.scales is not None:
+            latent = kv.latent.view(torch.uint8)
+            width = latent_row(latent.shape[3], kv.rope.shape[3]).size
+            rows = latent.as_strided((*latent.shape[:3], width), latent.stride())[blocks]
+            return row_view(self.group.all_gather(rows).flatten(0, 1), latent.shape[3], kv.rope.shape[3])
         sides = [gather(side, blocks).flatten(1) for side in (kv.latent, kv.rope)]
         dtype, widths = kv.latent.dtype, [side.shape[1] for side in sides]
         own = torch.cat([side.view(torch.uint8) if is_coded(side) else side for side in sides], 1)

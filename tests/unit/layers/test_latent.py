@@ -18,6 +18,8 @@ from quire.contracts.params import Param
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.latent.rows import row_view
+from quire.kernels.latent_rows import latent_row
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers import divided
@@ -116,10 +118,13 @@ def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
 
 
 @torch.inference_mode()
-def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...], parts: int = 1) -> list[Tensor]:
+def run(
+    case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...], parts: int = 1, rows: bool = False
+) -> list[Tensor]:
     """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote.
 
     parts   ranks among which the tokens of a block are divided, BLOCK each
+    rows    the cache has FP8 rows (fp8_ds_mla)
     """
     sizes, whole = latent_of(case.args), parts * BLOCK
     drawn = torch.randperm(len(hidden) * 32, generator=torch.Generator().manual_seed(3))
@@ -130,6 +135,10 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...], pa
     cache = LatentView(
         flat[:, 1, :cut].view(-1, 1, BLOCK, sizes.kv_rank), flat[:, 1, cut:].view(-1, 1, BLOCK, sizes.rope_dim)
     )
+    if rows:
+        layout = latent_row(sizes.kv_rank, sizes.rope_dim)
+        raw = torch.zeros(len(pages), 2, BLOCK, layout.size, dtype=torch.uint8)[:, 1:]
+        cache = row_view(raw, sizes.kv_rank, sizes.rope_dim)
     done, answers = [0] * len(hidden), [[] for _ in hidden]  # type: ignore[var-annotated]
     for rows in steps:
         present = [s for s, count in enumerate(rows) if count]
@@ -187,6 +196,11 @@ def test_contexts_on_several_ranks(parts: int, form: str, kernel: Any, monkeypat
     for found in threads.run_each([partial(run, case, hidden, STEPS, parts) for case in cases]):
         for actual, given in zip(found, hidden, strict=True):
             torch.testing.assert_close(actual, cases[0].expected(given), rtol=0, atol=1e-5)
+    if kernel is cpu and form == "auto":
+        expected = run(Case("deepseek_v3", q_lora_rank=20), hidden, STEPS, rows=True)
+        for found in threads.run_each([partial(run, case, hidden, STEPS, parts, True) for case in cases]):
+            for actual, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(actual, right, rtol=0, atol=1e-5)
 
 
 def test_weights_are_not_kept_twice() -> None:

@@ -138,9 +138,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("-dcp", one) for one in ("uneven contexts", "other attention", "drafts of another model", "CacheBlend")},
     ),
     (
-        EXAMPLES["sharing"] | EXAMPLES["peers"] | DIVIDED | {"kv_cache_dtype": "fp8_ds_mla"},
+        EXAMPLES["sharing"] | EXAMPLES["peers"] | DIVIDED,
         {"chosen": True},
-        {("-dcp", one) for one in ("chosen tokens", "rows of latents", "sharing", "peers")},
+        {("-dcp", one) for one in ("chosen tokens", "sharing", "peers")},
     ),
     (
         {"kv_cache_dtype": "fp8_ds_mla", "enable_cache_blend": True},
