@@ -197,10 +197,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             device=self.machine.device,
             spread=self.spread,
             wire=self.wire,
-        )
-        moved = mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
         longest = self.config.model.max_model_len or self.args.max_position_embeddings
-        return exchanged + moved + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
+        return exchanged + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
 
     @property
     def step_tokens(self) -> int:
