@@ -66,7 +66,7 @@ CASES += full_rows(
     for size in SIZES
     if (family, size) not in CASES and SIZES[size].dcp == 1 and (family != "qwen3" or not SIZES[size].experts)
 )
-EXCHANGING = [*CASES, ("deepseek_v3", "tp2-dcp2")]
+DIVIDED = ("deepseek_v3", "tp2-dcp2")
 IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
@@ -338,7 +338,7 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [*EXCHANGING, *full_rows([(IN_8_BITS, "dp2-ep")]), (IN_8_BITS, "dp2-tp2-ep")]
+    ("family", "size"), [*CASES, DIVIDED, *full_rows([(IN_8_BITS, "dp2-ep")]), (IN_8_BITS, "dp2-tp2-ep")]
 )
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
     report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
@@ -367,7 +367,7 @@ def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str,
             owed[number] = last
 
 
-@pytest.mark.parametrize(("family", "size"), EXCHANGING)
+@pytest.mark.parametrize(("family", "size"), [*CASES, *full_rows([DIVIDED])])
 def test_ranks_call_the_functions_that_are_named(
     folders: Folders, engine: Any, family: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
