@@ -86,12 +86,11 @@ def near(found: Any, expected: Any) -> None:
 
 USUAL: list[Row] = [  # a row for each kind of sizes; together they have every pair of ways of scheduling
     {"sizes": "tp2", "prefix": True, "pool": "normal", "depth": 2, "family": "qwen3"},
-    {"sizes": "pp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
+    {"sizes": "tp2-dcp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
     {"sizes": "dp2", "prefix": False, "pool": "normal", "depth": 1, "family": "qwen3"},
     {"sizes": "dp2-ep", "prefix": False, "pool": "small", "depth": 2, "family": "qwen3_moe"},
     {"sizes": "pp2", "prefix": True, "pool": "normal", "depth": 1, "family": "gpt_oss"},
     {"sizes": "tp2", "prefix": True, "pool": "normal", "depth": 2, "family": "falcon_h1"},
-    {"sizes": "tp2-dcp2", "prefix": True, "pool": "small", "depth": 2, "family": "deepseek_v3"},
 ]  # fmt: skip
 
 
