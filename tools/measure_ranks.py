@@ -46,13 +46,17 @@ LINES = {
     "30b-dp": Line("qwen3-30b-a3b", "-dp {n} -ep", True),
     "lite-dp": Line("deepseek-v2-lite", "-dp {n} -ep", True),
     "70b-tp": Line("llama-3.3-70b", "-tp {n}"),
+    "lite-tp": Line("deepseek-v2-lite", "-tp {n}", True),
+    "lite-dcp": Line("deepseek-v2-lite", "-tp {n} -dcp {n}", True),
     "v3-tp": Line("deepseek-v3", "-tp {n}", True),
+    "v3-dcp": Line("deepseek-v3", "-tp {n} -dcp {n}", True),
     "v3-dp": Line("deepseek-v3", f"-dp {{n}} -ep {FEW}", True),
 }
 EPLB = Line("deepseek-v3", f"-dp {{n}} -ep {FEW}", True)
 REDUNDANT, ROUNDS = 32, 6
 PEER_NAMES = {
     "-tp": "tensor_parallel_size",
+    "-dcp": "decode_context_parallel_size",
     "-ep": "enable_expert_parallel",
     "--max-num-batched-tokens": "max_num_batched_tokens",
     "--max-num-seqs": "max_num_seqs",

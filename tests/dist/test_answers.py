@@ -18,7 +18,7 @@ from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.replicas import Core, Replicas
 
 from ..support.full import full_rows
-from ..support.many_ranks import LARGER, SIZES
+from ..support.many_ranks import DIVIDED, LARGER, SIZES
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import CONTEXT, VOCAB, Tiny, mixed_prompts, random_model
@@ -86,7 +86,7 @@ def near(found: Any, expected: Any) -> None:
 
 USUAL: list[Row] = [  # a row for each kind of sizes; together they have every pair of ways of scheduling
     {"sizes": "tp2", "prefix": True, "pool": "normal", "depth": 2, "family": "qwen3"},
-    {"sizes": "pp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
+    {"sizes": "tp2-dcp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
     {"sizes": "dp2", "prefix": False, "pool": "normal", "depth": 1, "family": "qwen3"},
     {"sizes": "dp2-ep", "prefix": False, "pool": "small", "depth": 2, "family": "qwen3_moe"},
     {"sizes": "pp2", "prefix": True, "pool": "normal", "depth": 1, "family": "gpt_oss"},
@@ -105,6 +105,9 @@ def more_rows() -> list[Row]:
     for number, row in enumerate(found):
         families = EXPERTS if row["sizes"].endswith("-ep") else FAMILIES
         row["family"] = families[number % len(families)]
+    divided: Row = {"prefix": True, "pool": "normal", "depth": 2}
+    sizes = [*((size, "deepseek_v3") for size in DIVIDED), ("tp2-dcp2", "kimi_linear")]
+    found += [divided | {"sizes": size, "family": family} for size, family in sizes]
     return [row for row in found if row not in USUAL]
 
 
@@ -116,8 +119,9 @@ def num_preempted(core: Core) -> int:
 def test_answers_of_one_rank(
     row: Row, checkpoint: Callable[[str], Path], engine: Callable[..., LLM], truth: Callable[..., list[RequestOutput]]
 ) -> None:
-    folder, sizes = checkpoint(row["family"]), SIZES[row["sizes"]]
-    options: Row = {"enable_prefix_caching": row["prefix"], "block_size": 16, "max_num_batched_tokens": 48}
+    folder, sizes = checkpoint(row["family"]), (SIZES | DIVIDED)[row["sizes"]]
+    size = 16 // sizes.get("decode_context_parallel_size", 1)  # of a rank's part of a block
+    options: Row = {"enable_prefix_caching": row["prefix"], "block_size": size, "max_num_batched_tokens": 48}
     if row["pool"] == "small":
         options["num_gpu_blocks_override"] = 24 if sizes.get("data_parallel_size", 1) == 1 else 16  # of a replica
     ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **sizes)
@@ -125,7 +129,7 @@ def test_answers_of_one_rank(
     assert (num_preempted(ranks.engine.core) > 0) == (row["pool"] == "small")
     again = ask(ranks, requests(8))
     compare(again, truth(requests(8), folder))
-    if row["pool"] == "normal":
+    if row["pool"] == "normal" or row["sizes"] in DIVIDED:
         assert (sum(output.num_cached_tokens for output in again) > 0) == row["prefix"]
 
 
@@ -133,6 +137,7 @@ MORE_DRAFTS = [
     ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
     ("trained", "tp2-ep"), ("trained", "dp2"), ("trained", "tp2"), ("trained", "dp2-tp2-ep"), ("deepseek_v3", "tp4"),
     ("qwen3_moe", "dp4-ep"), ("qwen3", "pp2"), ("trained", "dp2-pp2-ep"), ("deepseek_v3", "tp2-pp2"),
+    ("deepseek_v3", "tp2-dcp2"), ("deepseek_v3", "tp2-dcp2-pp2"),
 ]  # fmt: skip
 
 
@@ -151,7 +156,7 @@ def test_drafts_are_accepted_by_all_ranks_alike(
         drafts = {"method": "mtp", "num_speculative_tokens": 2}
     folder = shared / "models" / "quire-tiny-moe" if family == "trained" else checkpoint(family)
     options = {"async_depth": 2, "speculative_config": drafts, "max_num_batched_tokens": 48}
-    ranks = engine(folder, **CHECKED, **options, **(LARGER | SIZES)[sizes])
+    ranks = engine(folder, **CHECKED, **options, **(LARGER | SIZES | DIVIDED)[sizes])
     compare(ask(ranks, requests(32)), truth(requests(32), folder))
     cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
     for core in cores:

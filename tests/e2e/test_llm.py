@@ -125,8 +125,8 @@ def test_max_tokens_defaults_to_the_end_of_the_context(talker: LLM) -> None:
 
 
 def test_arguments_of_vllm_are_answered_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="decode_context_parallel_size 2: contexts are not divided"):
-        LLM("no/such-model", decode_context_parallel_size=2, gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size 2: a prompt is not divided"):
+        LLM("no/such-model", prefill_context_parallel_size=2, gpu_memory_utilization=0.9)
 
 
 def test_a_batch_may_be_larger_than_the_queue(oracle: Any, engine: Engine, greedy: Greedy) -> None:

@@ -284,6 +284,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
 
 RANKS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     {"pipeline_parallel_size": 2},
     {"data_parallel_size": 2},
     {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

@@ -16,6 +16,7 @@ from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, sequences
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, triton
+from quire.kernels.latent.parts import packed_parts
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.branch import Branch
@@ -154,6 +155,25 @@ def test_absorbed(name: str, size: int, heads: int) -> None:
     check(actual, expected)
     again = triton.absorbed(q_latent, q[..., P:], cache, replace(meta, plans={}), SCALE)
     assert torch.equal(actual, again), "the same step twice gives other bits"
+
+
+@pytest.mark.parametrize("name", ["one", "one-long", "decode-64", "decode-256", "shared"])
+def test_parts_of_contexts_on_two_ranks(name: str) -> None:
+    """They have even and odd blocks; of a context below 65 tokens the second has nothing."""
+    q, cache, meta = build(STEPS[name], 128, 64)
+    q_latent, found = torch.randn(len(q), 128, L, device=DEVICE).div_(8).to(torch.bfloat16), []
+    assert isinstance(meta.seq_lens, Tensor)
+    for part in range(2):
+        own = meta.seq_lens // 128 * 64 + (meta.seq_lens % 128 - 64 * part).clamp(0, 64)
+        tables, shared = meta.block_tables[:, part::2].contiguous(), meta.shared
+        shared = None if shared is None else replace(shared, blocks=shared.blocks // 2)
+        given = replace(meta, seq_lens=own, block_tables=tables, shared=shared, plans={})
+        lse, right = torch.empty(2, len(q), 128, device=DEVICE)
+        sums = triton.absorbed(q_latent, q[..., P:], cache, given, SCALE, lse)
+        ref.absorbed(q_latent, q[..., P:], cache, given, SCALE, right)
+        torch.testing.assert_close(lse, right, rtol=0, atol=2e-2)
+        found.append(packed_parts(sums, lse, 1)[0])
+    check(triton.join(torch.stack(found)), ref.absorbed(q_latent, q[..., P:], cache, meta, SCALE))
 
 
 @pytest.mark.parametrize("heads", [16, 128])

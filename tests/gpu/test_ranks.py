@@ -20,7 +20,7 @@ from quire.entry.prompts import PromptLike
 
 from ..support.engines import rank_pids
 from ..support.gpu_memory import END_SECONDS, wait_for_end
-from ..support.many_ranks import LARGER
+from ..support.many_ranks import DIVIDED, LARGER
 from ..support.tiny_models import Tiny, random_model
 
 TEXTS = ("To create a new file you", "def main(", "Once upon a time", "1, 2, 3, 5, 8, 13, 21, 34; " * 8)
@@ -55,10 +55,15 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "tp4-pp2": LARGER["tp4-pp2"],
 }  # fmt: skip
 
+CONTEXTS = DIVIDED | {
+    "tp2-dcp2-eager": DIVIDED["tp2-dcp2"] | {"enforce_eager": True},
+    "tp2-dcp2-nccl": DIVIDED["tp2-dcp2"] | {"disable_custom_all_reduce": True},
+}
+
 
 def num_ranks(sizes: dict[str, Any]) -> int:
     """The number of GPUs that an engine of these sizes takes."""
-    return math.prod(count for name, count in sizes.items() if name.endswith("_size"))
+    return math.prod(count for name, count in sizes.items() if name.endswith("_size") and "context" not in name)
 
 
 def layouts(every: dict[str, dict[str, Any]]) -> list[Any]:
@@ -125,6 +130,30 @@ def test_experts_of_many_gpus(folder: Callable[[str], str], family: str, sizes: 
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([list(one.outputs[0].token_ids) for one in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+    ],
+    ids=["plain", "fp8", "drafts"],
+)
+@pytest.mark.parametrize("sizes", layouts(CONTEXTS))
+def test_contexts_on_several_gpus(folder: Callable[[str], str], sizes: dict[str, Any], more: dict[str, Any]) -> None:
+    """Chunks of prompts read what other GPUs hold, decodes in CUDA graphs add up parts, prefixes are found again."""
+    prompts: list[PromptLike] = [{"prompt_token_ids": [5 + i % 60 for i in range(n)]} for n in (3, 17, 40, 150, 220)]
+    params, found = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), []
+    for given in ({}, sizes | {"block_size": 16}):
+        with LLM(folder("deepseek_v3"), **OPTIONS | more | given, max_num_batched_tokens=64) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([list(one.outputs[0].token_ids) for one in outputs])
+            assert sum(one.num_cached_tokens or 0 for one in outputs) > 0
+            llm.engine.core.check()
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("number", [0, -1])

@@ -25,7 +25,7 @@ from quire.entry.prompts import PromptLike
 
 from ..support.engines import cores_of, rank_pids
 from ..support.gpu_memory import END_SECONDS, wait_for_end
-from ..support.many_ranks import SIZES
+from ..support.many_ranks import DIVIDED, SIZES
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import Tiny, random_model
 
@@ -147,8 +147,11 @@ def one_rank(folder: Callable[[str], Path]) -> Callable[[str], Answers]:
     return made
 
 
-@pytest.mark.parametrize(("family", "sizes", "killed"), [("deepseek_v3", "tp2-ep", 0), ("qwen3_moe", "dp2-ep", 1)])
-def test_whole_experts_on_each_rank(
+@pytest.mark.parametrize(
+    ("family", "sizes", "killed"),
+    [("deepseek_v3", "tp2-ep", 0), ("qwen3_moe", "dp2-ep", 1), ("deepseek_v3", "tp2-dcp2", 1)],
+)
+def test_a_division_of_experts_or_contexts(
     folder: Callable[[str], Path],
     one_rank: Callable[[str], Answers],
     family: str,
@@ -156,7 +159,7 @@ def test_whole_experts_on_each_rank(
     killed: int,
 ) -> None:
     expected = one_rank(family)
-    with LLM(str(folder(family)), **NO_TEXT, **GATHER, **SIZES[sizes]) as llm:
+    with LLM(str(folder(family)), **NO_TEXT, **GATHER, **(SIZES | DIVIDED)[sizes]) as llm:
         for _ in range(2):
             compare(ask(llm, PROMPTS, params(False)), expected)
         llm.engine.core.check()

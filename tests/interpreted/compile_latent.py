@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, SharedBlocks, triton_plan
 from quire.kernels.latent import LatentView, hopper, triton, triton_project
+from quire.kernels.latent.parts import TAIL
 
 from ..support.full import FULL, full_rows
 from .compiling import AbsentGpu, Made
@@ -47,6 +48,10 @@ def launch(
     absorbed = () if longest == tokens and not FULL else (replace(meta, shared=shared, plans={}),)
     for given in (*absorbed, *full_rows([meta])):
         triton.absorbed(latents, q[..., 128:], cache, given, 0.1)
+    if heads == 128 and longest == 1:  # of eight ranks that divide contexts
+        lse = empty(tokens, heads, dtype=torch.float32)
+        triton.absorbed(latents, q[..., 128:], cache, replace(meta, plans={}), 0.1, lse)
+        triton.join(empty(8, tokens, heads // 8, 512 + TAIL // 2))
     mixed = 1 < longest < tokens
     for rows in (min(tokens, most) for most in (3, 16, *full_rows((1, triton_project.MOST))) if mixed or FULL):
         triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])

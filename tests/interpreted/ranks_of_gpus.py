@@ -4,6 +4,7 @@ Its kernels are those of a GPU, in Triton's interpreter; its memory is the CPU's
 map, by the kernel that reads the memory of other GPUs; everything else goes through gloo.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,10 @@ SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (48,)})
 
 
 def small(kind: str) -> ModelArgs:
-    """The arguments of a model of one layer, with experts unless it is dense."""
-    return model_args(kind, num_hidden_layers=1, **({"first_k_dense_replace": 0} if kind == "latent" else {}))
+    """The arguments of a model of one layer, with experts unless it is dense. "divided": of latents, among ranks."""
+    latent = kind in ("latent", "divided")
+    changes = {"first_k_dense_replace": 0} if latent else {}
+    return model_args("latent" if latent else kind, num_hidden_layers=1, **changes)
 
 
 class SharedFiles(SymmetricGroup):
@@ -91,11 +94,9 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, group
         {param.name: param for param in params},
         linear_plans(args, params, kernels.choices),
         experts=None if whole else tuple(rank.expert_ids),
-        tp=tp,
+        groups=replace(groups, tp=tp),
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
-        ep=groups.ep,
-        slots=groups.slots,
         owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
         layers=rank.layers,
     )
@@ -128,20 +129,22 @@ def rank_main(number: int, kind: str, place: str) -> None:
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
-        args, parallel = small(kind), Parallel(tp=SIZE, experts=kind == "experts")
+        args, parts = small(kind), SIZE if kind == "divided" else 1
+        parallel = Parallel(tp=SIZE, experts=kind == "experts", dcp=parts)
         joined = join_ranks(str(folder / "meeting"), number, parallel, CPU)
         assert isinstance(joined.tp, ProcessGroup)
         tp = SharedFiles(joined.tp, folder)
         rank = list(ranks(args, parallel))[number]
-        model = rank_model(args, rank, tp, "cuda")
-        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
+        groups = RankGroups(tp=tp, dcp=tp if parts > 1 else None)
+        model = rank_model(args, rank, tp, "cuda", groups)
+        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK // parts), 32, CPU)
         runner = make_runner(
             model,
             kv_views([one.mixer for one in args.layers], map(arena.views, range(args.num_layers))),
             SIZES,
             CPU,
             target="cuda",
-            groups=RankGroups(tp=tp),
+            groups=groups,
         )
         for plan in PLANS:
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))

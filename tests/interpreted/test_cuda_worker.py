@@ -186,7 +186,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("kind", ["dense", *full_rows(("experts", "latent"))])
+@pytest.mark.parametrize("kind", ["dense", *full_rows(("experts", "latent", "divided"))])
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, interpreted: Forks, kind: str) -> None:
     """With the kernels of a GPU, padded steps, sliced logits and sums through shared memory; see ranks_of_gpus.py."""
     for rank in range(2):

@@ -20,6 +20,7 @@ from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, ref, triton, triton_expanded
 from quire.kernels.latent.inputs import make, steps, weights
+from quire.kernels.latent.parts import packed_parts
 from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.layers.latent import split
 
@@ -304,6 +305,35 @@ def test_a_key_that_is_not_finite_is_not_hidden(decode: bool, bad: str) -> None:
     check(actual[rows:], expected[rows:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *full_rows([torch.float16])], ids=str)
+def test_parts_of_contexts_on_several_ranks(dtype: torch.dtype) -> None:
+    """Ranks have every second block; one has nothing of a short context, and nobody has anything of padding."""
+    case, parts = Case((1, 1, 1), (100, 17, 1), heads=(4, 1), head_dim=24 + R, block_size=8), 2
+    q_latent, q_rope, cache, meta = make(case, R, dtype)
+    found, empty = [], []
+    for part in range(parts):
+        whole, rest = torch.tensor(case.seq_lens) // (8 * parts), torch.tensor(case.seq_lens) % (8 * parts)
+        own = (whole * 8 + (rest - 8 * part).clamp(0, 8)).int()
+        given = replace(meta, seq_lens=own, block_tables=meta.block_tables[:, part::parts].contiguous(), prompts=None)
+        lse, expected = torch.empty(2, 3, 4)
+        sums = triton.absorbed(q_latent, q_rope, cache, replace(given, max_query_len=1, plans={}), 0.2, lse)
+        right = ref.absorbed(q_latent, q_rope, cache, given, 0.2, expected)
+        torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
+        check(sums[own > 0], right[own > 0])
+        found.append(packed_parts(sums, lse, 2))
+        empty.append(packed_parts(sums, torch.full_like(lse, -torch.inf), 2))
+    for rank in range(2):
+        mine = torch.stack([one[rank] for one in found])
+        expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)[:, 2 * rank : 2 * rank + 2]
+        check(triton.join(mine), expected)
+        check(ref.join(mine), expected)
+    for module in (triton, ref):
+        assert not module.join(torch.stack([one[0] for one in empty])).any()
+    found[1][0][1, 1] = float("nan")
+    for module in (triton, ref):
+        assert module.join(torch.stack([one[0] for one in found])).isnan().any(2).nonzero().tolist() == [[1, 1]]
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_any_number_of_parts_is_added_up(lanes: int) -> None:
     """Some saw nothing, and lanes beyond a sequence's are NaN. A sequence of one part is left alone."""
@@ -330,6 +360,7 @@ def test_any_number_of_parts_is_added_up(lanes: int) -> None:
         items,
         sums,
         stats,
+        None,
         len(counts),
         out.stride(0),
         L=width,
@@ -420,7 +451,7 @@ ABSORBED = {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "shared_kernel
     [
         ("mixed", ABSORBED | {"_few_kernel", "_some_kernel"}),
         ("prompts", {"_prepare_kernel", "expanded_kernel", "hopper._expanded_kernel"}),
-        ("decodes", ABSORBED),
+        ("decodes", ABSORBED | {"_join_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:

@@ -38,6 +38,15 @@ LARGER: dict[str, dict[str, Any]] = {  # four ranks and more
     "dp4-tp2-ep": {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True},
     "tp4-pp2": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
 }  # fmt: skip
+DIVIDED: dict[str, dict[str, Any]] = {  # contexts, of latents
+    "tp2-dcp2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "tp4-dcp2": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    "tp2-dcp2-pp2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "pipeline_parallel_size": 2},
+    "dp2-tp2-dcp2-ep": {
+        "tensor_parallel_size": 2, "decode_context_parallel_size": 2, "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
+}  # fmt: skip
 SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load": False}
 
 

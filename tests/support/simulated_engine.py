@@ -20,7 +20,7 @@ from quire.assemble.engine import Found, assemble_core, join_replicas, plan_rank
 from quire.assemble.loaded import Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
-from quire.contracts.parallel import ep_members, mover_members, pp_members, tp_members
+from quire.contracts.parallel import dcp_members, ep_members, mover_members, pp_members, tp_members
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed.checked_group import CheckedGroup
@@ -101,6 +101,7 @@ def make_groups(plans: list[EnginePlan], checked: bool = True) -> list[RankGroup
     found: list[dict[str, Any]] = [{} for _ in plans]
     for name, members in (
         ("tp", tp_members),
+        ("dcp", dcp_members),
         ("pp", pp_members),
         ("tokens", pp_members),
         ("ep", ep_members),

@@ -90,6 +90,10 @@ class SimulatedGroup:
         parts: tuple[Tensor, ...] = self.all_reduce(x).split(list(counts))
         return parts[self.rank]
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return the parts that the ranks have for this one. See `Group`."""
+        return torch.stack([one[self.rank] for one in self._ranks.exchange(self.rank, x)])
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
         self._ranks.mailbox(self.rank, to).put(x.clone())

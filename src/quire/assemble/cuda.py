@@ -204,7 +204,9 @@ def _rehearse(
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
-    return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.step_tokens
+    # Divided contexts of prompts may be longer than the rehearsed one.
+    later = peak + captured + geometry.gathered_bytes(limits.max_model_len, limits.num_slots)
+    return str(ahead.report()), later, per_seq, (peak - tables) // limits.step_tokens
 
 
 def _rehearsed(plan: EnginePlan, limits: Limits, past: int, staged: bool) -> tuple[list[StepPlan], list[StepPlan]]:

@@ -218,11 +218,12 @@ def _first_draft_heads(plan: EnginePlan) -> Iterator[int]:
 
 
 def _names(plan: EnginePlan) -> list[str]:
-    """Return the name of each rank's part of a page. Ranks that hold the same heads of the same layers share files."""
+    """Return the name of each rank's part of a page. Ranks that hold the same heads of the same tokens share files."""
     names = list[str]()
     for rank in ranks(plan.args, plan.mesh.parallel):
         heads = ".".join(f"heads{first}-{end}" for first, end in kv_heads(plan.args, rank))
-        names.append("layers{}-{}.".format(*rank.layers) + heads)
+        tokens = f".tokens{rank.part}of{rank.dcp}" * (rank.dcp > 1)
+        names.append("layers{}-{}.".format(*rank.layers) + heads + tokens)
     if plan.draft is None:
         return names
     every = zip(names, _names(plan.draft), ranks(plan.args, plan.mesh.parallel), strict=True)

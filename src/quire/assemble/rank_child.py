@@ -160,7 +160,7 @@ def exchange_layout(plan: EnginePlan, tokens: int = 0) -> Layout:
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
-    own = {name: getattr(groups, name) for name in ("tp", "pp", "tokens", "ep")}
+    own = {name: getattr(groups, name) for name in ("tp", "dcp", "pp", "tokens", "ep")}
     return replace(groups, **{name: CheckedGroup(group, device) for name, group in own.items() if group is not None})
 
 

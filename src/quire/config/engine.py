@@ -284,6 +284,9 @@ class ParallelConfig:
     data_parallel_size: int = option(
         1, "replicas of the engine behind one port; with -ep they share the experts", flags=("-dp",), least=1
     )
+    decode_context_parallel_size: int = option(
+        1, "devices of -tp that divide the tokens of the KV cache (latent attention)", flags=("-dcp",), least=1
+    )
     enable_expert_parallel: bool = option(
         False, "distribute whole experts over the devices, not slices of each", flags=("-ep",)
     )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never allocated
+GATHERED = 1 << 16  # tokens of prompts' contexts on several ranks that are gathered at a time, unless one has more
 PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
 
 
@@ -49,6 +50,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size        tokens of a block
     tokens_per_entry  tokens that share an entry of the cache; above 1 for caches that compress their tokens
+    parts             ranks that divide the tokens of a block: each has as many neighbouring ones, in the order of ranks
     window            w > 0: a query attends to w tokens, its own included. w < 0: chunks of -w tokens, the first of
                       which begins at position 0; a query attends to its own chunk, up to itself. None: full attention
     drafts            components of the last `num_drafts` layers, which are those of a draft model
@@ -59,6 +61,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     components: tuple[KVComponent, ...]
     block_size: int
     tokens_per_entry: int = 1
+    parts: int = 1
     window: int | None = None
     drafts: tuple[KVComponent, ...] = ()
     num_drafts: int = 0
@@ -66,12 +69,12 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> int:
-        """Entries of a block, in each component of a layer."""
-        return self.block_size // self.tokens_per_entry
+        """Entries of a rank's part of a block, in each component of a layer."""
+        return self.block_size // (self.tokens_per_entry * self.parts)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block: of the components of all layers of the group."""
+        """Bytes of a rank's part of a block: of the components of all layers of the group."""
         return sum(one.num_bytes(self.entries) for layer in self.layers for one in self.of(layer))
 
     def of(self, layer: int) -> tuple[KVComponent, ...]:
@@ -182,6 +185,18 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokens of `num_blocks` blocks, of which each group has a share that holds equally many tokens."""
         size = self.hit_size
         return num_blocks * len(self.groups) * size // sum(size // one for one in self.block_sizes)
+
+    def gathered_bytes(self, longest: int, sequences: int) -> int:
+        """Return the bytes in which a layer gathers contexts of prompts from ranks that divide them; 0: no ranks do.
+
+        longest, sequences   most tokens of a request; most requests
+        The rank's own parts are there three times: taken out of pages, side by side, and among those of all ranks.
+        """
+        num_tokens, found = min(max(GATHERED, longest), longest * sequences), [0]
+        for group in self.groups:
+            part = max(sum(one.num_bytes(group.entries) for one in kept) for kept in (group.components, group.drafts))
+            found.append(group.num_blocks(num_tokens) * part * (group.parts + 2) * (group.parts > 1))
+        return max(found)
 
     def table_entries(self, num_tokens: int) -> int:
         """Return the entries that the block tables of all groups have for a request of so many tokens."""

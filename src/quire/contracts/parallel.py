@@ -17,6 +17,7 @@ class Parallel:
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
     round_robin   True: whole experts go to the ranks in turn; False: each rank has neighbours
     redundant     slots of a layer for copies of hot experts; None: experts are not balanced, every one has its place
+    dcp           neighbours among the tp ranks that divide the tokens of each context; 1: each rank has all of them
     """
 
     tp: int = 1
@@ -26,9 +27,10 @@ class Parallel:
     layers: tuple[int, ...] = ()
     round_robin: bool = False
     redundant: int | None = None
+    dcp: int = 1
 
     def __str__(self) -> str:
-        sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
+        sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp), ("-dcp", self.dcp))
         words = [f"{flag} {size}" for flag, size in sizes if size != 1]
         words += ["--enable-expert-parallel"] * self.experts
         return " ".join(words + ["--expert-placement-strategy round_robin"] * self.round_robin) or "one device"
@@ -75,6 +77,7 @@ class Rank:
 
     number     counts the ranks of a stage first, then stages, then replicas (of attention)
     place      index in the tensor-parallel group, whose ranks divide heads and widths as the kinds of layers say
+    dcp        ranks that divide the tokens of a context; see `Parallel`
     """
 
     number: int
@@ -88,6 +91,12 @@ class Rank:
     tp: int = 1
     whole_experts: bool = False
     num_experts: int = 0
+    dcp: int = 1
+
+    @property
+    def part(self) -> int:
+        """Index of the rank among those that divide the tokens of a context."""
+        return self.place % self.dcp
 
     @property
     def expert_ids(self) -> Sequence[int]:
@@ -120,6 +129,12 @@ def tp_members(parallel: Parallel) -> Iterator[list[int]]:
     """Yield the numbers of the ranks of each tensor-parallel group."""
     for first in range(0, parallel.size, parallel.tp):
         yield list(range(first, first + parallel.tp))
+
+
+def dcp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each group that divides contexts, in the order of their parts."""
+    for first in range(0, parallel.size if parallel.dcp > 1 else 0, parallel.dcp):
+        yield list(range(first, first + parallel.dcp))
 
 
 def pp_members(parallel: Parallel) -> Iterator[list[int]]:

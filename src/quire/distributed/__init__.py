@@ -51,6 +51,12 @@ class Group(Protocol):
         x   [sum of counts, ...], rows of all ranks in the order of ranks
         """
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return the parts that the ranks have for this one, [size, ...], in the order of ranks.
+
+        x   [size, ...]: x[i] goes to rank i
+        """
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to the rank `to`, which calls `receive`. The host does not wait; x may change afterwards.
 

@@ -48,6 +48,10 @@ class CheckedGroup(Group):
         self._compare_rows("scatter_sum", x, counts, sum(counts))
         return self._group.scatter_sum(x, counts)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self._compare("all_to_all", x)
+        return self._group.all_to_all(x)
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor without a check: the other ranks take no part."""
         self._group.send(x, to)

@@ -11,6 +11,7 @@ class RankGroups:
     """The groups that a rank belongs to; None: the rank would be alone in the group.
 
     tp       tensor parallelism: ranks that share every layer of a pipeline stage
+    dcp      ranks of `tp` that divide the tokens of contexts, or all of these
     pp       pipeline parallelism: a rank of each stage, in the order of stages; hidden states go forward
     tokens   the ranks of `pp` in a second group: sampled tokens go from the last stage to the first. Messages of one
              group are ordered, so two stages that send to each other in one group would wait for each other
@@ -21,6 +22,7 @@ class RankGroups:
     """
 
     tp: Group | None = None
+    dcp: Group | None = None
     pp: Group | None = None
     tokens: Group | None = None
     ep: Group | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.contracts.parallel import Parallel, ep_members, mover_members, pp_members, tp_members
+from quire.contracts.parallel import Parallel, dcp_members, ep_members, mover_members, pp_members, tp_members
 from quire.distributed import Group
 from quire.distributed.listeners import listening, refuse_connections
 from quire.distributed.mesh import RankGroups
@@ -62,12 +62,19 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
         device_id=device if gpus and not shared else None,
     )
     make, pipelines = partial(_make, number=number, hosted=gpus and shared), list(pp_members(parallel))
+    tp = make(list(tp_members(parallel)))
+    dcp = make(list(dcp_members(parallel))) if parallel.dcp < parallel.tp else None
+    if tp is not None and parallel.dcp == parallel.tp:  # the same ranks, with one communicator
+        dcp = type(tp)(tp.group, tp.rank, tp.ranks)
     groups = RankGroups(
-        tp=make(list(tp_members(parallel))),
+        tp=tp,
+        dcp=dcp,
         pp=make(pipelines),
         tokens=make(pipelines),
         ep=make(list(ep_members(parallel))),
     )
+    if gpus and groups.dcp is not None:
+        groups.dcp.all_to_all(torch.zeros(groups.dcp.size, device=device))  # NCCL connects now, not in a CUDA graph
     if gpus and not shared:
         others = listening()  # also NCCL's, which connects when it needs to
     groups = replace(groups, movers=_make(list(mover_members(parallel)), number, hosted=gpus))
@@ -144,6 +151,12 @@ class ProcessGroup(Group):
         _reduce_scatter(out, x, group=self.group)
         return out[: counts[self.rank]]
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
+        return out
+
     def send(self, x: Tensor, to: int) -> None:
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
             dist.send(x.contiguous(), self.ranks[to], group=self.group)
@@ -189,6 +202,9 @@ class HostGroup(ProcessGroup):
 
     def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         return super().scatter_sum(_on_host(x), counts).to(x.device)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return super().all_to_all(_on_host(x)).to(x.device)
 
     def send(self, x: Tensor, to: int) -> None:
         self._send_beside(_bytes(_on_host(x)), to)

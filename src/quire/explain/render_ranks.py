@@ -56,7 +56,7 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
     for (stage, *_), some in alike.items():
         add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
     if plan["latent"] and ranks[0]["tp"] > 1:
-        add(branch, "KV cache: the same latents on every tp rank")
+        add(branch, _latents(ranks[0], plan["groups"]))
     for key in ("kv_heads", "experts"):
         if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":
             add(branch, line)
@@ -164,6 +164,14 @@ def _experts(tree: Tree, rank: Plan) -> None:
     if copies:
         also = "; ".join(f"of {_range('experts', ids)} on rank {number}" for number, ids in copies.items())
         add(tree, f"copies at the start: {also}")
+
+
+def _latents(rank: Plan, groups: Sequence[Plan]) -> str:
+    """Return the places of latents on the tp ranks, in words."""
+    if rank["dcp"] == 1:
+        return "KV cache: the same latents on every tp rank"
+    count = len(next(one["members"] for one in groups if one["name"] == "dcp"))
+    return f"KV cache: {rank['dcp']} ranks divide the latents of a block by tokens" + f", {count} times" * (count > 1)
 
 
 def _groups(branch: Tree, groups: Iterable[Plan]) -> None:

@@ -171,7 +171,7 @@ class ForeignModules:
         for half in kind.halves:
             put_gate(traced, key_of(half.reads), Activated(made[gate_name(traced, half)]))  # type: ignore[arg-type]
         experts = self._experts(layer)
-        chosen = None if experts is None else ChosenExperts(experts, self.build.tp)
+        chosen = None if experts is None else ChosenExperts(experts, self.build.groups.tp)
         put_leaves(traced, *self._by_key(traced, made), chosen)
         program = compiled(traced.graph, traced.inputs, self._constants(traced, made), self.build.device, own.kind)
         leaves = made | {"head_norm": head_norm, "experts": experts}
@@ -238,7 +238,7 @@ class ForeignModules:
         return _ReadTurn(program, heads, places, self.build.device, self.dtype)
 
     def _attends(self, own: ForeignArgs, group: int) -> Attends:
-        tp = 1 if self.build.tp is None else self.build.tp.size
+        tp = 1 if self.build.groups.tp is None else self.build.groups.tp.size
         return Attends(
             kernels=self.build.kernels,
             group=group,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 DS_MLA = "fp8_ds_mla"  # value of kv_cache_dtype
 FEATURE = "ds_mla cache"  # of kernels that read and write it
 TILE = 128  # codes that share a scale
+TAIL = 16  # bytes behind the sums of a head in a part of a divided context: its lse; so heads begin at 16 bytes
 
 
 class LatentRow(NamedTuple):

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
-from quire.distributed import Group
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
-from quire.kernels.comm.exchange import Slots
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.index import Chosen
 from quire.kernels.linear_plan import LinearPlan
@@ -46,10 +45,8 @@ class Build:
     params       parameter name -> its shape on this rank, from which layers take their sizes
     linears      name of a linear layer -> plan of its kernel
     experts      numbers of the experts on this rank, in the order in which they are stacked; None: all experts
-    tp           tensor-parallel group, whose ranks share every layer; None: this rank has whole layers
-    ep           expert-parallel group of several replicas; None: no other replica needs the experts of this rank
-    slots        memory of the ranks of `ep` for dispatcher "pull"; None: another dispatcher
-    owners       rank in `ep` of each expert; (): `ep` is None
+    groups       the groups of this rank
+    owners       rank in `groups.ep` of each expert; (): no other replica needs the experts of this rank
     vocabulary   this rank's slice of the vocabulary; None: all of it
     layers       first layer of this rank, and the end of its range; None: it has all layers
     moe          kernel and dispatcher of the experts; None: a model without experts
@@ -64,9 +61,7 @@ class Build:
     params: Mapping[str, Param]
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
-    tp: Group | None = None
-    ep: Group | None = None
-    slots: Slots | None = None
+    groups: RankGroups = ALONE
     owners: tuple[int, ...] = ()
     vocabulary: VocabularySlice | None = None
     layers: tuple[int, int] | None = None

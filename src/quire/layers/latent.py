@@ -26,6 +26,7 @@ from quire.kernels.rope.rotary import Turns
 from quire.layers.adapters import AdaptedExpansion
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
+from quire.layers.divided import DividedContexts
 from quire.layers.indexer import Indexer
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
@@ -129,6 +130,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = Norm(f"{at}.kv_norm", inner, build)
         self.kv_up = Expansion(f"{at}.kv_up", expanded, sizes.nope_dim, build.device)
         self.output = Linear(f"{at}.output", build)
+        shares = build.groups.dcp
+        self.divided = None if shares is None else DividedContexts(shares, self.kernel)
         own = sizes.index is not None and not sizes.index.shared
         self.indexer = Indexer(sizes.index, f"{at}.index", build) if sizes.index is not None and own else None
 
@@ -168,7 +171,7 @@ class LatentAttention(nn.Module):
             sizes.norm_eps,
             *turns[self.turn],
             kv,
-            meta.kv_slots,
+            meta.kv_slots if self.divided is None else self.divided.slots(meta, kv.block_size),
         )
         out = x.new_empty(len(x), self.num_heads, sizes.v_dim)
         rows = ctx.adapters if self.kv_up.adapted is not None else None
@@ -192,7 +195,10 @@ class LatentAttention(nn.Module):
         if rows:
             self._absorb(q[:rows], kv, few, out[:rows], adapters)
         if naive:
-            self.kernel.expanded(q, self.kv_up.weight, kv, replace(meta, prompts=naive), self.sizes.scale, out)
+            rest = replace(meta, prompts=naive)
+            contexts = [(kv, rest)] if self.divided is None else self.divided.whole(kv, rest)
+            for view, prompts in contexts:
+                self.kernel.expanded(q, self.kv_up.weight, view, prompts, self.sizes.scale, out)
 
     def _attend_chosen(
         self,
@@ -247,7 +253,9 @@ class LatentAttention(nn.Module):
         adapted = self.kv_up.adapted
         if adapters is not None and adapted is not None:
             adapted.add_queries(latents, plain, adapters, first)
-        if positions is None:
+        if self.divided is not None:
+            sums = self.divided.absorbed(latents, turned, kv, meta, sizes.scale)
+        elif positions is None:
             sums = self.kernel.absorbed(latents, turned, kv, meta, sizes.scale)
         else:
             sums = self.kernel.chosen(latents, turned, kv, meta, sizes.scale, positions, first)

@@ -49,7 +49,7 @@ class Linear(nn.Module):
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.out_features, self.in_features = build.shape(f"{at}.weight")
-        self.tp = build.tp if build.params[f"{at}.weight"].shard == "columns" else None
+        self.tp = build.groups.tp if build.params[f"{at}.weight"].shard == "columns" else None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
         self.packed = pack_linear(self.kernel.pack, tensors, self.device)

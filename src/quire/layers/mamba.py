@@ -38,7 +38,9 @@ class Mamba(RecurrentMixer):
             lowest=args.steps[0],
             highest=args.steps[1],
         )
-        self.tp = build.tp if args.groups == 1 and args.norm else None  # whose ranks have parts of the norm's numbers
+        self.tp = (
+            build.groups.tp if args.groups == 1 and args.norm else None
+        )  # whose ranks have parts of the norm's numbers
         self.scales: Tensor | None = None
         if args.scales:
             parts = [torch.full((size,), scale) for size, scale in zip(sizes.values(), args.scales, strict=True)]

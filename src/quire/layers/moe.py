@@ -185,16 +185,16 @@ class MoE(nn.Module):
         self.shared = GatedMLP(f"{at}.shared", build, moe.act) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in self.experts.plan.features
-        self.tp = build.tp
+        self.tp = build.groups.tp
         self.exchange: ExpertExchange | None = None
-        if build.slots is not None:
+        if build.groups.slots is not None:
             self.exchange = PullExchange(
-                build.slots, torch.tensor(build.owners, dtype=torch.int32, device=build.device)
+                build.groups.slots, torch.tensor(build.owners, dtype=torch.int32, device=build.device)
             )
-        elif build.ep is not None:
+        elif build.groups.ep is not None:
             wire = build.moe.wire.form
             quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
-            self.exchange = AllGatherExchange(build.ep, build.tp, quantize)
+            self.exchange = AllGatherExchange(build.groups.ep, build.groups.tp, quantize)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.weigh_inputs = moe.weigh_inputs
         assert moe.routing.top_k == 1 or not moe.weigh_inputs, "a token's experts would need inputs of their own"

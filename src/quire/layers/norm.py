@@ -95,7 +95,7 @@ class WideNorm(nn.Module):
 
     def __init__(self, at: str, widths: tuple[int, int], args: NormArgs, build: Build) -> None:
         super().__init__()
-        self.at, self.device, self.args, self.tp = at, build.device, args, build.tp
+        self.at, self.device, self.args, self.tp = at, build.device, args, build.groups.tp
         self.kernel, self._widths = build.kernels.norm, widths
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:

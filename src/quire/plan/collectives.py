@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
-from quire.contracts.parallel import Parallel, Rank, ep_members, pp_members, tp_members, vocabulary_share
+from quire.contracts.parallel import Parallel, Rank, dcp_members, ep_members, pp_members, tp_members, vocabulary_share
 from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.plan.kinds.blocks import layer_exchanges
 from quire.plan.kinds.interfaces import CHOICE_BYTES, TOKEN, ExchangedRows, RankExchange
@@ -55,7 +55,7 @@ class Collective:
 def algorithm(kind: str, device: str) -> tuple[str, str]:
     """Return the algorithm of an exchange ("all-reduce", "send", ...) on a device ("cpu" or "cuda"), and the reason."""
     if device == "cpu":
-        way = "point to point" if kind in ("send", "receive") else "ring"
+        way = "point to point" if kind in ("send", "receive", "all-to-all") else "ring"
         return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
     if kind == "all-reduce":
         return "symmetric memory, else NCCL", (
@@ -131,6 +131,7 @@ def groups(parallel: Parallel) -> list[dict[str, Any]]:
     """Return the groups of ranks as plain values: name, purpose, and the global numbers of the members of each."""
     found = (
         ("tp", "share every layer of a stage" + "; each has whole experts" * parallel.experts, tp_members(parallel)),
+        ("dcp", "divide the tokens of contexts: queries and partial results are exchanged", dcp_members(parallel)),
         ("pp", "stages in order: hidden states go forward", pp_members(parallel)),
         ("tokens", "the same ranks: sampled tokens go from the last stage to the first", pp_members(parallel)),
         ("ep", "divide the experts of a stage across replicas: tokens go to experts and back", ep_members(parallel)),

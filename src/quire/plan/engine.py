@@ -187,7 +187,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        return buffer_bytes(
+        exchanged = buffer_bytes(
             self.args,
             self.mesh.rank,
             self.mesh.parallel,
@@ -198,6 +198,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             spread=self.spread,
             wire=self.wire,
         ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        longest = self.config.model.max_model_len or self.args.max_position_embeddings
+        return exchanged + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
 
     @property
     def step_tokens(self) -> int:

@@ -14,7 +14,7 @@ from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.weight_bytes import ITEM_BYTES
 
 CPU_BLOCK_SIZE = 32  # tokens: the best size for the CPU attention kernel (docs/design.md, section 5)
-CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide it
+CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide it. Parts of divided blocks have half
 Kept = tuple[int | None, tuple[KVComponent, ...]]  # window, and components of the cache
 CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1, DS_MLA: 1}
 
@@ -40,15 +40,16 @@ def rank_geometry(
 
     dtype        of the cache
     states       types of what layers keep besides; None: inputs have the type of the cache
-    block_size   tokens of a block; None: the device's default. `block_sizes` adapts it to each group
+    block_size   tokens of a rank's part of a block; None: the device's default. `block_sizes` adapts it to each group
     sizes        tokens of a block, by group; None: by `block_size`. Sizes behind those of all groups are ignored
     All ranks have the same groups in the same order, because a request has the same block tables everywhere. A stage
     of a pipeline has its layers of each.
     """
     grouped = layer_groups(args)
     if sizes is None:
-        default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
-        sizes = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
+        default = CUDA_BLOCK_SIZE // (1 + (rank.dcp > 1)) if device == "cuda" else CPU_BLOCK_SIZE
+        own = block_sizes(args, grouped, rank, dtype=dtype, block_size=block_size or default)
+        sizes = [rank.dcp * size for size in own]
     behind = range(args.num_layers, args.num_layers + args.draft_layers * rank.last)
     place_of = {layer: own for own, layer in enumerate((*range(*rank.layers), *behind))}
     found = list[KVGroup]()
@@ -60,6 +61,7 @@ def rank_geometry(
                 layers=tuple(place_of[layer] for layer in here),
                 components=most,
                 block_size=size,
+                parts=rank.dcp,
                 window=mixer(args.layers[layers[0]].mixer).window,
                 fewer=tuple((place_of[one], len(kept[one])) for one in here if len(kept[one]) < len(most)),
             )

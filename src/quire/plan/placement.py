@@ -27,6 +27,7 @@ def parallel_sizes(config: ParallelConfig) -> Parallel:
         layers=config.pipeline_layer_partition,
         round_robin=config.expert_placement_strategy == "round_robin",
         redundant=balancing.num_redundant_experts if config.enable_eplb else None,
+        dcp=config.decode_context_parallel_size,
     )
 
 
@@ -79,6 +80,7 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             tp=parallel.tp,
             whole_experts=parallel.experts,
             num_experts=num_experts,
+            dcp=parallel.dcp,
         )
 
 

@@ -318,7 +318,8 @@ class PlanReport:
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(self._features, at)
             sliced = parallel.tp > 1
-            step = LayerStep(linear, self.plan.config.load.routing, sliced, self.plan.spread)
+            routing, divided = self.plan.config.load.routing, parallel.dcp > 1
+            step = LayerStep(linear, routing, sliced, self.plan.spread, divided=divided)
             ends = embedding_calls(args, linear, sliced) if first else head_calls(args, sliced)
             calls = list(block_calls(args, layer, step) if layer >= 0 else ends)
             named = [

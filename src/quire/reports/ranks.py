@@ -64,7 +64,8 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
         return {}
     share = "in lock-step, which share experts" if parallel.lockstep else "which share nothing"
     replicas = [f"{parallel.dp} replicas {share}"] * (parallel.dp > 1)
-    sizes = [f"{name} {size}" for name, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1]
+    found = ("tp", parallel.tp), ("dcp", parallel.dcp), ("pp", parallel.pp)
+    sizes = [f"{name} {size}" for name, size in found if size > 1]
     way = algorithm("all-reduce", report.plan.machine.device)[0].removesuffix(" ring")
     lines: dict[str, list[int]] = {}
     for rank in every:

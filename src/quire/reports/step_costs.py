@@ -163,7 +163,7 @@ class Layers:
             chosen = _chosen(args, batch)
             of_index = one.name.startswith("index")
             count = 0 if of_index and not chosen else chosen if chosen and not of_index else seen
-            yield count, one.num_heads * one.head_dim * one.item_bytes
+            yield count / self.rank.dcp, one.num_heads * one.head_dim * one.item_bytes
 
     def _operations(self, args: GroupedArgs | LatentArgs, batch: StepWork) -> float:
         """Return the operations of attention of a request in a layer, of the cheaper form of latents."""

@@ -15,7 +15,8 @@ from quire.plan.collectives import EDITED, LOGGED, SAMPLED
 from quire.plan.draft_exchanges import DECODE, FIRST, LATER, PROMPTS, draft_layers
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds.experts import CROSSING, EVERY, SHARED, WHEN
-from quire.plan.kinds.interfaces import TOKEN
+from quire.plan.kinds.interfaces import PART, TOKEN
+from quire.plan.kinds.latent import FEW, MANY
 from quire.plan.memory import MemoryPlan
 from quire.plan.placement import held_of, ranks
 from quire.reports.gpu_rates import HOST_GPUS, GpuRates, rates_of
@@ -135,6 +136,8 @@ class RankSteps:
         near, seconds, far = 0.0, 0.0, 0.0
         for one in self._of_step(prompts):
             rows = batch.requests * (1 if one["drafts"] == LATER else batch.rows)
+            if one["per"] == PART:
+                rows = batch.requests * batch.context // self.plan.mesh.parallel.dcp
             moved = one["times"] * one["message_bytes"] * self._received(one, rows, sampled, batch.requests)
             if self._leaves(one["group"]):
                 far += moved
@@ -149,19 +152,21 @@ class RankSteps:
         """Yield the exchanges of a step: of decodes, or of prompts, without filters and log-probabilities."""
         passes, other = ("", PROMPTS) if prompts else ("", FIRST, LATER), WHEN[("decode" if prompts else "prefill",)]
         for one in self.exchanges:
-            rare = one["when"] in (EDITED, LOGGED, other)
+            rare = one["when"] in (EDITED, LOGGED, other) or one["when"].startswith(FEW if prompts else MANY)
             if one["drafts"] in passes and not rare:
                 yield one
 
     def _received(self, one: Exchange, rows: int, sampled: int, decodes: int) -> float:
         """Return the number of messages of a row that a rank receives in an exchange."""
         parallel = self.plan.mesh.parallel
-        size = {"ep": parallel.expert_ranks, "tp": parallel.tp}.get(one["group"], 2)
+        size = {"ep": parallel.expert_ranks, "tp": parallel.tp, "dcp": parallel.dcp}.get(one["group"], 2)
         first, end = share(rows, parallel.tp, 0)
         if one["per"] == CROSSING:
             return (end - first) * (size - 1) * self._hit
         counts = {TOKEN: rows, SHARED: end - first, EVERY: rows * parallel.dp, SAMPLED: sampled, DECODE: decodes}
+        counts[PART] = rows
         ways = {"all-reduce": 2 * (size - 1) / size, "reduce-scatter": (size - 1) / size, "send": 0, "receive": 1}
+        ways["all-to-all"] = ways["reduce-scatter"]
         return counts.get(one["per"], 0) * ways.get(one["kind"], size - 1)
 
     @cached_property
@@ -176,7 +181,7 @@ class RankSteps:
         """Return True if ranks of a group are on other hosts."""
         parallel, hosts = self.plan.mesh.parallel, self.plan.config.hosts.nnodes
         host = min(HOST_GPUS, parallel.size // hosts)
-        widths = {"tp": parallel.tp, "ep": parallel.size}
+        widths = {"tp": parallel.tp, "dcp": parallel.dcp, "ep": parallel.size}
         return widths.get(group, parallel.replica) > host
 
 

@@ -44,6 +44,7 @@ FLAGS = """
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
 --batch-invariant --no-batch-invariant
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
+--decode-context-parallel-size -dcp
 --enable-eplb --no-enable-eplb --eplb-config
 --enable-cache-blend --no-enable-cache-blend --blend-ratio --blend-separator
 --enable-expert-parallel --no-enable-expert-parallel -ep

@@ -152,7 +152,7 @@ def test_a_note_says_why_as_a_sentence() -> None:
         ),
         (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
         (
-            ["-dcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
+            ["-pcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
             {"data_parallel_size_local": 1, "api_server_count": 2},
         ),
         (
@@ -161,7 +161,7 @@ def test_a_note_says_why_as_a_sentence() -> None:
         ),
         (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
         (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
-        (["-dcp", "2", "-dcp", "1"], {}),
+        (["-pcp", "2", "-pcp", "1"], {}),
         (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
         (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
         (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
@@ -176,7 +176,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
     [
         (
             {
-                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
                 "quantization": None,
                 "enable_prompt_adapter": None,
                 "rope_scaling": {},
@@ -206,7 +206,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
+        ({"prefill_context_parallel_size": 2}, "^prefill_context_parallel_size 2: a prompt is not divided"),
         (
             {"enable_prompt_adapter": True, "quantization_config": {"a": 1}},
             "enable_prompt_adapter: adapters .*; quantization_config .*: the q",
@@ -224,9 +224,10 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-dcp", "2", "--enable-prompt-adapter", "--enforce-eager", "--num-speculative-tokens", "3"])
+        settings(["m", "-pcp", "2", "--enable-prompt-adapter", "--enforce-eager", "--num-speculative-tokens", "3"])
     assert str(caught.value) == (
-        "-dcp 2: contexts are not divided among devices: use -tp; "
+        "-pcp 2: a prompt is not divided among devices by its tokens: use -tp, or -pp with chunks of prompts "
+        "(--max-num-batched-tokens); "
         "--enable-prompt-adapter: adapters are LoRA alone; "
         "--num-speculative-tokens 3: speculative decoding has one flag, --speculative-config, a JSON object."
     )
@@ -276,9 +277,9 @@ NOTED = [
 ]
 REFUSED = [
     (
-        "serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
+        "serve meta-llama/Llama-3.3-70B-Instruct --prefill-context-parallel-size 2 --gpu-memory-utilization 0.95 "
         "--max-model-len 32768",
-        "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp",
+        "--prefill-context-parallel-size 2: a prompt is not divided among devices by its tokens: use -tp",
     ),
     (
         "serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",

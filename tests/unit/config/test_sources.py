@@ -99,7 +99,7 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
         ("tokenizer: null", {"tokenizer": None}),
         ("", {}),
         ("# nothing", {}),
-        ("max-num-queued-reqs: 5\ndecode-context-parallel-size: 1", {"max_waiting": 5}),
+        ("max-num-queued-reqs: 5\nprefill-context-parallel-size: 1", {"max_waiting": 5}),
         ("tensor-parallel-size: 2", {"tensor_parallel_size": 2}),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]
         ("max-modl-len: 5", "max-modl-len is not known. Did you mean max-model-len?"),
         ("zzzzzzzzz: 5", "zzzzzzzzz is not known. `quire serve --help`"),
         ("tensor-paralel-size: 2", "Did you mean tensor-parallel-size?"),
-        ("decode-context-parallel-size: 2", "config.yaml: decode-context-parallel-size 2: contexts are not divided"),
+        ("prefill-context-parallel-size: 2", "config.yaml: prefill-context-parallel-size 2: a prompt is not divided"),
         ("enable-prompt-adapter: true", "config.yaml: enable-prompt-adapter: adapters"),
         ("enable-expert-parallel: 2", "enable-expert-parallel: 2 is neither true nor false"),
         ("max-num-seqs: lots", "max-num-seqs: 'lots' is not a whole number"),
@@ -144,8 +144,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_refused_key_can_be_overruled(config_file: Any) -> None:
-    file = config_file("decode-context-parallel-size: 2\nasync-scheduling: true")
-    assert settings([*file, "-dcp", "1", "--no-async-scheduling"]).values == {"async_depth": 1}
+    file = config_file("prefill-context-parallel-size: 2\nasync-scheduling: true")
+    assert settings([*file, "-pcp", "1", "--no-async-scheduling"]).values == {"async_depth": 1}
 
 
 def test_the_environment_wins_over_an_alias_in_a_file(config_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:

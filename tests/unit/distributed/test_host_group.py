@@ -25,11 +25,14 @@ def rank_main(number: int, folder: str) -> None:
         "all_gather": lambda group: group.all_gather(x),
         "gather_rows": lambda group: group.gather_rows(x[: number + 1], (1, 2)),
         "scatter_sum": lambda group: group.scatter_sum(x.contiguous(), (1, 2)),
+        "all_to_all": lambda group: group.all_to_all(x[:2].to(torch.bfloat16)),
         "no rows": lambda group: group.scatter_sum(x[:0].contiguous(), (0, 0)),
     }
     for name, call in calls.items():
         one, other = call(hosted), call(plain)
         assert torch.equal(one, other) and one.dtype == other.dtype, name
+    base = torch.arange(12.0).view(4, 3).t()[number]
+    assert torch.equal(plain.all_to_all(x[:2]), torch.stack([base, 2 * base]))
     sent = [torch.tensor(2.5), torch.arange(4.0).to(torch.float8_e4m3fn), torch.ones(2, 3).t(), torch.zeros(0, 2)]
     for one in sent:
         for way in (hosted.send, hosted.post):

@@ -57,7 +57,7 @@ def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
         ("quire ", set(COMMANDS)),
         ("quire completion ", {"bash", "zsh", "fish"}),
         ("quire serve --tensor-par", {"--tensor-parallel-size"}),
-        ("quire serve --decode-context-parallel-si", set()),  # flags of vLLM that Quire refuses are not proposed
+        ("quire serve --prefill-context-parallel-si", set()),  # flags of vLLM that Quire refuses are not proposed
     ],
 )
 def test_what_is_offered(shell: str, line: str, offered: set[str], tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ SIZES = {
     "tp2-ep-in-turn": Parallel(tp=2, experts=True, round_robin=True),
     "dp2-tp2-ep-in-turn": Parallel(dp=2, tp=2, experts=True, round_robin=True),
     "dp2-tp2-ep": Parallel(dp=2, tp=2, experts=True), "dp2-pp2-ep": Parallel(dp=2, pp=2, experts=True),
+    "tp2-dcp2": Parallel(tp=2, dcp=2),
 }  # fmt: skip
 CASES = [  # every size, and every family with tensors and with stages
     *(("qwen3", size) for size in ("tp2", "tp2-pp2")),
@@ -63,13 +64,15 @@ CASES += full_rows(
     (family, size)
     for family in ("qwen3", "qwen3_moe", "deepseek_v3")
     for size in SIZES
-    if (family, size) not in CASES and (family != "qwen3" or not SIZES[size].experts)
+    if (family, size) not in CASES and SIZES[size].dcp == 1 and (family != "qwen3" or not SIZES[size].experts)
 )
+DIVIDED = ("deepseek_v3", "tp2-dcp2")
 IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
 STRATEGY = {False: "linear", True: "round_robin"}
+PAGE = 32  # tokens of a rank's part of a block, which holds its part of these prompts
 FOUR = 4  # bytes of a number of these checkpoints
 Folders = Callable[[str], Path]
 
@@ -96,6 +99,7 @@ def config(folder: Path, parallel: Parallel, **options: Any) -> EngineConfig:
         max_num_seqs=2,
         dtype="float32",
         tensor_parallel_size=parallel.tp,
+        decode_context_parallel_size=parallel.dcp,
         pipeline_parallel_size=parallel.pp,
         data_parallel_size=parallel.dp,
         enable_expert_parallel=parallel.experts,
@@ -242,6 +246,7 @@ class Engine:
             pp=parallel.pp,
             dp=parallel.dp,
             experts=parallel.experts,
+            decode_context_parallel_size=parallel.dcp,
             expert_placement_strategy=STRATEGY[parallel.round_robin],
             skip_tokenizer_init=True,
             max_num_seqs=2,
@@ -321,7 +326,10 @@ def expected(
         if one["when"] == "a replica has tokens":  # those without tokens take part
             found[one["group"], one["kind"], rows * one["message_bytes"]] += one["times"]
             continue
-        if one["per"] != "token":
+        if one["when"].startswith(("up to", "more than")):
+            few = own <= float(one["when"].split()[2])
+            rows = own * few if one["per"] == "token" else PAGE * (not few)
+        elif one["per"] != "token":
             step = owed if one["when"].startswith("before") else plan
             rows = 0 if step is None else sampled(step)
         if rows and next(is_so for words, is_so in reversed(happens.items()) if one["when"].startswith(words)):
@@ -329,7 +337,9 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), [*CASES, *full_rows([(IN_8_BITS, "dp2-ep")]), (IN_8_BITS, "dp2-tp2-ep")])
+@pytest.mark.parametrize(
+    ("family", "size"), [*CASES, DIVIDED, *full_rows([(IN_8_BITS, "dp2-ep")]), (IN_8_BITS, "dp2-tp2-ep")]
+)
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
     report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
     owed: list[StepPlan | None] = [None] * SIZES[size].size  # the last step of each rank that sampled
@@ -339,6 +349,7 @@ def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str,
         (22, {"temperature": 1.0, "top_p": 0.9}),
         (23, {"num_logprobs": 2}),
         (24, {"repetition_penalty": 1.2}),
+        (40, {}),
     ):
         made.answer(count, 3, **sampling)
         filtered, scored = bool(sampling.keys() & {"top_p", "repetition_penalty"}), "num_logprobs" in sampling
@@ -356,7 +367,7 @@ def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str,
             owed[number] = last
 
 
-@pytest.mark.parametrize(("family", "size"), CASES)
+@pytest.mark.parametrize(("family", "size"), [*CASES, *full_rows([DIVIDED])])
 def test_ranks_call_the_functions_that_are_named(
     folders: Folders, engine: Any, family: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,8 +406,10 @@ def test_ranks_call_the_functions_that_are_named(
             assert found == Counter(call["function"] for call in named if call["function"].startswith("quire."))
             seen = Counter[str]()
             for (group, kind, _), count in exchanged.items():
-                seen[f"{group}.{kind.replace('-', '_')}"] += count * (group in ("tp", "ep"))
-            assert +seen == Counter(call["function"] for call in named if call["function"][:3] in ("tp.", "ep."))
+                seen[f"{group}.{kind.replace('-', '_')}"] += count * (group in ("tp", "dcp", "ep"))
+            assert +seen == Counter(
+                call["function"] for call in named if call["function"].startswith(("tp.", "dcp.", "ep."))
+            )
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], counts: dict[int, Counter[str]]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.params import Param
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.latent.rows import row_view
+from quire.kernels.latent_rows import latent_row
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
+from quire.layers import divided
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, split
@@ -27,6 +32,7 @@ from quire.weights.units import load_units
 
 from ...support.changed_args import latent_of
 from ...support.filled_models import sliced
+from ...support.simulated_groups import SimulatedRanks
 
 HEADS, HIDDEN, BLOCK = 4, 40, 8
 AT = "layers.0.attention."
@@ -53,7 +59,9 @@ STEPS: tuple[tuple[int, ...], ...] = ((9, 40, 0, 0), (1, 35, 3, 0), (1, 1, 50, 1
 class Case:
     """The same random layer twice: transformers' and ours, for a model type."""
 
-    def __init__(self, model_type: str, form: str = "auto", kernel: Any = cpu, **options: Any) -> None:
+    def __init__(
+        self, model_type: str, form: str = "auto", kernel: Any = cpu, groups: RankGroups = ALONE, **options: Any
+    ) -> None:
         torch.manual_seed(2)
         kind = DeepseekV2Config if model_type == "deepseek_v2" else DeepseekV3Config
         module = v2 if model_type == "deepseek_v2" else v3
@@ -73,6 +81,7 @@ class Case:
             kernels,
             {param.name: param for param in params},
             linear_plans(args, params, small.choices),
+            groups=groups,
         )
         self.layer = LatentAttention(latent_of(args), AT[:-1], args.norm, build)
         self.layer.most_absorbed = {"absorbed": math.inf, "naive": 0.0}.get(form, self.layer.most_absorbed)
@@ -109,21 +118,32 @@ def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
 
 
 @torch.inference_mode()
-def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote."""
-    sizes = latent_of(case.args)
-    blocks = torch.randperm(len(hidden) * 32).int().view(len(hidden), 32) + 1
+def run(
+    case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...], parts: int = 1, rows: bool = False
+) -> list[Tensor]:
+    """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote.
+
+    parts   ranks among which the tokens of a block are divided, BLOCK each
+    rows    the cache has FP8 rows (fp8_ds_mla)
+    """
+    sizes, whole = latent_of(case.args), parts * BLOCK
+    drawn = torch.randperm(len(hidden) * 32, generator=torch.Generator().manual_seed(3))
+    blocks = drawn.int().view(len(hidden), 32) + 1
     pages = torch.full((int(blocks.max()) + 1, 2, BLOCK, sizes.kv_rank + sizes.rope_dim), float("nan"))
     flat = pages.view(len(pages), 2, -1)
     cut = BLOCK * sizes.kv_rank
     cache = LatentView(
         flat[:, 1, :cut].view(-1, 1, BLOCK, sizes.kv_rank), flat[:, 1, cut:].view(-1, 1, BLOCK, sizes.rope_dim)
     )
+    if rows:
+        layout = latent_row(sizes.kv_rank, sizes.rope_dim)
+        raw = torch.zeros(len(pages), 2, BLOCK, layout.size, dtype=torch.uint8)[:, 1:]
+        cache = row_view(raw, sizes.kv_rank, sizes.rope_dim)
     done, answers = [0] * len(hidden), [[] for _ in hidden]  # type: ignore[var-annotated]
     for rows in steps:
         present = [s for s, count in enumerate(rows) if count]
         positions = [torch.arange(done[s], done[s] + rows[s]) for s in present]
-        slots = [blocks[s, at // BLOCK].long() * BLOCK + at % BLOCK for s, at in zip(present, positions, strict=True)]
+        slots = [blocks[s, at // whole].long() * whole + at % whole for s, at in zip(present, positions, strict=True)]
         done = [at + count for at, count in zip(done, rows, strict=True)]
         meta = AttentionMeta(
             query_start=torch.tensor([0, *(rows[s] for s in present)]).cumsum(0).int(),
@@ -163,6 +183,24 @@ def test_the_reference_is_too() -> None:
     hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*STEPS, strict=True)]
     for actual, given in zip(run(case, hidden, STEPS), hidden, strict=True):
         torch.testing.assert_close(actual, case.expected(given), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("parts", "form", "kernel"), [(2, "auto", cpu), (3, "auto", ref), (2, "absorbed", cpu)])
+def test_contexts_on_several_ranks(parts: int, form: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has all heads here, and its part of the tokens: each has the whole answer."""
+    monkeypatch.setattr(divided, "PIECE", 16)
+    monkeypatch.setattr(divided, "GATHERED", 80)
+    threads = SimulatedRanks(parts)
+    cases = [Case("deepseek_v3", form, kernel, RankGroups(dcp=group), q_lora_rank=20) for group in threads.groups]
+    hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*STEPS, strict=True)]
+    for found in threads.run_each([partial(run, case, hidden, STEPS, parts) for case in cases]):
+        for actual, given in zip(found, hidden, strict=True):
+            torch.testing.assert_close(actual, cases[0].expected(given), rtol=0, atol=1e-5)
+    if kernel is cpu and form == "auto":
+        expected = run(Case("deepseek_v3", q_lora_rank=20), hidden, STEPS, rows=True)
+        for found in threads.run_each([partial(run, case, hidden, STEPS, parts, True) for case in cases]):
+            for actual, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(actual, right, rtol=0, atol=1e-5)
 
 
 def test_weights_are_not_kept_twice() -> None:

@@ -11,6 +11,7 @@ from quire.args.latent import LatentArgs
 from quire.args.layers import NONE, RecurrentArgs
 from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
+from quire.distributed.mesh import RankGroups
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.index import IndexView
 from quire.kernels.latent import LatentView
@@ -64,7 +65,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
         {param.name: param for param in params},
         linear_plans(args, params, kernels.choices),
         own,
-        tp,
+        RankGroups(tp=tp),
         moe=experts_plan(args),
     )
     made = DecoderBlock(args, layer, build)

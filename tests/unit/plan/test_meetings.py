@@ -48,6 +48,7 @@ RECURRENT = {key: value for key, value in DRAFT.items() if key != "architectures
 RECURRENT["full_attention_interval"] = 2
 INVARIANT = EXAMPLES["batch invariance"]
 HOSTS = {"cpu": "a CPU", "mock": "mock"}
+DIVIDED = {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -131,6 +132,16 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers")}),
     ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention")}),
+    (
+        EAGLE | {"decode_context_parallel_size": 2, "tensor_parallel_size": 3, "enable_cache_blend": True},
+        {},
+        {("-dcp", one) for one in ("uneven contexts", "other attention", "drafts of another model", "CacheBlend")},
+    ),
+    (
+        EXAMPLES["sharing"] | EXAMPLES["peers"] | DIVIDED,
+        {"chosen": True},
+        {("-dcp", one) for one in ("chosen tokens", "sharing", "peers")},
+    ),
     (
         {"kv_cache_dtype": "fp8_ds_mla", "enable_cache_blend": True},
         {"latent": True, "device": "cpu"},

@@ -53,7 +53,7 @@ def _tone(function: str) -> str:
         return "mixer"
     if room in ("experts", "routing"):
         return "experts"
-    return "send" if room in ("tp", "ep", "pp") else "dense" if room == "linear" else "plain"
+    return "send" if room in ("tp", "dcp", "ep", "pp") else "dense" if room == "linear" else "plain"
 
 
 def draw_attention(plan: Plan, cost: Plan) -> Svg:

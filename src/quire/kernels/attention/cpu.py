@@ -79,7 +79,7 @@ def _chosen_rows(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float) -> Te
     return out
 
 
-def _flash(
+def flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, M, D], k and v [B, H, L, D] of any type -> output [B, H, M, D], log-sum-exp [B, H, M] float32.
@@ -120,16 +120,16 @@ def _attend(q: Tensor, kv: KVView, call: Run | Tail | Copied, scale: float) -> t
     """q [S, Hkv, G, D] -> output [n, Hkv, G, D] and log-sum-exp [n, Hkv, G] of the call's n blocks."""
     if isinstance(call, Tail):
         seen = slice(call.block, call.block + 1)
-        return _flash(q, kv.k[seen, :, : call.num_tokens], kv.v[seen, :, : call.num_tokens], scale)
+        return flash(q, kv.k[seen, :, : call.num_tokens], kv.v[seen, :, : call.num_tokens], scale)
     owned = q.expand(len(call.owners), -1, -1, -1) if len(q) == 1 else q.index_select(0, call.owners)
     if isinstance(call, Run):
-        return _flash(owned, kv.k[call.start : call.stop], kv.v[call.start : call.stop], scale)
+        return flash(owned, kv.k[call.start : call.stop], kv.v[call.start : call.stop], scale)
     k, v = (side.index_select(0, call.blocks).to(q.dtype) for side in (kv.k, kv.v))
     if call.mask is not None:  # values past the end may be NaN, and 0 * NaN is NaN: a mask alone is not enough
         keep = call.keep[k.dtype]
         for side in (k, v):
             side[-len(keep) :].view(keep.dtype).bitwise_and_(keep)
-    return _flash(owned, k, v, scale, mask=call.mask)
+    return flash(owned, k, v, scale, mask=call.mask)
 
 
 def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
@@ -171,16 +171,16 @@ def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float, position
     if positions is not None and int(positions[0]) != chunk.past:
         unseen = torch.arange(chunk.total) > positions[:, None]
         mask = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, float("-inf"))
-        output, _ = _flash(grouped, k[:, :, : chunk.total], v[:, :, : chunk.total], scale, mask=mask)
+        output, _ = flash(grouped, k[:, :, : chunk.total], v[:, :, : chunk.total], scale, mask=mask)
         return output.permute(2, 0, 1, 3).reshape(rows, heads, dim)
     now = slice(chunk.past, chunk.total)
-    output, lse = _flash(grouped, k[:, :, now], v[:, :, now], scale, causal=True)
+    output, lse = flash(grouped, k[:, :, now], v[:, :, now], scale, causal=True)
     sound = _num_sound(v[:, 0, now])
     if 0 < sound < rows:  # the kernel gives later tokens weight 0, and 0 * NaN is NaN: once more without them
         alone = slice(chunk.past, chunk.past + sound)
-        output[:, :, :sound] = _flash(grouped[:, :, :sound], k[:, :, alone], v[:, :, alone], scale, causal=True)[0]
+        output[:, :, :sound] = flash(grouped[:, :, :sound], k[:, :, alone], v[:, :, alone], scale, causal=True)[0]
     if chunk.past:
-        before, before_lse = _flash(grouped, k[:, :, : chunk.past], v[:, :, : chunk.past], scale)
+        before, before_lse = flash(grouped, k[:, :, : chunk.past], v[:, :, : chunk.past], scale)
         weight = torch.sigmoid(before_lse - lse).unsqueeze(-1)  # exp(b) / (exp(a) + exp(b))
         output = torch.lerp(output.float(), before.float(), weight).to(q.dtype)
     return output.permute(2, 0, 1, 3).reshape(rows, heads, dim)

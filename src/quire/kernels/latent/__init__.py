@@ -10,8 +10,14 @@ prepare(q [T, H, P + R], kv [T, L + R], norm [L], eps, cos [T, R], sin [T, R], c
 project(x [T, H, K], weights [H, K, N], out [T, H, N]) -> out
     Multiplies each head with its own matrix. It is used twice: unrotated queries times the key rows of kv_up give
     `q_latent`; weighted sums of latents times the transposed value rows give the attention output.
-absorbed(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale) -> [T, H, L]
+absorbed(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale, lse=None) -> [T, H, L]
     score = scale * (q_latent . latent + q_rope . rope). Returns the softmax-weighted sums of latents.
+    lse [T, H] float32 is an output, for contexts that lie on several ranks: the natural logarithm of the sum of
+    exp(score) of each row. Then a sequence has one row at most, and may have no tokens: its lse is -inf, its sums are
+    anything.
+join(parts [N, T, H, L + W]) -> [T, H, L]
+    Adds up the sums of N parts of contexts, in their order, weighted by exp(lse). The last W numbers of a part hold its
+    lse (`parts.py`). Rows without tokens in any part become 0.
 expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]) -> out
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.

@@ -12,23 +12,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
-from quire.kernels.attention.cpu import attend_chunk
+from quire.kernels.attention.cpu import attend_chunk, flash
 from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView
-from quire.kernels.latent.ref import prepare, project
+from quire.kernels.latent.ref import join, prepare, project
 from quire.kernels.latent.rows import numbers
 
-__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "join", "prepare", "project"]
 
 GATHERED = 1 << 22  # numbers of chosen tokens that are gathered at a time
 
 
-def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+def absorbed(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
     scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
+        if lse is not None and not chunk.total:
+            lse[chunk.first] = -torch.inf
+            continue
         both = torch.cat(_sides(cache, chunk, q.dtype), 1).view(1, 1, -1, q.shape[2])
+        if lse is not None:
+            assert chunk.last - chunk.first == 1, "a row of a divided context is a sequence"
+            seen = both[:, :, : chunk.total]
+            attended, sums = flash(q[None, chunk.first : chunk.last], seen, seen, scale)
+            out[chunk.first] = attended[0, 0, :, : out.shape[2]] * cache.scale
+            lse[chunk.first] = sums[0, 0]
+            continue
         attended = _attend(q[chunk.first : chunk.last], both, both, chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., : out.shape[2]] * cache.scale
     return out

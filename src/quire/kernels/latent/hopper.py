@@ -27,7 +27,7 @@ if hopper is not None:
 ROWS, STAGES = 128, 2  # rows of a tile of queries; tiles of STEP keys in flight
 PLAIN, TURNED, VALUE = 128, 64, 128  # widths P, R and V that the kernel supports
 
-prepare, project, absorbed, chosen = triton.prepare, triton.project, triton.absorbed, triton.chosen
+prepare, project, absorbed, chosen, join = triton.prepare, triton.project, triton.absorbed, triton.chosen, triton.join
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:

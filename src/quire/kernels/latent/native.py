@@ -6,10 +6,10 @@ from torch import Tensor
 from quire.kernels.attention import AttentionMeta, sequences
 from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.latent import LatentView
-from quire.kernels.latent.cpu import absorbed, expanded, prepare, project
+from quire.kernels.latent.cpu import absorbed, expanded, join, prepare, project
 from quire.kernels.native.library import loaded
 
-__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "join", "prepare", "project"]
 
 KEYS = 32  # CHOSEN_KEYS of native.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # types of the cache; codes are 2

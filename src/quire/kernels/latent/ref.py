@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import write_kv
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.parts import split_parts
 from quire.kernels.latent.rows import numbers, write_rows
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
@@ -36,14 +37,38 @@ def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+def absorbed(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
         scores += torch.einsum("mhr,nr->hmn", q_rope[first:last].float(), rope)
-        out[first:last] = torch.einsum("hmn,nl->mhl", _weights(scores * scale, meta, first), latent).to(out.dtype)
+        scores *= scale
+        if lse is None:
+            weights = _weights(scores, meta, first)
+        else:
+            assert last - first == 1, "a row of a divided context is a sequence"
+            weights, lse[first] = scores.softmax(2), scores[:, 0].logsumexp(1)
+        out[first:last] = torch.einsum("hmn,nl->mhl", weights, latent).to(out.dtype)
     return out
+
+
+def join(parts: Tensor) -> Tensor:
+    """Add up parts [N, T, H, L + W] of attention over divided contexts: [T, H, L]. See `quire.kernels.latent`."""
+    sums, lse = split_parts(parts)
+    top = lse.amax(0)
+    weights = (lse - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    out = torch.zeros(sums.shape[1:], dtype=torch.float32, device=parts.device)
+    for one, weight in zip(sums, weights.unsqueeze(3), strict=True):
+        out += torch.where(weight == 0, 0.0, one.float() * weight)
+    return (out / weights.sum(0).clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).to(parts.dtype)
 
 
 def chosen(

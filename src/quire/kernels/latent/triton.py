@@ -2,6 +2,7 @@
 
     triton_project, triton_absorbed   sequences of few rows
     triton_shared                     decodes that share the beginning of their context
+    triton_join                       parts of contexts that lie on several ranks
     triton_chosen                     rows that attend to chosen tokens
     triton_contexts                   what many of these rows read, made of codes once
     triton_expanded                   sequences of many rows
@@ -29,12 +30,13 @@ from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_contexts import plain_contexts
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
+from quire.kernels.latent.triton_join import join
 from quire.kernels.latent.triton_project import project
 from quire.kernels.latent.triton_rows import padded, store_latent
 from quire.kernels.latent.triton_shared import shared_kernel
 from quire.kernels.triton_runtime import jit, tl
 
-__all__ = ["absorbed", "chosen", "expanded", "prepare", "project"]
+__all__ = ["absorbed", "chosen", "expanded", "join", "prepare", "project"]
 
 # Tilings of `absorbed` by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in
 # flight, and programs that run on a multiprocessor at the same time. ALONE: with 16 lanes, for steps of few rows.
@@ -209,7 +211,14 @@ def _turn(given, to, cos, sin, known, inside, inverse, HALF: tl.constexpr):
         tl.store(to + HALF, coded(right, inverse, to.dtype.element_ty), mask=inside)
 
 
-def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+def absorbed(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: LatentView,
+    meta: AttentionMeta,
+    scale: float,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
@@ -284,6 +293,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
                 records,
                 plan.sums,
                 plan.stats,
+                lse,
                 *numbers,
                 DECODES=cut is few,
                 TILE=keys,
@@ -303,6 +313,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
             plan.items,
             plan.sums,
             plan.stats,
+            lse,
             len(meta.seq_lens),
             out.stride(0),
             LANES=lanes,

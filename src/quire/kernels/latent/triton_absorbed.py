@@ -34,6 +34,7 @@ def absorbed_kernel(
     records,
     sums_at,
     stats_at,
+    lse,
     stride_latent,
     stride_rope,
     stride_rope_head,
@@ -75,6 +76,7 @@ def absorbed_kernel(
     table                      block tables [slots or sequences, blocks] int32
     records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; number of words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
+    lse                        [T, H] float32, output for sequences with one part; None: nobody needs it
     scale, EXACT               softmax scale * log2(e); precision of float32 products
     v_scale                    scale of all codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; tokens of a tile of keys
@@ -136,6 +138,8 @@ def absorbed_kernel(
         sums *= v_scale
     if parts == 1:
         store_outputs(out, sums, top, weight, None, rows, heads, live, stride_latent, L, LP)
+        if lse is not None:
+            store_lse(lse + rows.to(tl.int64) * (HEADS * GROUP) + heads, top, weight, live)
     else:
         place = (work.to(tl.int64) * HEADS + head) * ROWS + lane
         store_part(sums_at, stats_at, sums, top, weight, place, live, L, LP)
@@ -223,12 +227,19 @@ def attend_latents(
     return sums, top, weight
 
 
+@jit
+def store_lse(pointers, top, weight, live):
+    """Store the natural logarithms of sums of weights [M], of maxima `top` in base 2. Without tokens it is -inf."""
+    tl.store(pointers, (top + tl.log2(weight)) * 0.6931471805599453, mask=live)
+
+
 @unspecialized("num_seqs")
 def merge_kernel(
     out,
     items,
     sums_at,
     stats_at,
+    lse,
     num_seqs,
     stride_out,
     L: tl.constexpr,
@@ -249,6 +260,7 @@ def merge_kernel(
     out, stride_out     [T, H, L], output; elements from row to row of out
     items, WORDS        `Plan.items`; number of words of an item
     sums_at, stats_at   `Plan.sums`, `Plan.stats`
+    lse                 [T, H] float32, output; None: nobody needs it
     LANES, ROWS         lanes (pairs of row and head) of a piece; lanes of a sequence
     PARTS               upper bound of the parts of a sequence
     L .. GROUP, SHARED  as in `absorbed_kernel`
@@ -265,6 +277,7 @@ def merge_kernel(
                 items + first * WORDS,
                 sums_at,
                 stats_at,
+                lse,
                 stride_out,
                 work // CHUNKS % HEADS,
                 work % CHUNKS * LANES + tl.arange(0, LANES),
@@ -285,6 +298,7 @@ def _merge(
     record,
     sums_at,
     stats_at,
+    lse,
     stride_out,
     head,
     lane,
@@ -324,3 +338,6 @@ def _merge(
     pointers = out + (row + lane // GROUP).to(tl.int64)[:, None] * stride_out
     pointers += ((head * GROUP + lane % GROUP) * L)[:, None] + dims[None, :]
     tl.store(pointers, (sums / weight[:, None]).to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        place = (row + lane // GROUP).to(tl.int64) * (HEADS * GROUP) + head * GROUP + lane % GROUP
+        store_lse(lse + place, top, weight, live)

@@ -15,6 +15,7 @@ from quire.contracts.scheme import Wire
 from quire.plan.weight_bytes import ITEM_BYTES
 
 TOKEN = "token"  # a unit of messages
+PART = "token of the rank's part of contexts"
 LENGTH_BYTES = 4  # of the length at which a state stands
 CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
 RMS_NORM, LAYER_NORM = "norm.rms_norm", "norm.layer_norm"
@@ -216,6 +217,7 @@ class LayerStep(NamedTuple):
     spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does
     layer     the layer, which says where norms are; None: one before each half
     norm      function of the norms of hidden states
+    divided   ranks divide the tokens of contexts
     """
 
     linear: Features
@@ -224,6 +226,7 @@ class LayerStep(NamedTuple):
     spread: Mapping[str, str] = {}
     layer: LayerArgs | None = None
     norm: str = RMS_NORM
+    divided: bool = False
 
     @property
     def before(self) -> bool:

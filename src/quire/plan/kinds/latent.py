@@ -13,9 +13,10 @@ from quire.args.latent import LatentArgs
 from quire.contracts.blocks import KVComponent, StateComponent
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
-from quire.kernels.latent_rows import DS_MLA, latent_row
+from quire.kernels.latent_rows import DS_MLA, TAIL, latent_row
 from quire.plan.kinds.index import IndexKind
 from quire.plan.kinds.interfaces import (
+    PART,
     Call,
     ExchangedRows,
     LayerStep,
@@ -31,6 +32,7 @@ from quire.plan.kinds.interfaces import (
 )
 
 AT = "layers.{i}.attention."
+FEW, MANY = "up to", "more than"  # beginnings of conditions: a number of rows or tokens
 NEVER = 1 << 30  # query rows: a number for JSON
 LATENT_CONTEXT = 32768  # tokens before the largest step: their expansion fills the workspace
 LATENT_TOKENS = 1024  # of a captured step with prompts: they are absorbed, which costs more the longer they are
@@ -116,6 +118,15 @@ class LatentKind:
         """Return the attention heads, in words."""
         return counted(self._sizes.num_heads, "attention head") if self._sizes.num_heads % tp else ""
 
+    @property
+    def _ways(self) -> tuple[str, str]:
+        """The sequences whose rows attend to latents, and to keys and values made of them; "", "": all attend alike."""
+        sizes = self._sizes
+        if not isfinite(sizes.break_even):
+            return "", ""
+        few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in (FEW, MANY))
+        return few, many
+
     def calls(self, step: LayerStep) -> Iterator[Call]:
         """Yield the projections, and attention to the latent itself, or to expanded keys and values."""
         sizes = self._sizes
@@ -125,31 +136,44 @@ class LatentKind:
         yield Call("latent.prepare", ("attention.kv_norm.weight",))
         if self._index is not None:
             yield from self._index.calls()
-        yield from self._attended()
+        yield from self._attended(step.divided)
         yield from added("attention.output", False, step)
 
-    def _attended(self) -> Iterator[Call]:
+    def _attended(self, divided: bool) -> Iterator[Call]:
         """Yield the calls of attention: to the latent itself, to expanded keys and values, or to chosen latents."""
-        sizes = self._sizes
-        few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in ("up to", "more than"))
-        if not isfinite(sizes.break_even):
-            few = many = ""
+        sizes, (few, many) = self._sizes, self._ways
         absorbs, absorbed, expanded = few, few, many
         if sizes.index is not None:
-            short, long = (f"{than} {sizes.index.top_k} tokens of context" for than in ("up to", "more than"))
+            short, long = (f"{than} {sizes.index.top_k} tokens of context" for than in (FEW, MANY))
             absorbs = f"{few}, or {long}" if few else ""
             absorbed, expanded = (f"{rows}, and {short}" if rows else short for rows in (few, many))
         up = Call("latent.project", ("attention.kv_up.weight",), absorbs)
-        yield from (up, Call("latent.absorbed", when=absorbed))  # keys into queries
+        yield up  # keys into queries
+        if divided:
+            yield Call("dcp.all_gather", when=absorbed)
+        yield Call("latent.absorbed", when=absorbed)
+        if divided:
+            yield from (Call("dcp.all_to_all", when=absorbed), Call("latent.join", when=absorbed))
         if sizes.index is not None:
             yield Call("latent.chosen", when=long)
         yield up  # values out of sums
+        if many and divided:
+            yield Call("dcp.all_gather", when=expanded)
         if many:
             yield Call("latent.expanded", up.parameters, expanded)
 
     def exchanges(self, rows: ExchangedRows) -> Iterator[RankExchange]:
-        """Yield the sum of its outputs."""
-        return rows.summed("attention output")
+        """Yield the exchanges of ranks that divide contexts, and the sum of its outputs."""
+        sizes, ranks = self._sizes, rows.parallel.dcp
+        if ranks > 1:
+            (few, many), heads, width = self._ways, sizes.num_heads // rows.parallel.tp, sizes.kv_rank + sizes.rope_dim
+            queries, parts = heads * width * rows.item_bytes, ranks * heads * (sizes.kv_rank * rows.item_bytes + TAIL)
+            yield RankExchange("all-gather", "absorbed queries", "dcp", queries, when=few)
+            yield RankExchange("all-to-all", "sums of parts of contexts", "dcp", parts, when=few)
+            if many:
+                where = "latents of contexts (fewer bytes in an 8-bit cache)"
+                yield RankExchange("all-gather", where, "dcp", width * rows.item_bytes, PART, many)
+        yield from rows.summed("attention output")
 
     def facts(self) -> dict[str, Any]:
         """Return heads and sizes."""

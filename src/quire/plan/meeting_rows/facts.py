@@ -48,6 +48,7 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "tp": lambda i: i.parallel.tp,
     "pp": lambda i: i.parallel.pp,
     "dp": lambda i: i.parallel.dp,
+    "dcp": lambda i: i.parallel.dcp,
     "ranks": lambda i: f"{i.parallel.size:,}",
     "most_ranks": lambda i: f"{MOST_RANKS:,}",
     "hosts": lambda i: i.config.hosts.nnodes,

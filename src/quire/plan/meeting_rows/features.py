@@ -168,6 +168,8 @@ RANKS: Mapping[str, Feature] = {
     "-tp": Feature(lambda i: i.parallel.tp > 1, "-tp {tp}", "-tp"),
     "-pp": Feature(lambda i: i.parallel.pp > 1, "pipeline parallelism", "-pp"),
     "-dp": Feature(lambda i: i.parallel.dp > 1, "-dp {dp}", "-dp"),
+    "-dcp": Feature(lambda i: i.parallel.dcp > 1, "contexts on several ranks", "-dcp"),
+    "uneven contexts": Feature(lambda i: i.parallel.tp % i.parallel.dcp > 0, "ranks that even groups cannot hold"),
     "-ep": Feature(lambda i: i.parallel.experts, "whole experts on ranks", "--enable-expert-parallel"),
     "EPLB": Feature(lambda i: i.parallel.redundant is not None, "experts that move", "--enable-eplb"),
     "round robin": Feature(lambda i: i.parallel.round_robin, "experts in turn", "--expert-placement-strategy"),

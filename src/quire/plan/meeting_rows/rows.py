@@ -109,10 +109,19 @@ STATES: tuple[Row, ...] = (
     Row("state memory", "no states", IDLE, "state_memory_fraction changes nothing: no layer keeps states"),
     Row("type of matrices", "no matrices", IDLE, "mamba_ssm_cache_dtype changes nothing: no layer keeps matrices"),
 )  # fmt: skip
+NO_DCP = "leave out --decode-context-parallel-size"
 LATENTS: tuple[Row, ...] = (
     Row("rows of latents", "other attention", REFUSED,
         "--kv-cache-dtype fp8_ds_mla is a type of latents, and some layers here attend without them",
         "use --kv-cache-dtype fp8"),
+    Row("-dcp", "uneven contexts", REFUSED, "-dcp {dcp}: the {tp} ranks of -tp cannot be divided into groups of {dcp}",
+        "use a -dcp that divides -tp"),
+    Row("-dcp", "other attention", MISSING, "kernels of latents alone return log-sum-exps; -tp divides heads", NO_DCP),
+    Row("-dcp", "chosen tokens", MISSING, "an indexer compares the keys of all tokens, not of a rank's alone", NO_DCP),
+    Row("-dcp", "drafts of another model", MISSING, "such a drafter has no groups that divide contexts", NGRAM),
+    Row("-dcp", "CacheBlend", MISSING, "a text at other positions would be on other ranks", NO_DCP),
+    Row("-dcp", "sharing", MISSING, "a rank has some tokens of each block alone", NO_DCP),
+    Row("-dcp", "peers", MISSING, "a rank has some tokens of each block alone", NO_DCP),
 )  # fmt: skip
 BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "no prefix cache", MISSING, "texts are reused from the prefix cache", OFF),
