@@ -31,7 +31,9 @@ def plain(folder: Path, **changes: object) -> Path:
     [
         ("ct-w4-group", "pp2", {"tie_word_embeddings": True}),
         ("gptq-order", "tp2", {}),
-        *full_rows([("ct-w4-order", "tp2", {}), ("ct-mxfp4", "tp2", {})]),
+        *full_rows(
+            [("ct-w4-order", "tp2", {}), ("ct-mxfp4", "tp2", {}), ("gptq-zeros", "tp2", {"intermediate_size": 96})]
+        ),
     ],
     ids=str,
 )

@@ -42,7 +42,7 @@ from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met
-from quire.plan.parallel_notes import order_notes
+from quire.plan.parallel_notes import slice_notes
 from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
@@ -398,7 +398,7 @@ def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
 
     params   of a rank of each stage
     """
-    return (*plan.cache.notes, *plan.offload.notes, *order_notes(params, plan.dtype.dtype))
+    return (*plan.cache.notes, *plan.offload.notes, *slice_notes(tuple(params), plan.dtype.dtype))
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

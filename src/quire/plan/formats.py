@@ -17,7 +17,7 @@ from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
 from quire.quantization.scheme_words import scheme_words
-from quire.quantization.slices import mixes_groups, packed_scheme
+from quire.quantization.slices import mixes_groups, packed_scheme, regrouped
 
 NEVER = (  # .value: of operations of transformers' code
     "embed.weight",
@@ -34,6 +34,7 @@ DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 # stored, and not quantized here.
 STEERING = (".delta.rates.weight", ".delta.decays.weight", ".delta.gates.weight")
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
+OF_EXPERTS = 32  # columns: the groups that kernels of experts run are multiples of it
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
@@ -42,7 +43,7 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
 
     config   quantization_config of the checkpoint, as `settled` returns it; {}: unquantized
     Raises UnsupportedModel where the parts of a fused matrix differ, or the group size does not divide the columns, and
-    ConfigError where a rank's slice would cut a group.
+    ConfigError where a rank's slice would cut a group into parts that no kernel runs.
     """
     if not config:
         return tuple(params)
@@ -132,10 +133,39 @@ def _with_format(param: Param, rules: Rules) -> Param:
     _check_groups(param, stored)
     one = replace(first_expert(param), format=first.format, stored=stored)  # slices of all experts are cut alike
     scheme = None if _is_dequantized(param, stored) else packed_scheme(one.parts, stored)
-    if why := FORMATS[one.format].objection(one):
+    if why := _objection(one):
         whole = ", or whole experts for each rank (--enable-expert-parallel)" * (param.shard == "experts")
-        raise ConfigError(f"{why}: use a smaller -tp{whole}.")
+        raise ConfigError(f"{why}: use -tp {_fitting(one)}{whole}.")
     return replace(param, format=first.format, stored=stored, scheme=scheme)
+
+
+def _objection(param: Param) -> str:
+    """Return the reason why a rank cannot read its slices of a quantized matrix, or ""."""
+    assert param.stored is not None
+    if why := FORMATS[param.format].objection(param):
+        return why
+    wide, own = param.stored.block[1], regrouped(param.parts, param.stored).block[1]
+    if param.shard != "experts" or own == wide or own % OF_EXPERTS == 0:
+        return ""
+    return (
+        f"{param.parts[0].stored} has groups of {wide} columns, which a rank's {param.shape[1]} columns cut into groups "
+        f"of {own}; kernels of experts run multiples of {OF_EXPERTS}"
+    )
+
+
+def _fitting(param: Param) -> str:
+    """Return the divisors of the number of ranks that can share the matrix, such as "1, 2 or 4".
+
+    These can share the heads, too.
+    """
+    part = next(one for one in param.parts if not one.whole)
+    asked, fits = round(part.matrix[part.axis] / part.count), list[str]()
+    for ranks in (count for count in range(1, asked) if asked % count == 0):
+        cut = [replace(one, start=0, count=one.matrix[one.axis] // ranks) for one in param.parts]
+        shape = (sum(one.rows for one in cut), cut[0].local_shape[1])
+        if not _objection(replace(param, shape=shape, parts=tuple(cut))):
+            fits.append(str(ranks))
+    return " or ".join(filter(None, (", ".join(fits[:-1]), fits[-1])))
 
 
 def _is_dequantized(param: Param, stored: Scheme) -> bool:

@@ -32,7 +32,7 @@ from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
-from quire.plan.parallel_notes import order_notes, parallel_notes
+from quire.plan.parallel_notes import slice_notes, parallel_notes
 from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
@@ -92,7 +92,7 @@ class PlanReport:
         args, config = self.plan.args, self.plan.config
         every = (
             *quantization_notes(self.plan.quantization, config.load.quantization),
-            *order_notes(self.plan.params, self.plan.dtype.dtype),
+            *slice_notes(self.plan.params, self.plan.dtype.dtype),
             *parallel_notes(args, config.parallel, self.plan.params),
             *idle_notes(self.plan.meetings),
         )

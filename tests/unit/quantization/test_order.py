@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
+from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.entry.cli.main import main
 from quire.plan.engine import EnginePlan, plan_notes
@@ -53,6 +54,24 @@ def test_both_matrices_of_sliced_experts_are_dequantized_and_whole_ones_stay() -
         found = {one.name: one.scheme for one in plan.params if one.shard == "experts"}
         assert found and all((scheme is not None) == quantized for scheme in found.values())
     assert "with all matrices of these experts" in notes_of(sliced)[0] and "experts" not in notes_of(whole)[0]
+
+
+def test_cut_groups_become_smaller_and_a_note_says_so() -> None:
+    """Slices of 72 columns cut groups of 32 into groups of 8; those of 36 have parts that no kernel runs."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    raw = config_of("gptq") | heads | {"intermediate_size": 288}
+    (note,) = notes_of(plan_of(raw, tp=4))
+    assert note.startswith("down_proj: ranks of -tp cut groups of 32 columns, which are read as groups of 8:")
+    assert not notes_of(plan_of(raw, tp=1)) and not notes_of(plan_of(config_of("gptq"), tp=2))
+    with pytest.raises(ConfigError, match=r"down_proj\.weight .* no multiple of 8: use -tp 1, 2 or 4\."):
+        plan_of(raw, tp=8)
+
+
+def test_experts_whose_groups_would_be_too_small_are_refused_with_the_sizes_that_work() -> None:
+    raw = config_of("ct-w4-group", "glm4_moe") | {"moe_intermediate_size": 192, "num_attention_heads": 4}
+    assert not notes_of(plan_of(raw, tp=2))
+    with pytest.raises(ConfigError, match=r"into groups of 16; kernels .*: use -tp 1 or 2, or whole experts for each"):
+        plan_of(raw, tp=4)
 
 
 def test_explain_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

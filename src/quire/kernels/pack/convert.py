@@ -108,10 +108,10 @@ class _Conversion:
         """Return the converted matrix: the scales, zero points and column order of all parts, then their values."""
         scales, zeros, given, factors, order = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor](), None
         for i, part in enumerate(self.param.parts):
-            scales.append(self._by_rows(self._positive(f"{i}.scale"), part))
+            scales.append(self._by_groups(self._by_rows(self._positive(f"{i}.scale"), part), part))
             if f"{i}.zero" in self.tensors:
                 zero = self._zero(f"{i}.zero", part)
-                zeros += [self._by_rows(zero, part)] * self.stored.zeros
+                zeros += [self._by_groups(self._by_rows(zero, part), part)] * self.stored.zeros
             if self.stored.order:
                 order = self._order(f"{i}.order", order)
             if self.stored.inputs == "tensor":
@@ -180,6 +180,14 @@ class _Conversion:
             return blocks
         rows = ordered(torch.arange(part.rows, device=blocks.device), part)
         return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
+
+    def _by_groups(self, groups: Tensor, part: Part) -> Tensor:
+        """Return a number of each group for each of the equal parts in which the scheme has it: [rows, parts]."""
+        stored, own = self.stored.block[1], self.scheme.block[1]
+        if own == stored:
+            return groups
+        first = torch.arange(0, self.param.shape[1], own, device=groups.device) + part.start  # columns
+        return groups[:, first // stored - part.start // stored]
 
     def _zero(self, name: str, part: Part) -> Tensor:
         """Return the zero points of a part, [rows, groups] uint8."""
