@@ -133,7 +133,7 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
     if not found.config:
         return found
     stored = _stored_types(config, folder)
-    return found._replace(config=settled(found.config, layout(args), stored)) if stored else found
+    return found._replace(config=settled(found.config, layout(args), stored))
 
 
 def _check_draft_layer(config: EngineConfig, folder: Path, found: Quantization) -> None:

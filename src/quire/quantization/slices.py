@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
 
-
 LEAST = 8  # columns of a group that is a part of a stored one: those of an int32 word of 4-bit values
 
 

@@ -32,7 +32,7 @@ from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
-from quire.plan.parallel_notes import slice_notes, parallel_notes
+from quire.plan.parallel_notes import parallel_notes, slice_notes
 from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS, tensor_names
@@ -368,7 +368,7 @@ class PlanReport:
             "bytes": self.holdings.num_bytes(param),
             **steps,
             "format": param.format,
-            "stored_as": scheme_words(param.stored) if param.stored else "",
+            "stored_as": " and ".join(dict.fromkeys(map(scheme_words, param.each or filter(None, (param.stored,))))),
             "decided_by": decided_by(param, self.plan.quantization),
             "raw_bytes": self._raw_bytes(param, stored),
             "load_device": self.load_device,

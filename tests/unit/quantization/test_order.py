@@ -9,8 +9,11 @@ import pytest
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
+from quire.contracts.scheme import Scheme
 from quire.entry.cli.main import main
 from quire.plan.engine import EnginePlan, plan_notes
+from quire.plan.formats import settled
+from quire.plan.layout import layout
 from quire.quantization.read import find_quantization
 
 from ...support.filled_models import planned
@@ -83,3 +86,16 @@ def test_explain_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[
         shown = " ".join(capsys.readouterr().out.split())
         assert "note: o_proj and down_proj: kept in" in shown
         assert f"note: --quantization {name}: the weights are gptq. Quire chooses kernels by itself" in shown
+
+
+def test_experts_of_several_widths_are_kept_in_one_that_holds_their_numbers() -> None:
+    """Each rank packs the experts of a layer alike, whichever it has: experts move between ranks."""
+    raw = config_of("gptq-dynamic", "glm4_moe")
+    args = parse_checkpoint_config(raw)
+    config = settled(find_quantization(Path("nowhere"), raw).config, layout(args), {})
+    for number in range(2):
+        plan = planned(args, quantization=config, parallel=Parallel(tp=2, experts=True), number=number)
+        (scheme,) = {one.scheme for one in plan.params if one.each}
+        assert scheme == Scheme(values="w8", block=(1, 16), zeros=True)
+        (note,) = notes_of(plan)
+        assert "are stored in several forms" in note and "8-bit in groups of 16, zero points" in note
