@@ -21,11 +21,11 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.streamed import StreamedLayers
 from quire.plan.engine import EnginePlan, host_layers, own_draft
-from quire.plan.formats import with_formats
 from quire.plan.host_layers import SLOTS
 from quire.plan.joined import joined_decodes
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.quantization.assigned import with_formats
 
 
 def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan | None = None) -> Decoder:

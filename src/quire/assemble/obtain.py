@@ -19,7 +19,6 @@ from quire.plan.as_stored import as_stored
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
-from quire.plan.formats import settled, with_formats
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
@@ -30,6 +29,7 @@ from quire.plan.state_memory import state_dtype, state_use
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
+from quire.quantization.assigned import settled, with_formats
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import INDEX, Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import HEADERS, absent_weights, fetch_weights, resolve_folders

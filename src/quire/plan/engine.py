@@ -31,7 +31,6 @@ from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
-from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
 from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kernel_features import attention_features
@@ -47,6 +46,7 @@ from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
+from quire.quantization.assigned import with_formats
 from quire.quantization.formats import num_bytes
 
 

@@ -24,7 +24,6 @@ from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
-from quire.plan.formats import decided_by
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, Features, LayerStep
@@ -35,6 +34,7 @@ from quire.plan.memory import MemoryPlan
 from quire.plan.parallel_notes import parallel_notes, slice_notes
 from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
+from quire.quantization.assigned import decided_by
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words

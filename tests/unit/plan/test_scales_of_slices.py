@@ -14,10 +14,10 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan
-from quire.plan.formats import settled
 from quire.plan.layout import layout
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.sizing import resolve_sizing
+from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 from quire.reports.engine import PlanReport
 from quire.reports.holdings import Holdings

@@ -7,8 +7,8 @@ import torch
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize, unpacked
-from quire.plan.formats import settled, with_formats
 from quire.plan.layout import layout
+from quire.quantization.assigned import settled, with_formats
 from quire.quantization.read import find_quantization
 from quire.weights.dummy import SCALE, load_dummy
 

@@ -16,9 +16,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Param
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
-from quire.plan.formats import settled, with_formats
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.quantization.assigned import settled, with_formats
 from quire.quantization.formats import raw_tensors, tensor_names
 from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint

@@ -12,8 +12,8 @@ from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
 from quire.entry.cli.main import main
 from quire.plan.engine import EnginePlan, plan_notes
-from quire.plan.formats import settled
 from quire.plan.layout import layout
+from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 
 from ...support.filled_models import planned

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.contracts.params import FLOATS, Param, Part, first_expert, num_experts, of_expert
 from quire.contracts.scheme import Scheme
-from quire.quantization.common import are_integers, common_scheme
 from quire.quantization.formats import FORMATS, MARKS
+from quire.quantization.joined_integers import are_integers, common_scheme
 from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
