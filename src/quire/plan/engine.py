@@ -26,7 +26,7 @@ from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
-from quire.plan.collectives import buffer_bytes, exchange_bounds
+from quire.plan.collectives import buffer_bytes, exchange_bounds, num_passed
 from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
@@ -187,17 +187,30 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        return buffer_bytes(
-            self.args,
-            self.mesh.rank,
-            self.mesh.parallel,
-            tokens=self.step_tokens,
-            item_bytes=ITEM_BYTES[self.dtype.dtype],
-            rows=self.step_rows,
-            device=self.machine.device,
-            spread=self.spread,
-            wire=self.wire,
-        ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        states, rank = self.step_tokens * self.args.hidden_size * ITEM_BYTES[self.dtype.dtype], self.mesh.rank
+        received, sent = (num_passed(self.reads, layer) for layer in rank.layers)
+        sent *= self.mesh.parallel.pp * int(not rank.last)  # a copy for each step in flight
+        return (
+            states * (received + sent)
+            + buffer_bytes(
+                self.args,
+                self.mesh.rank,
+                self.mesh.parallel,
+                tokens=self.step_tokens,
+                item_bytes=ITEM_BYTES[self.dtype.dtype],
+                rows=self.step_rows,
+                device=self.machine.device,
+                spread=self.spread,
+                wire=self.wire,
+            )
+            + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        )
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs its EAGLE-3 head reads; () without one."""
+        head = self.draft.args.eagle if self.draft is not None else None
+        return () if head is None else head.reads(self.args.num_layers)
 
     @property
     def step_tokens(self) -> int:

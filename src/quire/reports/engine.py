@@ -211,7 +211,7 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
-            drafts=self.plan.speculation is not None,
+            drafts=None if self.plan.speculation is None else self.plan.reads,
         )
         return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
 
@@ -270,9 +270,14 @@ class PlanReport:
     def _listed(self) -> tuple[Param, ...]:
         """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
         holdings, args = self.holdings, self.plan.args
-        if self.plan.mesh.parallel.pp == 1 or not args.tie_word_embeddings:
+        if self._embeds or not args.tie_word_embeddings:
             return holdings.layout
         return holdings.layout[:1] + holdings.as_packed(holdings.params_of(replace(alone(args), first=False)))
+
+    @property
+    def _embeds(self) -> bool:
+        """True if the stage with the head has the embedding, too: it is the only one, or its drafter reads that."""
+        return self.plan.mesh.parallel.pp == 1 or self.plan.args.prediction.embeds
 
     def _features(self, at: str, name: str) -> tuple[str, ...]:
         """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
@@ -312,7 +317,7 @@ class PlanReport:
     def layers(self) -> Iterator[dict[str, Any]]:
         """Yield each layer, its weights and the calls of a step; see `describe`."""
         args, parallel = self.plan.args, self.plan.mesh.parallel
-        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and parallel.pp == 1)
+        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and self._embeds)
         for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
             at = f"layers.{layer}." if layer >= 0 else ""
             params = {param.name.removeprefix(at): param for param in group}

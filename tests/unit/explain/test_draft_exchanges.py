@@ -34,13 +34,14 @@ FEW = [
     ("mtp", Parallel(dp=2, tp=2, experts=True)),
     ("mtp", Parallel(dp=2, pp=2, experts=True)),
     ("noisy", DP2),
-    ("eagle3", TP2),
+    ("eagle3", Parallel(tp=2, pp=2)),
 ]
 MORE = [
     ("mtp", DP2),
     *((kind, sizes) for kind in ("mtp", "noisy", "eagle") for sizes in (TP2, Parallel(tp=2, experts=True))),
     ("noisy", Parallel(dp=2, tp=2, experts=True)),
     ("mtp", Parallel(pp=2, tp=2)),
+    ("eagle3", TP2),
 ]
 
 

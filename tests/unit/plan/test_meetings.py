@@ -76,11 +76,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"expert_placement_strategy": "round_robin"}, {}, {("round robin", "idle placement")}),
     ({"routing": "uniform"}, {"dense": True}, {("routing", "no experts"), ("routing", "real weights")}),
     ({"speculative_config": {"method": "medusa", "model": "x"}}, {}, {("drafts", "planned method")}),
-    (
-        EAGLE | {"pipeline_parallel_size": 2},
-        {},
-        {("EAGLE-3", "-pp")},
-    ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
         {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
@@ -414,14 +409,12 @@ def test_a_single_conflict_is_its_sentence() -> None:
 
 def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
     blends = {"enable_cache_blend": True, "enable_prefix_caching": False}
-    options = EXAMPLES["EAGLE"] | blends | {"pipeline_parallel_size": 2}
+    options = blends | {"enable_lora": True, "fully_sharded_loras": True, "tensor_parallel_size": 2}
     plan = resolved(options, "cpu")
     assert [one.status for one in plan.missing] == [MISSING] * 2
     with pytest.raises(UnsupportedModel) as refused:
         check(plan.meetings)
-    assert str(refused.value).startswith(
-        "This engine cannot run, for 2 reasons:\n- --speculative-config: an EAGLE-3 head"
-    )
+    assert str(refused.value).startswith("This engine cannot run, for 2 reasons:\n- --enable-cache-blend: CacheBlend")
     out = io.StringIO()
     described = [one._asdict() for one in plan.missing]
     console = Console(file=out, width=80, highlight=False)

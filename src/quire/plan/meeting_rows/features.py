@@ -231,7 +231,6 @@ DRAFTS: Mapping[str, Feature] = {
     "MTP": Feature(lambda i: i.method == "mtp", "method mtp", SPEC),
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
-    "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),

@@ -71,8 +71,6 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
-        'use "method": "eagle" with a head for it, or leave out -pp'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
