@@ -134,17 +134,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EAGLE | EXAMPLES["KV events"] | {"enable_prompt_embeds": True, "enable_cache_blend": True},
         {},
-        {("prompt embeddings", other) for other in ("drafts", "CacheBlend", "KV events")},
+        {("prompt embeddings", other) for other in ("CacheBlend", "KV events")},
     ),
     (
         {"enable_prompt_embeds": True},
         {"gemma4": True, "device": "mock"},
         {("prompt embeddings", "layer inputs"), ("prompt embeddings", "mock")},
-    ),
-    (
-        SHARED | {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
-        {},
-        {("prompt embeddings", "-pp"), ("prompt embeddings", "lock-step")},
     ),
     ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     (

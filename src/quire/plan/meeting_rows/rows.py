@@ -124,11 +124,7 @@ BLEND: tuple[Row, ...] = (
 )  # fmt: skip
 NO_EMBEDS = "leave out --enable-prompt-embeds"
 EMBEDS: tuple[Row, ...] = (
-    Row("prompt embeddings", "drafts", MISSING, "drafts are made of tokens, and such a prompt has none", NO_EMBEDS),
     Row("prompt embeddings", "CacheBlend", MISSING, "texts are found again by their tokens", NO_EMBEDS),
-    Row("prompt embeddings", "-pp", MISSING, "the first stage alone reads them", "leave out -pp, or use -tp"),
-    Row("prompt embeddings", "lock-step", MISSING,
-        "their steps run outside of the CUDA graphs that replicas replay together", NO_EMBEDS),
     Row("prompt embeddings", "layer inputs", MISSING, "each layer reads an embedding of the token, too", NO_EMBEDS),
     Row("prompt embeddings", "KV events", MISSING, "events name a block by its tokens", NO_EMBEDS),
     Row("prompt embeddings", "mock", REFUSED, "enable_prompt_embeds: device=mock has no layers", "leave it out"),
