@@ -200,7 +200,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         None if found.device.device == "cuda" else cpu.free_memory,
         quantization=plan.quantization,
     )
-    unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
+    dummy = config.load.load_format == "dummy"
+    unread = () if dummy else unread_head(found.folder, config.model.hf_overrides)
     with Progress(
         "Loading weights", 0, unit="B", enabled=config.load.use_tqdm_on_load and on_loading is None
     ) as progress:

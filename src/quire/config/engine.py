@@ -42,6 +42,9 @@ class ModelConfig:
     override_generation_config: dict[str, Any] | None = option(
         None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
     )
+    hf_overrides: dict[str, Any] | None = option(
+        None, 'values over those of the model\'s config.json, as JSON: {"max_position_embeddings": 65536}'
+    )
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     enable_prompt_embeds: bool = option(
         False, "prompts may be embeddings (prompt_embeds): tensors [tokens, hidden], as the first layer reads them"

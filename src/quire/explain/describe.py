@@ -127,7 +127,8 @@ def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[s
     try:
         return settled_quantization(config, folder, args).config
     except (ModelNotFound, WeightsError):
-        return find_quantization(folder, read_raw_config(folder), config.load.quantization).config
+        raw = read_raw_config(folder, config.model.hf_overrides)
+        return find_quantization(folder, raw, config.load.quantization).config
 
 
 def _holdings(plan: EnginePlan, folder: Path) -> tuple[Holdings, str]:

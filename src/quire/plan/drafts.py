@@ -47,6 +47,7 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
             tokenizer=None,
             revision=speculation.revision,
             max_model_len=None,
+            hf_overrides=None,
             dtype=dtype if speculation.head else config.model.dtype,
         ),
         scheduler=replace(config.scheduler, speculative_config=None),

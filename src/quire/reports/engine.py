@@ -111,7 +111,9 @@ class PlanReport:
                 "notes": (*args.notes, *notes),
                 "format": format_words(self.plan.quantization) or "unquantized",
                 **model_facts(args),
-                "embedding": str(read_pooling(Path(self.plan.folder), config.model.pooler_config)),
+                "embedding": str(
+                    read_pooling(Path(self.plan.folder), config.model.pooler_config, config.model.hf_overrides)
+                ),
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],

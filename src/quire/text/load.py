@@ -100,7 +100,7 @@ def load_text(
     """
     model = config.model
     tokenizer_folder = tokenizer_folder or folder
-    pooling = read_pooling(folder, model.pooler_config)  # first, since it fails without config.json
+    pooling = read_pooling(folder, model.pooler_config, model.hf_overrides)  # first, since it fails without config.json
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder

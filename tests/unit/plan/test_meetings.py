@@ -148,9 +148,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
     ),
     (
-        SHARED | {"routing": "uniform", "enable_lora": True},
+        SHARED | {"routing": "uniform", "enable_lora": True, "hf_overrides": {"vocab_size": 8}},
         {"foreign": True},
-        {(one, "layers of transformers") for one in ("-ep", "routing")},
+        {(one, "layers of transformers") for one in ("overrides", "-ep", "routing")},
     ),
     (
         {"pipeline_parallel_size": 2},

@@ -42,6 +42,8 @@ EXPERTS: tuple[Row, ...] = (
     Row("-ep", "fewer experts", REFUSED,
         "{parallel}: {experts} experts are fewer than the {expert_ranks} ranks (tp x dp) that share them",
         "lower -tp or -dp"),
+    Row("overrides", "layers of transformers", MISSING, "the module is read with the config.json of its folder",
+        "leave out hf_overrides, and change a copy of config.json"),
     Row("-ep", "layers of transformers", MISSING, "the module chooses experts, and rows do not travel from there",
         "leave out --enable-expert-parallel, or use -tp"),
     Row("routing", "layers of transformers", MISSING, "the module chooses experts", "leave it out"),
@@ -244,6 +246,8 @@ VERIFIED: tuple[Row, ...] = (
     Row("verify", "layers of transformers", REFUSED, "quire verify would compare it with itself", scope=VERIFY),
     Row("verify", "other dtype", REFUSED, "quire verify compares step by step in float32",
         "leave out --dtype, or compare with a reference that --dump has stored (--against)", scope=STEPS),
+    Row("verify", "overrides", REFUSED, "quire verify compares with transformers, which reads config.json as it is",
+        "leave out --hf-overrides, and change a copy of config.json", scope=STEPS),
     Row("verify", "EPLB", REFUSED, "quire verify compares each rank's parameters with the files, and experts move",
         "leave out --enable-eplb", scope=STEPS),
     Row("verify", "weights in host memory", REFUSED, "quire verify compares parameters on the device with files, and "
