@@ -52,7 +52,7 @@ from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resol
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
 from quire.plan.parallel_notes import parallel_notes
-from quire.plan.placement import parallel_sizes
+from quire.plan.placement import parallel_sizes, ranks_here
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
@@ -280,7 +280,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         if shared := ranks_share_gpu():
             config = _on_one_gpu(config, parallel)
         elif config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
-            check_gpus(parallel, hosts=config.hosts.nnodes)
+            check_gpus(parallel, here=ranks_here(config.hosts, parallel))
         total = probe_driver().memory
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()

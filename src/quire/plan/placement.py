@@ -10,7 +10,8 @@ from typing import Any
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
-from quire.config.engine import ParallelConfig
+from quire.config.engine import HostsConfig, ParallelConfig
+from quire.config.hosts import counts_replicas
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import attending, mixers
 from quire.plan.kinds.stored_experts import expert_share
@@ -80,6 +81,13 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             whole_experts=parallel.experts,
             num_experts=num_experts,
         )
+
+
+def ranks_here(hosts: HostsConfig, parallel: Parallel) -> int:
+    """Return the number of ranks of this host."""
+    if counts_replicas(hosts, parallel.dp):
+        return (hosts.data_parallel_size_local or 0) * parallel.replica
+    return parallel.size // hosts.nnodes
 
 
 def query_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:

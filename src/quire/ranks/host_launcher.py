@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -56,6 +56,9 @@ class Members(NamedTuple):
     gpus       True when every rank needs a GPU
     seconds    to wait for all hosts
     fault      returns the reason why a host will not come; "" while all may
+    own        number of the first ranks, which are on this process's host, where each host says which ranks it has.
+               None: all hosts have equally many
+    world      number of all ranks; 0: not known before `place`
     """
 
     first: int
@@ -65,6 +68,18 @@ class Members(NamedTuple):
     gpus: bool
     seconds: float = JOIN_SECONDS
     fault: Callable[[], str] = str
+    own: int | None = None
+    world: int = 0
+
+    def ranks_of(self, hello: HostHello) -> range:
+        """Return the ranks that an agent's host says it has, or those of one of equal hosts."""
+        first, count = hello.ranks
+        each = self.world // self.total
+        return range(first, first + count) if count else range(hello.node * each, (hello.node + 1) * each)
+
+    def key(self, hello: HostHello) -> int:
+        """Return the number under which a host is known: its index, or that of its first rank."""
+        return hello.node if self.own is None else self.ranks_of(hello).start
 
 
 class Hosts:
@@ -80,9 +95,9 @@ class Hosts:
         self._local, self._listener, self._key, self._members = local, listener, key, members
         self.address: str = listener.getsockname()[0]
         self._changed = threading.Condition()  # guards the fields below
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[int, _Agent] = {}  # by `Members.key`
         self._placed = False  # True: the ranks have their places, and no host can be replaced
-        self._each = 1  # ranks of an agent, and of this process
+        self._owners: dict[int, _Agent] = {}  # rank of another host -> its agent
         self._tokens: dict[bytes, int] = {}  # of ranks that have not connected -> their numbers
         self._connected: dict[int, socket.socket] = {}
         self._unreleased: set[int] = set()  # ranks of other hosts
@@ -102,15 +117,16 @@ class Hosts:
         self._ending.callback(call)
 
     def place(self, world: int) -> Sequence[Place]:
-        """Wait for all hosts. Give each of them the same number of consecutive ranks."""
+        """Wait for all hosts. Give each of them the consecutive ranks that it says, or the same number of them."""
         self._wait_for_hosts()
-        each, places = world // self._members.total, list[Place]()
-        assert each * self._members.total == world, "checked before"
+        places, owners = list[Place](), dict[int, _Agent]()
         names: dict[str, int] = {}  # of different hosts; agents with the same name are on one host
-        for node in range(self._members.total):
-            hello = self._agents[node].hello if node in self._agents else None
+        for each, agent in self._shares(world):
+            hello = None if agent is None else agent.hello
             host = names.setdefault(hello.name if hello else "", len(names))
             devices: Sequence[int] = range(each)
+            if agent is not None:
+                owners |= dict.fromkeys(range(len(places), len(places) + each), agent)
             if hello is not None and self._members.gpus:
                 devices = hello.devices
             if len(devices) < each:
@@ -121,16 +137,27 @@ class Hosts:
                 )
             folders = hello.files.folders if hello else ()
             places += [Place(host, devices[index], folders, hello is None) for index in range(each)]
-        self._each = each
+        self._owners = owners
         return places
+
+    def _shares(self, world: int) -> Iterator[tuple[int, "_Agent | None"]]:
+        """Yield the number of ranks of each host, and its agent, in the order of the ranks; None: this host."""
+        members = self._members
+        if members.own is None:
+            each = world // members.total
+            assert each * members.total == world, "checked before"
+            yield from ((each, self._agents.get(node)) for node in range(members.total))
+            return
+        if members.own:
+            yield members.own, None
+        here = {key: agent for key, agent in self._agents.items() if not agent.lost}
+        yield from ((len(members.ranks_of(agent.hello)), agent) for _, agent in sorted(here.items()))
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks on their hosts, or none of them. Waits until they have connected."""
         started: dict[int, StartedRank] = {}
         remote = {
-            number: _HostedRank(number, self._agents[number // self._each], self)
-            for number in numbers
-            if number // self._each in self._agents
+            number: _HostedRank(number, self._owners[number], self) for number in numbers if number in self._owners
         }
         try:
             with self._changed:
@@ -178,25 +205,36 @@ class Hosts:
     def _wait_for_hosts(self) -> None:
         begun, said, members = time.monotonic(), "", self._members
         with self._changed:
-            while missing := [
-                one for one in range(members.first, members.total) if one not in self._agents or self._agents[one].lost
-            ]:
-                waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
+            while words := self._missing():
+                waited = time.monotonic() - begun
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
                     raise EngineDead(fault)
                 if waited >= members.seconds:
+                    own = "its --node-rank and the same --nnodes"
+                    if members.own is not None:
+                        own = "its --data-parallel-start-rank and --data-parallel-size-local, the same"
                     raise EngineDead(
-                        f"node {words} of {members.total} has not connected to {place} in {waited:.0f} s"
+                        f"{words} has not connected to {place} in {waited:.0f} s"
                         f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
-                        "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
-                        "--master-port."
+                        f"--headless` there with {own}, --master-addr and --master-port."
                     )
                 if waited >= WAITING_SECONDS and said != words:
                     said = words
-                    LOG.warning("waiting for node %s of %d on %s.", words, members.total, place)
+                    LOG.warning("waiting for %s on %s.", words, place)
                 self._changed.wait(TICK_SECONDS)
             self._placed = True
+
+    def _missing(self) -> str:
+        """Return words for the hosts that have not connected, such as "node 2 of 3"; "": all have."""
+        members = self._members
+        here = {key: agent for key, agent in self._agents.items() if not agent.lost}
+        if members.own is None:
+            missing = [str(one) for one in range(members.first, members.total) if one not in here]
+            return f"node {', '.join(missing)} of {members.total}" if missing else ""
+        have = {*range(members.own), *(rank for agent in here.values() for rank in members.ranks_of(agent.hello))}
+        lacks = [rank for rank in range(members.world) if rank not in have]
+        return f"the host of rank {lacks[0]} of {members.world}" if lacks else ""
 
     def _wait_for_rank(self, rank: "_HostedRank") -> socket.socket:
         until = time.monotonic() + START_SECONDS
@@ -300,17 +338,20 @@ class Hosts:
             self._changed.notify_all()
 
     def _take(self, agent: "_Agent", peer: str) -> None:
-        hello, members, former = agent.hello, self._members, self._agents.get(agent.hello.node)
+        hello, members = agent.hello, self._members
+        key = members.key(hello)
+        former = self._agents.get(key)
         why, gone = "", former is not None and (former.lost or agent.heard - former.heard >= GONE_SECONDS)
-        if not members.first <= hello.node < members.total:
-            why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
+        if misfit := self._misfit(hello):
+            why = misfit
         elif former is not None and gone and self._placed:
             why = (
-                f"the ranks of node {hello.node} have ended, and the engine takes no host in their place: start the "
+                f"the ranks of {hello.words} have ended, and the engine takes no host in their place: start the "
                 "engine again"
             )
         elif former is not None and not gone:
-            why = f"node {hello.node} is {former.hello.name} already: give each host its --node-rank"
+            flag = "--node-rank" if members.own is None else "--data-parallel-start-rank"
+            why = f"{hello.words} is {former.hello.name} already: give each host its {flag}"
         elif hello.versions != members.versions:
             why = f"it has {hello.versions}, and the first host has {members.versions}: install the same versions"
         elif hello.files.digest != members.model:
@@ -326,7 +367,28 @@ class Hosts:
             if former is not None:
                 former.lost = former.lost or "was replaced"
                 former.frames.close()
-            self._agents[hello.node] = agent
+            self._agents[key] = agent
+
+    def _misfit(self, hello: HostHello) -> str:
+        """Return the reason why the ranks of a host do not fit those of the others; "": they do."""
+        members, ranks = self._members, self._members.ranks_of(hello)
+        if members.own is None:
+            if not members.first <= hello.node < members.total:
+                return f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
+            each = members.world // members.total
+            if hello.ranks[1] and ranks != range(hello.node * each, (hello.node + 1) * each):
+                return f"it has ranks {ranks.start} to {ranks.stop - 1}, and each of {members.total} hosts has {each}"
+            return ""
+        if ranks.start < members.own or ranks.stop > members.world:
+            return (
+                f"it has ranks {ranks.start} to {ranks.stop - 1}, and the other hosts have ranks {members.own} to "
+                f"{members.world - 1}"
+            )
+        for agent in self._agents.values():
+            other = members.ranks_of(agent.hello)
+            if other.start != ranks.start and not agent.lost and {*ranks} & {*other}:
+                return f"it has ranks {ranks.start} to {ranks.stop - 1}, some of which {agent.hello.name} has"
+        return ""
 
     def _read(self, agent: "_Agent", now: float) -> None:
         """Take the messages of an agent that have arrived."""

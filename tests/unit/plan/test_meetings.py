@@ -58,7 +58,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"data_parallel_size": 5000}, {}, {("several ranks", "too many ranks")}),
     ({"nnodes": 3, "tensor_parallel_size": 2}, {}, {("hosts", "uneven hosts")}),
     ({"nnodes": 2, "distributed_executor_backend": "ray"}, {}, {("hosts", "Ray"), ("Ray", "one rank")}),
-    ({"data_parallel_size": 4, "data_parallel_size_local": 3}, {}, {("local replicas", "other replicas")}),
+    ({"data_parallel_size": 4, "data_parallel_size_local": 5}, {}, {("local replicas", "other replicas")}),
     (EXAMPLES["Ray"] | {"data_parallel_size": 4, "data_parallel_size_local": 2}, {}, {("local replicas", "Ray")}),
     (EXAMPLES["collective checks"] | {"enforce_eager": False}, {}, {("collective checks", "captured exchanges")}),
     (MOVES, {"dense": True}, {("-ep", "no experts"), ("EPLB", "no experts")}),
