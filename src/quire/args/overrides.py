@@ -24,9 +24,9 @@ def overridden(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     gone = {other for names in SPELLINGS for key in names & given.keys() for other in names - given.keys() - {key}}
     found = {key: value for key, value in raw.items() if key not in gone}
     for key, value in given.items():
-        before = raw.get(key)
-        part = key.endswith("_config") and key not in PLAIN and isinstance(before, Mapping)
-        found[key] = overridden(before, value) if part and isinstance(value, Mapping) else value
+        before, part = raw.get(key), key.endswith("_config") and key not in PLAIN
+        both = part and isinstance(before, Mapping) and isinstance(value, Mapping)
+        found[key] = overridden(dict(before or {}), value) if both else value
     inner, scaling = raw.get("rope_parameters"), given.get("rope_scaling")
     if isinstance(inner, Mapping) and "rope_theta" in inner and isinstance(scaling, Mapping):
         found["rope_scaling"] = {"rope_theta": given.get("rope_theta", inner["rope_theta"]), **scaling}

@@ -21,6 +21,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.read_states import ReadStates
 from quire.layers.streamed import StreamedLayers
+from quire.plan.collectives import head_reads
 from quire.plan.engine import EnginePlan, host_layers, own_draft
 from quire.plan.host_layers import SLOTS
 from quire.plan.joined import joined_decodes
@@ -64,8 +65,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
 
         modules = foreign_modules(Path(plan.folder), args, build)
     model = Decoder(args, plan.params, build, elsewhere=everything, modules=modules)
-    if plan.reads:
-        model.reads = ReadStates(plan.reads, model.numbers, model.layers)
+    if reads := head_reads(args, plan.draft.args if plan.draft else None):
+        model.reads = ReadStates(reads, model.numbers, model.layers)
     if (drafter := own_draft(plan)) is not None:
         model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
         if drafter.args.eagle is not None:

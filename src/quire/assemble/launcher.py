@@ -14,8 +14,9 @@ from quire.plan.engine import EnginePlan
 from quire.plan.placement import ranks_here
 from quire.procs.host_link import interface_of, listen
 from quire.ranks.headless import plan_digest, versions
-from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_launcher import Hosts
 from quire.ranks.launchers import Launcher, LocalLauncher, Place
+from quire.ranks.members import Members
 
 MODULE = "quire.assemble.rank_child"
 LOG = logging.getLogger("quire").getChild("hosts")

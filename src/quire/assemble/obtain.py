@@ -65,7 +65,7 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     if impl == "transformers" and not head:
         return read_foreign(config, folder)
     try:
-        args = with_length(read_checkpoint_config(folder, head, config.model.hf_overrides), config.model.max_model_len)
+        args = with_length(read_checkpoint_config(folder, head, config.load.hf_overrides), config.model.max_model_len)
     except UnsupportedModel as error:
         if impl != "auto" or head or has_family(read_raw_config(folder)):
             raise
@@ -128,7 +128,7 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
 
     The files, the option `quantization` and the names of the stored tensors decide it.
     """
-    raw = read_raw_config(folder, config.model.hf_overrides)
+    raw = read_raw_config(folder, config.load.hf_overrides)
     found = find_quantization(folder, raw, config.load.quantization)
     _check_draft_layer(config, folder, found)
     if not found.config:
@@ -144,7 +144,7 @@ def _check_draft_layer(config: EngineConfig, folder: Path, found: Quantization) 
         return
     why = ""
     try:
-        raw = read_raw_config(folder, config.model.hf_overrides)
+        raw = read_raw_config(folder, config.load.hf_overrides)
         other = find_quantization(folder, raw, drafts.quantization).config
     except ConfigError as error:
         why, other = f" ({error})", {}

@@ -127,7 +127,7 @@ def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[s
     try:
         return settled_quantization(config, folder, args).config
     except (ModelNotFound, WeightsError):
-        raw = read_raw_config(folder, config.model.hf_overrides)
+        raw = read_raw_config(folder, config.load.hf_overrides)
         return find_quantization(folder, raw, config.load.quantization).config
 
 

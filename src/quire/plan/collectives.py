@@ -147,6 +147,17 @@ def num_passed(reads: Sequence[int], layer: int) -> int:
     return sum(read < layer for read in reads)
 
 
+def head_reads(args: ModelArgs, drafter: ModelArgs | None) -> tuple[int, ...]:
+    """Return the layers of a model whose inputs its drafter reads, an EAGLE-3 head; () for another one, or none."""
+    return () if drafter is None or drafter.eagle is None else drafter.eagle.reads(args.num_layers)
+
+
+def passed_bytes(reads: Sequence[int], rank: Rank, stages: int, state_bytes: int) -> int:
+    """Return the bytes of states for an EAGLE-3 head that a rank gets and sends. state_bytes: of one of them"""
+    received, sent = (num_passed(reads, layer) for layer in rank.layers)
+    return state_bytes * (received + sent * stages * int(not rank.last))  # a copy for each step in flight
+
+
 def groups(parallel: Parallel) -> list[dict[str, Any]]:
     """Return the groups of ranks as plain values: name, purpose, and the global numbers of the members of each."""
     found = (

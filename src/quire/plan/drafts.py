@@ -47,12 +47,11 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
             tokenizer=None,
             revision=speculation.revision,
             max_model_len=None,
-            hf_overrides=None,
             dtype=dtype if speculation.head else config.model.dtype,
         ),
         scheduler=replace(config.scheduler, speculative_config=None),
         cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
-        load=replace(config.load, quantization=speculation.quantization, cpu_offload_gb=0.0),
+        load=replace(config.load, quantization=speculation.quantization, cpu_offload_gb=0.0, hf_overrides=None),
     )
 
 

@@ -26,7 +26,7 @@ from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
-from quire.plan.collectives import buffer_bytes, exchange_bounds, num_passed
+from quire.plan.collectives import buffer_bytes, exchange_bounds, head_reads, passed_bytes
 from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
@@ -41,7 +41,6 @@ from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met
-from quire.plan.parallel_notes import slice_notes
 from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
@@ -187,30 +186,23 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        states, rank = self.step_tokens * self.args.hidden_size * ITEM_BYTES[self.dtype.dtype], self.mesh.rank
-        received, sent = (num_passed(self.reads, layer) for layer in rank.layers)
-        sent *= self.mesh.parallel.pp * int(not rank.last)  # a copy for each step in flight
+        rank, item, tokens = self.mesh.rank, ITEM_BYTES[self.dtype.dtype], self.step_tokens
+        reads = head_reads(self.args, self.draft.args if self.draft else None)
         return (
-            states * (received + sent)
-            + buffer_bytes(
+            buffer_bytes(
                 self.args,
-                self.mesh.rank,
+                rank,
                 self.mesh.parallel,
-                tokens=self.step_tokens,
-                item_bytes=ITEM_BYTES[self.dtype.dtype],
+                tokens=tokens,
+                item_bytes=item,
                 rows=self.step_rows,
                 device=self.machine.device,
                 spread=self.spread,
                 wire=self.wire,
             )
+            + passed_bytes(reads, rank, self.mesh.parallel.pp, tokens * self.args.hidden_size * item)
             + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
         )
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Layers of the model whose inputs its EAGLE-3 head reads; () without one."""
-        head = self.draft.args.eagle if self.draft is not None else None
-        return () if head is None else head.reads(self.args.num_layers)
 
     @property
     def step_tokens(self) -> int:
@@ -404,14 +396,6 @@ def _experts(
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
-
-
-def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
-    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized.
-
-    params   of a rank of each stage
-    """
-    return (*plan.cache.notes, *plan.offload.notes, *slice_notes(tuple(params), plan.dtype.dtype))
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

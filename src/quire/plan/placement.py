@@ -10,8 +10,8 @@ from typing import Any
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
-from quire.config.engine import HostsConfig, ParallelConfig
-from quire.config.hosts import counts_replicas
+from quire.config.engine import ParallelConfig
+from quire.config.hosts import HostsConfig, counts_replicas
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import attending, mixers
 from quire.plan.kinds.stored_experts import expert_share

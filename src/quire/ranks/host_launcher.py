@@ -12,10 +12,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +22,7 @@ from quire.contracts.errors import ConfigError, EngineDead
 from quire.procs.child_process import REAP_SECONDS
 from quire.procs.frames import Frames
 from quire.procs.host_link import NotMaster, welcome
-from quire.ranks.agent import BEAT_SECONDS, JOIN_SECONDS, SILENT_SECONDS, WAITING_SECONDS
+from quire.ranks.agent import BEAT_SECONDS, SILENT_SECONDS, WAITING_SECONDS
 from quire.ranks.host_messages import (
     FROM_HOST,
     HELLO,
@@ -39,47 +38,13 @@ from quire.ranks.host_messages import (
     encode_for_host,
 )
 from quire.ranks.launchers import LocalLauncher, Place, StartedRank
+from quire.ranks.members import Members
 
 LOG = logging.getLogger("quire").getChild("hosts")
 TICK_SECONDS = 0.1
 START_SECONDS = 60.0  # for an agent to start a process
 MOST_NEW = 64  # connections that are proving their key at the same time; an older one gives way to a further one
 GONE_SECONDS = 5.0  # silence after which an agent gives way to one that comes for the same host
-
-
-class Members(NamedTuple):
-    """The hosts that an engine waits for.
-
-    first      index of the first host that must connect: 1 when this process's host is host 0, 0 when all connect
-    total      number of hosts, this one included
-    versions, model   that the hosts must have; see `HostHello`
-    gpus       True when every rank needs a GPU
-    seconds    to wait for all hosts
-    fault      returns the reason why a host will not come; "" while all may
-    own        number of the first ranks, which are on this process's host, where each host says which ranks it has.
-               None: all hosts have equally many
-    world      number of all ranks; 0: not known before `place`
-    """
-
-    first: int
-    total: int
-    versions: str
-    model: str
-    gpus: bool
-    seconds: float = JOIN_SECONDS
-    fault: Callable[[], str] = str
-    own: int | None = None
-    world: int = 0
-
-    def ranks_of(self, hello: HostHello) -> range:
-        """Return the ranks that an agent's host says it has, or those of one of equal hosts."""
-        first, count = hello.ranks
-        each = self.world // self.total
-        return range(first, first + count) if count else range(hello.node * each, (hello.node + 1) * each)
-
-    def key(self, hello: HostHello) -> int:
-        """Return the number under which a host is known: its index, or that of its first rank."""
-        return hello.node if self.own is None else self.ranks_of(hello).start
 
 
 class Hosts:
@@ -121,7 +86,8 @@ class Hosts:
         self._wait_for_hosts()
         places, owners = list[Place](), dict[int, _Agent]()
         names: dict[str, int] = {}  # of different hosts; agents with the same name are on one host
-        for each, agent in self._shares(world):
+        for key, each in self._members.shares(world, self._here()):
+            agent = None if key is None else self._agents.get(key)
             hello = None if agent is None else agent.hello
             host = names.setdefault(hello.name if hello else "", len(names))
             devices: Sequence[int] = range(each)
@@ -139,19 +105,6 @@ class Hosts:
             places += [Place(host, devices[index], folders, hello is None) for index in range(each)]
         self._owners = owners
         return places
-
-    def _shares(self, world: int) -> Iterator[tuple[int, "_Agent | None"]]:
-        """Yield the number of ranks of each host, and its agent, in the order of the ranks; None: this host."""
-        members = self._members
-        if members.own is None:
-            each = world // members.total
-            assert each * members.total == world, "checked before"
-            yield from ((each, self._agents.get(node)) for node in range(members.total))
-            return
-        if members.own:
-            yield members.own, None
-        here = {key: agent for key, agent in self._agents.items() if not agent.lost}
-        yield from ((len(members.ranks_of(agent.hello)), agent) for _, agent in sorted(here.items()))
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks on their hosts, or none of them. Waits until they have connected."""
@@ -205,7 +158,7 @@ class Hosts:
     def _wait_for_hosts(self) -> None:
         begun, said, members = time.monotonic(), "", self._members
         with self._changed:
-            while words := self._missing():
+            while words := members.missing(self._here()):
                 waited = time.monotonic() - begun
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
@@ -225,16 +178,9 @@ class Hosts:
                 self._changed.wait(TICK_SECONDS)
             self._placed = True
 
-    def _missing(self) -> str:
-        """Return words for the hosts that have not connected, such as "node 2 of 3"; "": all have."""
-        members = self._members
-        here = {key: agent for key, agent in self._agents.items() if not agent.lost}
-        if members.own is None:
-            missing = [str(one) for one in range(members.first, members.total) if one not in here]
-            return f"node {', '.join(missing)} of {members.total}" if missing else ""
-        have = {*range(members.own), *(rank for agent in here.values() for rank in members.ranks_of(agent.hello))}
-        lacks = [rank for rank in range(members.world) if rank not in have]
-        return f"the host of rank {lacks[0]} of {members.world}" if lacks else ""
+    def _here(self) -> dict[int, HostHello]:
+        """Return the hosts that have connected, and are not lost."""
+        return {key: agent.hello for key, agent in self._agents.items() if not agent.lost}
 
     def _wait_for_rank(self, rank: "_HostedRank") -> socket.socket:
         until = time.monotonic() + START_SECONDS
@@ -342,7 +288,7 @@ class Hosts:
         key = members.key(hello)
         former = self._agents.get(key)
         why, gone = "", former is not None and (former.lost or agent.heard - former.heard >= GONE_SECONDS)
-        if misfit := self._misfit(hello):
+        if misfit := members.misfit(hello, self._here()):
             why = misfit
         elif former is not None and gone and self._placed:
             why = (
@@ -368,27 +314,6 @@ class Hosts:
                 former.lost = former.lost or "was replaced"
                 former.frames.close()
             self._agents[key] = agent
-
-    def _misfit(self, hello: HostHello) -> str:
-        """Return the reason why the ranks of a host do not fit those of the others; "": they do."""
-        members, ranks = self._members, self._members.ranks_of(hello)
-        if members.own is None:
-            if not members.first <= hello.node < members.total:
-                return f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
-            each = members.world // members.total
-            if hello.ranks[1] and ranks != range(hello.node * each, (hello.node + 1) * each):
-                return f"it has ranks {ranks.start} to {ranks.stop - 1}, and each of {members.total} hosts has {each}"
-            return ""
-        if ranks.start < members.own or ranks.stop > members.world:
-            return (
-                f"it has ranks {ranks.start} to {ranks.stop - 1}, and the other hosts have ranks {members.own} to "
-                f"{members.world - 1}"
-            )
-        for agent in self._agents.values():
-            other = members.ranks_of(agent.hello)
-            if other.start != ranks.start and not agent.lost and {*ranks} & {*other}:
-                return f"it has ranks {ranks.start} to {ranks.stop - 1}, some of which {agent.hello.name} has"
-        return ""
 
     def _read(self, agent: "_Agent", now: float) -> None:
         """Take the messages of an agent that have arrived."""

@@ -21,7 +21,7 @@ from quire.contracts.step import FIRST_TOKENS
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
-from quire.plan.collectives import collectives, groups
+from quire.plan.collectives import collectives, groups, head_reads
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
 from quire.plan.kinds import mixers
@@ -112,7 +112,7 @@ class PlanReport:
                 "format": format_words(self.plan.quantization) or "unquantized",
                 **model_facts(args),
                 "embedding": str(
-                    read_pooling(Path(self.plan.folder), config.model.pooler_config, config.model.hf_overrides)
+                    read_pooling(Path(self.plan.folder), config.model.pooler_config, config.load.hf_overrides)
                 ),
             },
             "machine": self.plan.machine.words,
@@ -205,6 +205,7 @@ class PlanReport:
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
+        drafter = self.plan.draft
         sent = collectives(
             self.plan.args,
             self.plan.mesh.parallel,
@@ -213,7 +214,9 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
-            drafts=None if self.plan.speculation is None else self.plan.reads,
+            drafts=None
+            if self.plan.speculation is None
+            else head_reads(self.plan.args, drafter.args if drafter else None),
         )
         return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
 

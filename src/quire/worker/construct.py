@@ -122,14 +122,10 @@ def make_runner(
         sampling=(operations, sampler.rows),
         windows=None if staged else limits.windows,
     )
-    embeds = PromptEmbeds(first=groups.pp is None or groups.pp.rank == 0)
-    if drafter is not None:
-        drafter.write_prompts = embeds.write
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        embeds,
-        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None),
+        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None, drafter),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -178,9 +174,14 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 
 
 def _own(
-    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, captured: int | None
+    model: Model,
+    kv: list[KVView],
+    state: DeviceState,
+    groups: RankGroups,
+    captured: int | None,
+    drafter: Drafter | None,
 ) -> Iterator[StepFeature]:
-    """Yield the features of a rank: adapters, blending, processors, scoring, pooling.
+    """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
 
     captured   most tokens of a step in a CUDA graph; None: steps are in none
     """
@@ -189,6 +190,9 @@ def _own(
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
         yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured))
+    yield (embeds := PromptEmbeds(first=groups.pp is None or groups.pp.rank == 0))
+    if drafter is not None:
+        drafter.write_prompts = embeds.write
     if model.kernels.blend is not None:
         yield Blending(model, kv, groups)
     if model.last and model.vocabulary is None:

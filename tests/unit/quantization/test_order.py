@@ -11,8 +11,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
 from quire.entry.cli.main import main
-from quire.plan.engine import EnginePlan, plan_notes
+from quire.plan.engine import EnginePlan
 from quire.plan.layout import layout
+from quire.plan.parallel_notes import slice_notes
 from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 
@@ -25,7 +26,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 
 
 
 def notes_of(plan: EnginePlan) -> tuple[str, ...]:
-    return plan_notes(plan, plan.params)
+    return slice_notes(plan.params, plan.dtype.dtype)
 
 
 def config_of(form: str, family: str = "qwen3") -> dict[str, Any]:

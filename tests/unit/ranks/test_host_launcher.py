@@ -19,9 +19,10 @@ from quire.procs.host_link import connect, listen, welcome
 from quire.ranks import agent as agent_module
 from quire.ranks import host_launcher as module
 from quire.ranks.executor import RankProcesses
-from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_launcher import Hosts
 from quire.ranks.host_messages import TO_HOST, HostHello, Leave, ModelFiles, RankHello, encode_for_host
 from quire.ranks.launchers import LocalLauncher
+from quire.ranks.members import Members
 from quire.ranks.messages import RankStep
 from quire.ranks.watch import RankTimes
 

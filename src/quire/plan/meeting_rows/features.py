@@ -226,7 +226,7 @@ RANKS: Mapping[str, Feature] = {
     ),
     "idle placement": Feature(lambda i: bool(idle_placement(i)), "experts that ranks do not share"),
     "overrides": Feature(
-        lambda i: bool(i.config.model.hf_overrides), "values over those of config.json", "--hf-overrides"
+        lambda i: bool(i.config.load.hf_overrides), "values over those of config.json", "--hf-overrides"
     ),
     "routing": Feature(given("routing"), "experts that are drawn", "--routing"),
     "real weights": Feature(lambda i: i.config.load.load_format != "dummy", "weights of a checkpoint"),
