@@ -29,7 +29,7 @@ from quire.plan.state_memory import state_dtype, state_use
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
-from quire.quantization.assigned import settled, with_formats
+from quire.quantization.assigned import differs_by_module, settled, with_formats
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import INDEX, Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import HEADERS, absent_weights, fetch_weights, resolve_folders
@@ -134,6 +134,8 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
     if not found.config:
         return found
     stored = _stored_types(config, folder)
+    if not stored and not differs_by_module(found.config):  # a layout of all experts takes a while
+        return found
     return found._replace(config=settled(found.config, layout(args), stored))
 
 

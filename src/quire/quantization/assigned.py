@@ -39,7 +39,6 @@ STEERING = (".delta.rates.weight", ".delta.decays.weight", ".delta.gates.weight"
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
 OF_EXPERTS = 32  # columns: the groups that kernels of experts run are multiples of it
 MIXED = "mixed"  # key of the schemes that all experts of a layer get, where they are stored in several
-BY_MODULE = ("dynamic", "config_groups", "quantized_layers")  # keys by which experts of a layer may differ
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
@@ -82,7 +81,7 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
     if not config or config["quant_method"] == ONLINE:
         return config
     params, rules, plain, head = tuple(params), rules_of(config), list[str](), False
-    if any(config.get(key) for key in BY_MODULE) and (mixed := _mixed(params, rules)):
+    if differs_by_module(config) and (mixed := _mixed(params, rules)):
         config = config | {MIXED: mixed}
     if not stored:
         return config
@@ -111,6 +110,11 @@ def _mixed(params: Iterable[Param], rules: Rules) -> dict[str, Any]:
         if alike and len(own) > 1:
             found[param.name] = to_builtins(common_scheme([rule.scheme for rule in own]))
     return found
+
+
+def differs_by_module(config: Mapping[str, Any]) -> bool:
+    """True for a quantization_config by which experts of a layer may have several schemes."""
+    return bool(config.get("dynamic") or config.get("quantized_layers")) or len(config.get("config_groups") or ()) > 1
 
 
 def decided_by(param: Param, config: Mapping[str, Any]) -> str:

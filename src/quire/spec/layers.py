@@ -174,7 +174,7 @@ class LayerDrafter:
             moved[1:] = states
             moved[starts] = carried
             own = ctx if joint is None else replace(ctx, replicas=joint.prompts(step.words[TOKENS]))
-            self._pass.run(buffers.token_ids, moved[:-1], own, self.write_prompts)
+            self._pass.run(buffers.token_ids, moved[:-1], own, write=self.write_prompts)
         self._operations.keep_states(step, buffers, states, self.states, self.first, False)
         if self._recurrent is not None:
             assert ctx.states is not None, "the runner tells where states are"

@@ -82,7 +82,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], Passes]:
     steps: dict[int, int] = {}
 
     def note(name: str, real: Any) -> Any:
-        def noted(own: Any, *given: Any) -> Any:
+        def noted(own: Any, *given: Any, **more: Any) -> Any:
             at = threading.get_ident()
             one = found[at, steps.get(at, -1)]
             if name == "logits":
@@ -90,7 +90,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], Passes]:
             else:
                 ctx = given[-1]
                 one.runs.append((len(ctx.positions), None if ctx.replicas is None else ctx.replicas.rows))
-            return real(own, *given)
+            return real(own, *given, **more)
 
         return noted
 
