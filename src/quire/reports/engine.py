@@ -206,6 +206,7 @@ class PlanReport:
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
         drafter = self.plan.draft
+        reads = head_reads(self.plan.args, drafter.args if drafter else None)
         sent = collectives(
             self.plan.args,
             self.plan.mesh.parallel,
@@ -214,9 +215,7 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
-            drafts=None
-            if self.plan.speculation is None
-            else head_reads(self.plan.args, drafter.args if drafter else None),
+            drafts=None if self.plan.speculation is None else reads,
         )
         return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
 
