@@ -247,9 +247,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         | {("verify", "layers of transformers"), ("verify", "other dtype")},
     ),
     (
-        {"kv_cache_dtype": "fp8", "cpu_offload_gb": 1.0},
+        {"kv_cache_dtype": "fp8", "cpu_offload_gb": 1.0, "hf_overrides": {"vocab_size": 8}},
         {"chosen": True},
-        {("coded cache", "chosen tokens"), ("verify", "weights in host memory")},
+        {("coded cache", "chosen tokens"), ("verify", "weights in host memory"), ("verify", "overrides")},
     ),
 ]
 
