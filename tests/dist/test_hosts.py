@@ -11,7 +11,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,12 @@ class Agent:
 
 
 @contextmanager
-def agent(port: int, model: str = "", flags: tuple[str, ...] = (), **environment: str) -> Iterator[Agent]:
-    words = ["-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2", *flags]
+def agent(
+    port: int, model: str = "", flags: tuple[str, ...] = (), place: str = "--nnodes 2 --node-rank 1", **environment: str
+) -> Iterator[Agent]:
+    words = ["-m", "quire", "serve", *([model] if model else []), "--headless", *place.split(), *flags]
     with template_process.start(
-        [*words, "--node-rank", "1", "--master-port", str(port), "--device", "cpu"],
+        [*words, "--master-port", str(port), "--device", "cpu"],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,6 +98,32 @@ def test_answers_of_one_rank(
             found = ask(llm, requests(24))
         code, out = other.end()
         assert code == 0 and "the engine has ended" in out
+    compare(found, truth(requests(24), folder))
+
+
+@pytest.mark.parametrize(("own", "there"), full_rows([(0, (2,)), (1, (2,)), (0, (1, 2))]))
+def test_hosts_with_other_numbers_of_replicas(
+    own: int,
+    there: tuple[int, ...],
+    port: int,
+    checkpoint: Callable[[str], Path],
+    truth: Callable[..., list[RequestOutput]],
+) -> None:
+    """The first host may have the server alone. Replicas share experts, so that they meet."""
+    folder, sizes = checkpoint("qwen3_moe"), {"data_parallel_size": own + sum(there), "enable_expert_parallel": True}
+    flags = ("-dp", str(own + sum(there)), "--enable-expert-parallel")
+    with ExitStack() as stack:
+        firsts = accumulate((own, *there))
+        others = [
+            stack.enter_context(agent(port, str(folder), flags, f"-dpl {local} --data-parallel-start-rank {first}"))
+            for local, first in zip(there, firsts, strict=False)
+        ]
+        options: Row = CHECKED | sizes | {"data_parallel_size_local": own, "master_port": port}
+        with make_engine(folder, **options) as llm:
+            found = ask(llm, requests(24))
+        for other in others:
+            code, out = other.end()
+            assert code == 0 and "the host of ranks" in out and "the engine has ended" in out
     compare(found, truth(requests(24), folder))
 
 

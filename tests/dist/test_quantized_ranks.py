@@ -31,7 +31,9 @@ def plain(folder: Path, **changes: object) -> Path:
     [
         ("ct-w4-group", "pp2", {"tie_word_embeddings": True}),
         ("gptq-order", "tp2", {}),
-        *full_rows([("ct-w4-order", "tp2", {}), ("ct-mxfp4", "tp2", {})]),
+        *full_rows(
+            [("ct-w4-order", "tp2", {}), ("ct-mxfp4", "tp2", {}), ("gptq-zeros", "tp2", {"intermediate_size": 96})]
+        ),
     ],
     ids=str,
 )
@@ -74,11 +76,13 @@ def test_tokens_of_one_rank_with_parts_of_stacked_experts(tmp_path: Path, engine
     same(engine, write_mxfp4(tmp_path / "plain", blocks, tmp_path / "quantized"), "tp2")
 
 
-@pytest.mark.parametrize("form", ["ct-w4-order", *full_rows(["gptq-8-v2-order"])])
-def test_tokens_of_one_rank_whose_experts_are_in_activation_order(
-    form: str, tmp_path: Path, engine: Callable[..., LLM]
+@pytest.mark.parametrize(
+    ("form", "sizes"), [("ct-w4-order", "tp2"), *full_rows([("gptq-8-v2-order", "tp2"), ("gptq-dynamic", "tp2-ep")])]
+)
+def test_tokens_of_one_rank_whose_experts_are_in_activation_order_or_of_several_widths(
+    form: str, sizes: str, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
     spec = Tiny(family="qwen3_moe", heads=(8, 4), changes=(("moe_intermediate_size", 64), ("intermediate_size", 128)))
     random_model(spec, 0).save_pretrained(tmp_path / "plain")
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", FORMS[form])
-    same(engine, tmp_path / "quantized", "tp2")
+    same(engine, tmp_path / "quantized", sizes)

@@ -151,14 +151,26 @@ def truth() -> Truth:
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth", "every"),
-    [("eagle3", 2, 3), *full_rows([("eagle3", 2, 1), ("eagle", 1, 1), ("eagle", 2, 1), ("eagle3", 1, 1)])],
+    ("kind", "depth", "every", "stages"),
+    [
+        ("eagle3", 2, 3, 1),
+        *full_rows([("eagle3", 2, 1, 1), ("eagle", 1, 1, 1), ("eagle", 2, 1, 1), ("eagle3", 1, 1, 1)]),
+        *full_rows([("eagle", 2, 3, 2), ("eagle3", 2, 3, 2), ("eagle3", 1, 3, 3)]),
+    ],
 )
-def test_answers_are_those_of_plain_decoding(kind: str, depth: int, every: int, truth: Truth, tmp_path: Path) -> None:
+def test_answers_are_those_of_plain_decoding(
+    kind: str, depth: int, every: int, stages: int, truth: Truth, tmp_path: Path
+) -> None:
+    """In a pipeline the head on the last stage reads states that other stages keep and send on."""
     own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
     given = {"method": kind, "model": str(eagle.write(tmp_path, kind, own, **keys)), "num_speculative_tokens": 2}
     llm = LLM(
-        **OPTIONS, async_depth=depth, max_num_batched_tokens=24, num_gpu_blocks_override=24, speculative_config=given
+        **OPTIONS,
+        async_depth=depth,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=24,
+        speculative_config=given,
+        pipeline_parallel_size=stages,
     )
     place = slice(0, None, every)
     check(answers(llm, REQUESTS, place), truth.answers[place], place)

@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.contracts.errors import InvalidParameter
 
+from ..support.full import full_rows
 from .serving import running_server
 
 PROMPTS = [list(range(5, 45)), list(range(50, 60)), [*range(5, 37), 99, 98, 97]]
@@ -68,6 +70,34 @@ def test_preempted_requests_are_computed_again_from_their_embeddings(answers: An
         outs = llm.generate(given, GREEDY.clone(max_tokens=40), use_tqdm=False)
         assert llm.engine.core.scheduler.num_preempted > 0
         assert [[c.token_ids[:12] for c in out.outputs] for out in outs] == answers
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+RANKS: list[dict[str, Any]] = [
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "speculative_config": MTP},
+    {"data_parallel_size": 2, "enable_expert_parallel": True, "speculative_config": MTP},
+    {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+]
+
+
+@pytest.mark.parametrize("options", [{"speculative_config": MTP}, *full_rows(RANKS)], ids=str)
+def test_drafts_and_ranks_answer_embeddings_as_tokens(options: dict[str, Any], shared: Path) -> None:
+    """The layer that drafts reads the given embeddings, too, so that as many drafts are right."""
+    model, given = str(shared / "models" / "quire-tiny-moe"), GREEDY.clone(max_tokens=24)
+    with LLM(model, **ENGINE) as plain:
+        embeddings: list[Any] = [{"prompt_embeds": embedded(plain, ids)} for ids in PROMPTS]
+        expected = tokens(plain, PROMPTS, given)
+    with LLM(model, **ENGINE, **options) as llm:
+        drafted = list[list[int]]()
+        for prompts in (PROMPTS, embeddings):
+            llm.reset_prefix_cache()
+            before = [] if "data_parallel_size" in options else list(llm.engine.core.scheduler.drafts.totals)
+            assert tokens(llm, prompts, given) == expected
+            after = llm.engine.core.scheduler.drafts.totals if before else []
+            drafted.append([new - old for new, old in zip(after, before or [0] * len(after), strict=True)])
+        assert drafted[0] == drafted[1]
+        assert sum(drafted[0]) > 40 or options.keys() != {"speculative_config"}
 
 
 def test_what_cannot_be_served_is_refused(llm: LLM) -> None:

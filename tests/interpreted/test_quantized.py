@@ -20,7 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from quire.contracts.scheme import GROUP, Wire
+from quire.contracts.scheme import GROUP, Scheme, Wire
 from quire.kernels import triton_runtime
 from quire.kernels.activation import ACTS
 from quire.kernels.experts import scaled as experts
@@ -328,6 +328,13 @@ def test_experts_of_integer_weights(kind: str, tokens: int, hidden: int, inner: 
 )
 def test_experts_of_integer_weights_of_any_size(kind: str, hidden: int, inner: int) -> None:
     compare_experts(WEIGHT_ONLY[kind], 5, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, kernel=weight_only_experts)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_experts_whose_matrices_have_other_widths() -> None:
+    first, second = Scheme(values="w4", block=(1, 64)), Scheme(values="w8", block=(1, 32), zeros=True)
+    given = 5, 3, 2, 192, 96, torch.float16, CPU, 4e-3
+    compare_experts(first, *given, kernel=weight_only_experts, second=second)
 
 
 def test_experts_of_mxfp4_in_words_hold_their_numbers() -> None:

@@ -27,6 +27,7 @@ from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.eagle import EagleLayer
+from quire.layers.read_states import ReadStates
 from quire.layers.stack import Model
 from quire.plan.kinds.blocks import operations
 from quire.plan.kv_geometry import kv_components, resolve_geometry
@@ -140,7 +141,7 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     first = own.layers[0]
     assert own.ids is not None and isinstance(first, EagleLayer)
     own.ids.take({"offsets": torch.arange(size).float()}, 0)
-    first.watch(list(model.layers))
+    model.reads = first.reads = ReadStates(head.reads(len(model.layers)), model.numbers, list(model.layers))
     model.draft = own
     return model
 

@@ -264,13 +264,14 @@ def compare_experts(
     away: tuple[int, ...] = (),
     kernel: ExpertProducts = experts,
     form: ExpertForm = PLAIN,
+    second: Scheme | None = None,
 ) -> None:
     """Run experts through a kernel and compare with float64 on the same quantized activations.
 
-    away   experts of another rank, which add nothing
+    away   experts of another rank, which add nothing;  second  scheme of down; None: that of gate and up
     """
     pairs = [
-        (make_matrix(scheme, 2 * inner, hidden, device), make_matrix(scheme, hidden, inner, device))
+        (make_matrix(scheme, 2 * inner, hidden, device), make_matrix(second or scheme, hidden, inner, device))
         for _ in range(count)
     ]
     x = torch.randn(tokens, hidden).to(dtype).to(device)

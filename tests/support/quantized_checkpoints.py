@@ -26,6 +26,7 @@ class Form:
 
     config   quantization_config;  encode  (W [N, K], random) -> stored tensors by suffix, and the numbers they mean
     inputs   activations: "", "token", "tensor" (scale STATIC), "group";  values  "fp8" or "int8" of activations
+    others   pattern of names -> `encode` of these matrices
     """
 
     config: dict[str, Any]
@@ -329,6 +330,11 @@ FORMS: dict[str, Form] = {
     "gptq-channel": Form(GPTQ | {"group_size": -1}, gptq(4, -1)),
     "gptq-zeros": Form(GPTQ | {"sym": False}, gptq(4, 32, sym=False)),
     "gptq-v2-zeros": Form(GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, 32, version=2, sym=False)),
+    "gptq-dynamic": Form(  # experts of several widths: down of some is wider than that of others, and than gate and up
+        GPTQ | {"dynamic": {r"+:.*\.experts\.[13]\.down_proj": {"bits": 8, "group_size": 16, "sym": False}}},
+        gptq(4, 32),
+        others={r"\.experts\.[13]\.down_proj": gptq(8, 16, sym=False)},
+    ),
     "gptq-order": Form(GPTQ | {"desc_act": True}, gptq(4, 32, order=True)),
     "gptq-8": Form(GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, sym=False)),
     "gptq-8-v2-order": Form(
@@ -349,7 +355,8 @@ def quantize_checkpoint(
     for path in sorted(plain.glob("*.safetensors")):
         for name, weight in load_file(path).items():
             if QUANTIZED.search(name) and which(name):
-                tensors, means[name] = form.encode(weight.float(), random)
+                encode = next((own for pattern, own in form.others.items() if re.search(pattern, name)), form.encode)
+                tensors, means[name] = encode(weight.float(), random)
                 stored |= {f"{name.removesuffix('weight')}{suffix}": one for suffix, one in tensors.items()}
             else:
                 stored[name] = means[name] = weight

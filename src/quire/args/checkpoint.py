@@ -34,6 +34,7 @@ from quire.args.layers import (
     NormArgs,
 )
 from quire.args.multipliers import gate_factor, read_factors
+from quire.args.overrides import check_overrides, overridden, override_note
 from quire.args.prediction import PredictionArgs, read_prediction
 from quire.args.recurrent import FEED_FORWARDS, READERS, read_recurrent, state_notes
 from quire.args.rope import UNROTATED, RopeArgs, Rotation, of_layers, read_rope
@@ -154,18 +155,33 @@ class ModelArgs:
         return mixer.kv_from if isinstance(mixer, GroupedArgs) and mixer.kv_from >= 0 else layer
 
 
-def read_checkpoint_config(folder: Path, head: str = "") -> ModelArgs:
-    """Read `folder/config.json`. Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each."""
+def read_checkpoint_config(folder: Path, head: str = "", overrides: Mapping[str, Any] | None = None) -> ModelArgs:
+    """Read `folder/config.json`, with other values by the option `hf_overrides`.
+
+    Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each; ConfigError for an override.
+    """
     path = Path(folder) / "config.json"
-    return parse_checkpoint_config(_read_json(path), str(path), head)
+    stored = _read_json(path)
+    if not overrides:
+        return parse_checkpoint_config(stored, str(path), head)
+    raw = overridden(stored, overrides)
+    inner, wrapper = unwrapped(raw, str(path))
+    if (family := FAMILIES.get(str(inner.get("model_type")))) is not None:
+        idle = {key for key, neutral in NEUTRAL.items() if neutral is None}
+        reads = {*family.reads, *(NEUTRAL.keys() - idle)}
+        check_overrides(overrides, reads, idle, "text_config" if wrapper is not None else "")
+    args = parse_checkpoint_config(raw, f"{path} with hf_overrides", head)
+    return replace(args, notes=(override_note(stored, overrides), *args.notes))
 
 
-def read_raw_config(folder: Path) -> dict[str, Any]:
+def read_raw_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the decoded `folder/config.json`, of the language model where another is around it.
 
+    overrides   values over those of the file, of the option `hf_overrides`
     Raises ModelNotFound or ModelError.
     """
-    return dict(unwrapped(_read_json(Path(folder) / "config.json"), str(Path(folder) / "config.json"))[0])
+    path = Path(folder) / "config.json"
+    return dict(unwrapped(overridden(_read_json(path), overrides or {}), str(path))[0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -71,13 +71,17 @@ class PoolingPlan:
         return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
 
 
-def read_pooling(folder: Path, override: Mapping[str, Any] | None = None) -> PoolingPlan:
+def read_pooling(
+    folder: Path, override: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> PoolingPlan:
     """Return the pooling that the files in a model's folder define; settings in `override` (pooler_config) win.
+
+    overrides   values over those of config.json (hf_overrides)
 
     Raises `UnsupportedModel` for a step or method that is not implemented, `ModelError` for a damaged file, and
     `ConfigError` for an invalid override.
     """
-    plan = PoolingPlan(width=int(read_raw_config(folder).get("hidden_size") or 0))
+    plan = PoolingPlan(width=int(read_raw_config(folder, overrides).get("hidden_size") or 0))
     if (path := folder / MODULES).is_file():
         plan = _of_modules(plan, path)
     values = {name: value for name, value in (override or {}).items() if value is not None}

@@ -19,13 +19,15 @@ from quire.kernels.layer_copies import layer_copies
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
+from quire.layers.read_states import ReadStates
 from quire.layers.streamed import StreamedLayers
+from quire.plan.collectives import head_reads
 from quire.plan.engine import EnginePlan, host_layers, own_draft
-from quire.plan.formats import with_formats
 from quire.plan.host_layers import SLOTS
 from quire.plan.joined import joined_decodes
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.quantization.assigned import with_formats
 
 
 def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan | None = None) -> Decoder:
@@ -61,10 +63,12 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
 
         modules = foreign_modules(Path(plan.folder), args, build)
     model = Decoder(args, plan.params, build, elsewhere=everything, modules=modules)
+    if reads := head_reads(args, plan.draft.args if plan.draft else None):
+        model.reads = ReadStates(reads, model.numbers, model.layers)
     if (drafter := own_draft(plan)) is not None:
         model.draft = build_model(drafter, _of_drafter(groups, drafter.mesh.parallel), plan)
         if drafter.args.eagle is not None:
-            model.draft.layers[0].watch(model.layers)
+            model.draft.layers[0].reads = model.reads
     if args.moe is not None:
         _draw_and_balance(plan, args.moe, model)
     if (host := host_layers(plan)).layers:

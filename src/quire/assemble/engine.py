@@ -48,11 +48,11 @@ from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
 from quire.plan.drafts import draft_config, draft_division, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
-from quire.plan.engine import EnginePlan, Machine, ModelFacts, plan_notes, resolve_engine
+from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meetings import check, idle_notes, inputs_of, met
 from quire.plan.memory import MemoryPlan
-from quire.plan.parallel_notes import parallel_notes
-from quire.plan.placement import parallel_sizes
+from quire.plan.parallel_notes import parallel_notes, slice_notes
+from quire.plan.placement import parallel_sizes, ranks_here
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
@@ -200,7 +200,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         None if found.device.device == "cuda" else cpu.free_memory,
         quantization=plan.quantization,
     )
-    unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
+    unread = () if config.load.load_format == "dummy" else unread_head(found.folder, config.load.hf_overrides)
     with Progress(
         "Loading weights", 0, unit="B", enabled=config.load.use_tqdm_on_load and on_loading is None
     ) as progress:
@@ -279,7 +279,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         if shared := ranks_share_gpu():
             config = _on_one_gpu(config, parallel)
         elif config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
-            check_gpus(parallel, hosts=config.hosts.nnodes)
+            check_gpus(parallel, here=ranks_here(config.hosts, parallel))
         total = probe_driver().memory
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
@@ -438,7 +438,8 @@ def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tup
     """Return notes about the model, its ranks and memory. params: of a rank of each stage."""
     args, dtype, config = plan.args, plan.dtype, plan.config
     shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
-    notes = [*plan_notes(plan, params), *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
+    cache = (*plan.cache.notes, *plan.offload.notes, *slice_notes(params, dtype.dtype))
+    notes = [*cache, *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

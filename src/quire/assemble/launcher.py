@@ -6,13 +6,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quire.config.env import cluster_key, rank_variables
+from quire.config.hosts import counts_replicas
 from quire.plan.engine import EnginePlan
+from quire.plan.placement import ranks_here
 from quire.procs.host_link import interface_of, listen
 from quire.ranks.headless import plan_digest, versions
-from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_launcher import Hosts
 from quire.ranks.launchers import Launcher, LocalLauncher, Place
+from quire.ranks.members import Members
 
 MODULE = "quire.assemble.rank_child"
 LOG = logging.getLogger("quire").getChild("hosts")
@@ -31,8 +35,13 @@ def open_launcher(plan: EnginePlan) -> Launcher:
     key, where = cluster_key()
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
-    LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)
-    members = Members(first=1, total=hosts.nnodes, versions=versions(), gpus=gpus, model=plan_digest(plan))
+    parallel = plan.mesh.parallel
+    counted = counts_replicas(hosts, parallel.dp)
+    own, total = ranks_here(hosts, parallel) if counted else None, hosts.nnodes
+    others = f"hosts with {parallel.size - own} more ranks" if own is not None else f"{total - 1} more hosts"
+    LOG.info("listening on %s:%d for %s; they need the key in %s.", address, port, others, where)
+    about: dict[str, Any] = {"versions": versions(), "gpus": gpus, "model": plan_digest(plan)}
+    members = Members(first=1, total=total, own=own, world=parallel.size, **about)
     return Hosts(LocalLauncher(MODULE, rank_variables(interface_of(address))), listener, key, members)
 
 

@@ -19,7 +19,6 @@ from quire.plan.as_stored import as_stored
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import draft_config, head_method, with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
-from quire.plan.formats import settled, with_formats
 from quire.plan.kinds.interfaces import StateTypes
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
@@ -30,6 +29,7 @@ from quire.plan.state_memory import state_dtype, state_use
 from quire.plan.weight_bytes import unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.detect import resolve_device
+from quire.quantization.assigned import differs_by_module, settled, with_formats
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import INDEX, Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import HEADERS, absent_weights, fetch_weights, resolve_folders
@@ -65,7 +65,7 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     if impl == "transformers" and not head:
         return read_foreign(config, folder)
     try:
-        args = with_length(read_checkpoint_config(folder, head), config.model.max_model_len)
+        args = with_length(read_checkpoint_config(folder, head, config.load.hf_overrides), config.model.max_model_len)
     except UnsupportedModel as error:
         if impl != "auto" or head or has_family(read_raw_config(folder)):
             raise
@@ -128,12 +128,15 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
 
     The files, the option `quantization` and the names of the stored tensors decide it.
     """
-    found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
+    raw = read_raw_config(folder, config.load.hf_overrides)
+    found = find_quantization(folder, raw, config.load.quantization)
     _check_draft_layer(config, folder, found)
     if not found.config:
         return found
     stored = _stored_types(config, folder)
-    return found._replace(config=settled(found.config, layout(args), stored)) if stored else found
+    if not stored and not differs_by_module(found.config):  # a layout of all experts takes a while
+        return found
+    return found._replace(config=settled(found.config, layout(args), stored))
 
 
 def _check_draft_layer(config: EngineConfig, folder: Path, found: Quantization) -> None:
@@ -143,7 +146,8 @@ def _check_draft_layer(config: EngineConfig, folder: Path, found: Quantization) 
         return
     why = ""
     try:
-        other = find_quantization(folder, read_raw_config(folder), drafts.quantization).config
+        raw = read_raw_config(folder, config.load.hf_overrides)
+        other = find_quantization(folder, raw, drafts.quantization).config
     except ConfigError as error:
         why, other = f" ({error})", {}
     if why or other != found.config:

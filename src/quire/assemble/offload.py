@@ -245,7 +245,7 @@ def namespace(plans: Sequence[EnginePlan], reports: Sequence[bytes]) -> bytes:
     if not plan.offload.outside:
         return b""
     about = [
-        (read_raw_config(Path(one.folder)), one.dtype.dtype, one.quantization)
+        (read_raw_config(Path(one.folder), one.config.load.hf_overrides), one.dtype.dtype, one.quantization)
         for one in (plan, plan.draft)
         if one is not None
     ]

@@ -19,8 +19,8 @@ from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.contracts.params import FLOATS, Param, num_experts
 from quire.models.names import EACH
 from quire.plan.as_stored import as_stored
-from quire.plan.formats import is_quantizable, is_worthwhile, settled, with_formats
 from quire.plan.layout import layout
+from quire.quantization.assigned import is_quantizable, is_worthwhile, settled, with_formats
 from quire.quantization.kfirst import AWQ
 from quire.quantization.read import KEY, find_quantization
 from quire.quantization.rules import HEAD, Rule

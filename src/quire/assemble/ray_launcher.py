@@ -19,8 +19,9 @@ from quire.contracts.errors import ConfigError
 from quire.plan.engine import EnginePlan
 from quire.procs.host_link import listen
 from quire.ranks.headless import plan_digest, versions
-from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_launcher import Hosts
 from quire.ranks.launchers import LocalLauncher
+from quire.ranks.members import Members
 from quire.ranks.ray_rank import JOIN_SECONDS, RayRank
 
 CPU_RESOURCE = "quire_rank"  # a node without GPUs that offers it takes so many ranks; without it ranks take CPUs

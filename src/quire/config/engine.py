@@ -58,7 +58,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Loading of weights."""
+    """Loading of a model: its config.json and its weights."""
 
     load_format: str = option(
         "auto",
@@ -77,6 +77,9 @@ class LoadConfig:
         "format of the weights; fp8 quantizes an unquantized checkpoint while it is loaded (default: as the "
         "checkpoint says)",
         flags=("-q",),
+    )
+    hf_overrides: dict[str, Any] | None = option(
+        None, 'values over those of the model\'s config.json, as JSON: {"max_position_embeddings": 65536}'
     )
     load_device: str = option(
         "auto",

@@ -78,6 +78,8 @@ class Param(msgspec.Struct, frozen=True):
     dtype   "float32": the parameter stays float32 for every dtype of the model; "": it has the model's dtype
     format  format of the checkpoint's weights, a key of `quire.quantization.formats.FORMATS`
     stored  quantization of the matrix in the checkpoint; None: unquantized
+    each    of experts whose schemes differ in the checkpoint: the scheme of each; `stored` holds the numbers of all.
+            (): all have the scheme `stored`
     scheme  quantization of the matrix that the kernels run. None: the matrix has the model's dtype; the loader
             dequantizes a quantized one
     shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
@@ -91,6 +93,7 @@ class Param(msgspec.Struct, frozen=True):
     shard: str = ""
     format: str = "unquantized"
     stored: Scheme | None = None
+    each: tuple[Scheme, ...] = ()
     scheme: Scheme | None = None
 
     @property
@@ -121,11 +124,12 @@ class RawTensor(NamedTuple):
 
 def of_expert(param: Param, place: int, count: int) -> Param:
     """Return the parameter of expert `place` (from 0) alone. `param` stacks `count` experts."""
-    if count == 1:
+    if count == 1 and not param.each:
         return param
     each = len(param.parts) // count
     shape, parts = (param.shape[0] // count, *param.shape[1:]), param.parts[place * each : (place + 1) * each]
-    return msgspec.structs.replace(param, shape=shape, parts=parts)
+    stored = param.each[place] if param.each else param.stored
+    return msgspec.structs.replace(param, shape=shape, parts=parts, stored=stored, each=())
 
 
 def num_experts(param: Param) -> int:

@@ -32,7 +32,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
-    args = read_checkpoint_config(folder)
+    args = read_checkpoint_config(folder, overrides=config.load.hf_overrides)
     speculation = read_speculative_config(config.scheduler.speculative_config)
     scheduler, cache = config.scheduler, config.cache
     size = cache.block_size or BLOCK_SIZE

@@ -25,7 +25,7 @@ from quire.plan.engine import EnginePlan, Machine, ModelFacts, of_rank, resolve_
 from quire.plan.kinds.blocks import widest
 from quire.plan.meetings import check, inputs_of, met
 from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
-from quire.plan.placement import held_of, parallel_sizes
+from quire.plan.placement import held_of, parallel_sizes, ranks_here
 from quire.plan.sizing import resolve_sizing
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
@@ -88,7 +88,7 @@ def plan_engine(
     )
     plan = resolve_engine(config, model, machine, probe_of(gpu.capability if gpu else None), parallel=parallel)
     if gpu is not None and not described:
-        check_gpus(parallel, hosts=config.hosts.nnodes)
+        check_gpus(parallel, here=ranks_here(config.hosts, parallel))
     draft = None
     if other is not None:
         divided = (other, parallel) if model.draft is None else draft_division(config, other, model.draft, parallel)
@@ -127,7 +127,8 @@ def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[s
     try:
         return settled_quantization(config, folder, args).config
     except (ModelNotFound, WeightsError):
-        return find_quantization(folder, read_raw_config(folder), config.load.quantization).config
+        raw = read_raw_config(folder, config.load.hf_overrides)
+        return find_quantization(folder, raw, config.load.quantization).config
 
 
 def _holdings(plan: EnginePlan, folder: Path) -> tuple[Holdings, str]:

@@ -92,8 +92,13 @@ class MoEPlan:
         return " and ".join(dict.fromkeys(one.experts for one in (self, *self.others)))
 
     def of(self, scheme: Scheme | None) -> "MoEPlan":
-        """Return the plan of the layers whose experts' weights have this scheme."""
-        found = [one for one in (self, *self.others) if one.weights == kind_of(scheme)]
+        """Return the plan of the layers whose experts' weights have this scheme.
+
+        A down projection of integers may have other bits than gate and up, for which the kernel was chosen.
+        """
+        every, kind = (self, *self.others), kind_of(scheme)
+        found = [one for one in every if one.weights == kind]
+        found = found or [one for one in every if _of_any_width(one.weights) == _of_any_width(kind)]
         assert found, f"no kernel was chosen for experts of {scheme}"
         return found[0]
 
@@ -117,6 +122,10 @@ def kind_of(scheme: Scheme | None) -> tuple[str, ...]:
         return ()
     odd = scheme.values in ("w4", "w8") and scheme.block[1] % 32
     return (*sorted(scheme.needs), *[f"in groups of {scheme.block[1]}"] * bool(odd))
+
+
+def _of_any_width(kind: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("integers" if word in ("w4", "w8") else word for word in kind)
 
 
 def kind_words(weights: Sequence[str]) -> str:

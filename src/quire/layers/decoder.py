@@ -32,6 +32,7 @@ from quire.layers.mamba import Mamba
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import LayerFactor, Norm
+from quire.layers.read_states import ReadStates
 from quire.layers.shortconv import ShortConv
 from quire.layers.streamed import StreamedLayers
 
@@ -187,6 +188,7 @@ class Decoder(nn.Module):
     held            arguments of both, in this order
     blocks          number of a layer in the model -> the layer, or the decoder layer in one that drafts
     draft           draft model, whose KV caches come last; None: there is none
+    reads           states that an EAGLE-3 head reads, also one on a later stage; None: there is none
     layout          parameters of this rank
     dtype, device   of activations
     elsewhere       tensors of the checkpoint that other ranks read
@@ -233,6 +235,7 @@ class Decoder(nn.Module):
             self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers * self.last)
         self.draft: Decoder | None = None
+        self.reads: ReadStates | None = None
         self.adapters: AdapterBank | None = None
         self.streamed: StreamedLayers | None = None
         self.held = [args.layers[layer] for layer in (*own, *drafts)]

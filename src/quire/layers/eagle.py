@@ -1,8 +1,5 @@
 """The layer of an EAGLE head, and its map of token ids."""
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from msgspec import structs
@@ -20,6 +17,7 @@ from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm
+from quire.layers.read_states import ReadStates
 
 
 class EagleLayer(nn.Module):
@@ -50,8 +48,7 @@ class EagleLayer(nn.Module):
         self.read_norm: Norm | None = None
         if self.eagle.norms:
             self.read_norm = Norm(f"{at}.read_norm", args.norm, build)
-        self._seen: list[Tensor | None] = []
-        self._behind: list[int] = []  # places in `_seen` of the output of the model's last layer
+        self.reads: ReadStates | None = None  # of the model, which an EAGLE-3 head reads
 
     def forward(self, tokens: Tensor, states: Tensor, turns: Turns, ctx: StepContext, kv: KVView) -> Tensor:
         """Run the layer on embeddings and the states of the tokens before, both [T, hidden] -> [T, hidden].
@@ -67,21 +64,10 @@ class EagleLayer(nn.Module):
         hidden = self.attention(joined, self.attention_branch, turns, ctx, kv, residual)
         return self.mlp(hidden, self.mlp_branch, ctx)
 
-    def watch(self, layers: Sequence[nn.Module]) -> None:
-        """Keep the inputs of the layers of the model that the head reads, in each step, until `joined`."""
-        reads = self.eagle.reads(len(layers))
-        self._seen = [None] * len(reads)
-        self._behind = [place for place, layer in enumerate(reads) if layer == len(layers)]
-        for place, layer in enumerate(reads):
-            if layer < len(layers):
-                layers[layer].register_forward_pre_hook(partial(self._keep, place))
-
     def joined(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states [T, hidden] of the step's tokens, of an EAGLE-3 head. hidden: output of the last layer."""
-        for place in self._behind:
-            self._seen[place] = hidden
-        seen = [state for state in self._seen if state is not None]
-        self._seen = [None] * len(self._seen)
+        assert self.reads is not None, "the model keeps the states that the head reads"
+        seen = self.reads.taken(hidden)
         if self.read_norm is None:
             read = torch.cat(seen, -1)
         elif self.eagle.norms == "joined":
@@ -92,15 +78,6 @@ class EagleLayer(nn.Module):
             read = torch.cat([kernel.rms_norm(*both, eps) for both in zip(seen, weights, strict=True)], -1)
         states: Tensor = self.join(read, ctx)
         return states
-
-    def spread(self, rows: Tensor, count: int) -> None:
-        """Give states of layers that ran for `rows` [K] alone the places of their rows, among `count`; others are 0."""
-        for place, state in enumerate(self._seen):
-            if state is not None and len(state) < count:
-                self._seen[place] = state.new_zeros(count, state.shape[1]).index_copy_(0, rows, state)
-
-    def _keep(self, place: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        self._seen[place] = given[0].clone()  # the layer may write over it
 
 
 class DraftIds(nn.Module):

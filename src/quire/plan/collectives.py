@@ -6,7 +6,7 @@ No torch.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.contracts.parallel import Parallel, Rank, dcp_members, ep_members, pp
 from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.plan.kinds.blocks import layer_exchanges
 from quire.plan.kinds.interfaces import CHOICE_BYTES, TOKEN, ExchangedRows, RankExchange
+from quire.plan.placement import ranks
 
 LOGIT_BYTES = 4  # float32
 KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
@@ -84,37 +85,48 @@ def collectives(
     spread: Mapping[str, str] | None = None,
     wire: Wire = AS_THEY_ARE,
     rank: Rank | None = None,
-    drafts: bool = False,
+    drafts: Sequence[int] | None = None,
 ) -> Iterator[Collective]:
     """Yield the exchanges of a step, in their order.
 
     item_bytes   bytes of one value of an activation: 2 for bfloat16
     spread       phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
     wire         form of rows on the way to experts
-    drafts       True: the engine drafts, so plans tell the stages of a pipeline the tokens
+    drafts       layers whose inputs an EAGLE-3 head reads; (): another drafter. Plans tell the stages of a pipeline the
+                 tokens. None: no drafts
     rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
     """
-    for one, times in _exchanges(args, parallel, item_bytes, spread or {}, wire, rank):
-        if times and not (drafts and one.group == "tokens"):
+    for one, times in _exchanges(args, parallel, item_bytes, spread or {}, wire, rank, reads=drafts or ()):
+        if times and (drafts is None or one.group != "tokens"):
             name, why = algorithm(one.kind, device)
             yield Collective(**one._asdict(), times=times, algorithm=name, why=why)
 
 
 def _exchanges(
-    args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire, rank: Rank | None
+    args: ModelArgs,
+    parallel: Parallel,
+    item_bytes: int,
+    spread: Mapping[str, str],
+    wire: Wire,
+    rank: Rank | None,
+    *,
+    reads: Sequence[int],
 ) -> Iterator[tuple[RankExchange, int]]:
     """Yield each exchange, and the number of times that a step makes it."""
     row, slices = args.hidden_size * item_bytes, parallel.tp > 1
     first, last = (True, True) if rank is None else (rank.first, rank.last)
     layers = args.layers[: args.num_layers] if rank is None else args.layers[slice(*rank.layers)]
     if rank is not None and not first:
-        yield RankExchange("receive", "hidden states of the stage before", "pp", row), 1
+        came = row * (1 + num_passed(reads, rank.layers[0]))
+        yield RankExchange("receive", "hidden states of the stage before", "pp", came), 1
     if slices:
         yield RankExchange("all-reduce", "embedding", "tp", row), int(first)
     rows = ExchangedRows(args.hidden_size, item_bytes, parallel, spread, wire)
     yield from Counter(one for layer in layers for one in layer_exchanges(layer, rows)).items()
-    sends = parallel.pp - 1 if rank is None else int(not last)
-    yield RankExchange("send", "hidden states to the next stage", "pp", row), sends
+    stages = ranks(args, Parallel(pp=parallel.pp, layers=parallel.layers)) if rank is None else (rank,)
+    sent = Counter(row * (1 + num_passed(reads, one.layers[1])) for one in stages if not one.last)
+    for size, sends in sent.items():
+        yield RankExchange("send", "hidden states to the next stage", "pp", size), sends
     if slices and last:
         logits = widest_slice(args, parallel) * LOGIT_BYTES
         yield RankExchange("all-gather", "each rank's best ids", "tp", KEY_BYTES, SAMPLED, PLAIN), 1
@@ -125,6 +137,25 @@ def _exchanges(
     if parallel.pp > 1 and rank is not None and first:
         when = "before the request's next step"
         yield RankExchange("receive", "tokens of the last stage", "tokens", TOKEN_BYTES, SAMPLED, when), 1
+
+
+def num_passed(reads: Sequence[int], layer: int) -> int:
+    """Return the number of states for an EAGLE-3 head that come along with the input of a stage that begins at `layer`.
+
+    reads   layers whose inputs the head reads
+    """
+    return sum(read < layer for read in reads)
+
+
+def head_reads(args: ModelArgs, drafter: ModelArgs | None) -> tuple[int, ...]:
+    """Return the layers of a model whose inputs its drafter reads, an EAGLE-3 head; () for another one, or none."""
+    return () if drafter is None or drafter.eagle is None else drafter.eagle.reads(args.num_layers)
+
+
+def passed_bytes(reads: Sequence[int], rank: Rank, stages: int, state_bytes: int) -> int:
+    """Return the bytes of states for an EAGLE-3 head that a rank gets and sends. state_bytes: of one of them"""
+    received, sent = (num_passed(reads, layer) for layer in rank.layers)
+    return state_bytes * (received + sent * stages * int(not rank.last))  # a copy for each step in flight
 
 
 def groups(parallel: Parallel) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
         ),
         scheduler=replace(config.scheduler, speculative_config=None),
         cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
-        load=replace(config.load, quantization=speculation.quantization, cpu_offload_gb=0.0),
+        load=replace(config.load, quantization=speculation.quantization, cpu_offload_gb=0.0, hf_overrides=None),
     )
 
 

@@ -26,12 +26,11 @@ from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
-from quire.plan.collectives import buffer_bytes, exchange_bounds
+from quire.plan.collectives import buffer_bytes, exchange_bounds, head_reads, passed_bytes
 from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
 from quire.plan.experts import moe_plans, needs_of_kinds
-from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
 from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kernel_features import attention_features
@@ -42,11 +41,11 @@ from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
 from quire.plan.meeting_rows.records import MISSING
 from quire.plan.meetings import Meeting, check, inputs_of, met
-from quire.plan.parallel_notes import order_notes
 from quire.plan.placement import ranks
 from quire.plan.state_memory import slots_limit, state_dtype
 from quire.plan.tiers import OffloadPlan, resolve_offload
 from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
+from quire.quantization.assigned import with_formats
 from quire.quantization.formats import num_bytes
 
 
@@ -187,19 +186,25 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        exchanged = buffer_bytes(
-            self.args,
-            self.mesh.rank,
-            self.mesh.parallel,
-            tokens=self.step_tokens,
-            item_bytes=ITEM_BYTES[self.dtype.dtype],
-            rows=self.step_rows,
-            device=self.machine.device,
-            spread=self.spread,
-            wire=self.wire,
-        ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+        rank, item, tokens = self.mesh.rank, ITEM_BYTES[self.dtype.dtype], self.step_tokens
+        reads = head_reads(self.args, self.draft.args if self.draft else None)
         longest = self.config.model.max_model_len or self.args.max_position_embeddings
-        return exchanged + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
+        return (
+            buffer_bytes(
+                self.args,
+                rank,
+                self.mesh.parallel,
+                tokens=tokens,
+                item_bytes=item,
+                rows=self.step_rows,
+                device=self.machine.device,
+                spread=self.spread,
+                wire=self.wire,
+            )
+            + passed_bytes(reads, rank, self.mesh.parallel.pp, tokens * self.args.hidden_size * item)
+            + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+            + self.geometry.gathered_bytes(longest, self.config.scheduler.sequences())
+        )
 
     @property
     def step_tokens(self) -> int:
@@ -393,14 +398,6 @@ def _experts(
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
-
-
-def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
-    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized.
-
-    params   of a rank of each stage
-    """
-    return (*plan.cache.notes, *plan.offload.notes, *order_notes(params, plan.dtype.dtype))
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

@@ -13,9 +13,9 @@ from quire.kernels.experts_plan import MoEPlan, kind_of, kind_words
 from quire.kernels.select import KernelNeeds, Probe, features, here, objection, runs_no
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dispatchers import Hardware, resolve_moe
-from quire.plan.formats import with_formats
 from quire.plan.layout import layout
 from quire.plan.parallel_notes import BACKENDS, check_backend
+from quire.quantization.assigned import with_formats
 
 
 def needs_of_kinds(

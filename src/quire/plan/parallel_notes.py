@@ -3,7 +3,7 @@
 Pure functions of the options and the model. No torch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
@@ -11,7 +11,8 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.experts_plan import MoEPlan
 from quire.plan.placement import parallel_sizes, ranks
-from quire.quantization.slices import mixes_groups
+from quire.quantization.scheme_words import scheme_words
+from quire.quantization.slices import is_cut, mixes_groups
 
 # --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
 # rank with an expert of it, as DeepEP's normal form does.
@@ -42,16 +43,52 @@ def parallel_notes(args: ModelArgs, config: ParallelConfig, params: Sequence[Par
     return (*_placement(args, config), *_exchange(args, config), *_scales(params, config))
 
 
-def order_notes(params: Iterable[Param], dtype: str) -> tuple[str, ...]:
-    """Return a note about matrices that are kept in `dtype`, because a slice of them mixes groups; () without one."""
+def slice_notes(params: Sequence[Param], dtype: str) -> tuple[str, ...]:
+    """Return notes about quantized matrices whose slices have no whole groups of columns.
+
+    dtype   of the computation
+    """
+    return (*_groups(params), *_widths(params), *_orders(params, dtype))
+
+
+def _groups(params: Sequence[Param]) -> Iterator[str]:
+    """Yield a note for each size of groups that slices cut, and which are read as equal parts."""
+    cut = dict[tuple[int, int], dict[str, None]]()
+    for one in params:
+        if one.stored is None or one.scheme is None or not any(map(is_cut, one.parts)):
+            continue
+        if one.scheme.block[1] != one.stored.block[1]:
+            wide, name = one.stored.block[1], one.parts[0].stored.removesuffix(".weight").rpartition(".")[2]
+            cut.setdefault((wide, one.scheme.block[1]), {})[name] = None
+    for (wide, own), names in cut.items():
+        yield (
+            f"{' and '.join(names)}: ranks of -tp cut groups of {wide} columns, which are read as groups of {own}: "
+            "each has the scale of the stored group, so numbers are equal."
+        )
+
+
+def _widths(params: Sequence[Param]) -> Iterator[str]:
+    """Yield a note about experts that are widened, because others of their layer have more bits or smaller groups."""
+    mixed = [one for one in params if one.each and any(each != one.stored for each in one.each)]
+    if mixed:
+        common = " and ".join(dict.fromkeys(scheme_words(one.stored) for one in mixed if one.stored))
+        layers = len({one.module for one in mixed})
+        yield (
+            f"experts of {layers} layer{'s' * (layers > 1)} are stored in several forms: all of a layer are kept in "
+            f"one that holds their numbers ({common}), which takes more memory."
+        )
+
+
+def _orders(params: Sequence[Param], dtype: str) -> Iterator[str]:
+    """Yield a note about matrices that are kept in `dtype`, because a slice of them mixes groups."""
     mixed = [one for one in params if one.stored is not None and mixes_groups(one.parts, one.stored)]
     if not mixed:
-        return ()
+        return
     names = " and ".join(dict.fromkeys(one.parts[0].stored.rpartition(".")[0].rpartition(".")[2] for one in mixed))
     whole = ", with all matrices of these experts" if any(one.shard == "experts" for one in mixed) else ""
-    return (
+    yield (
         f"{names}: kept in {dtype}{whole}, because their columns are in activation order and a slice of these, which a "
-        "rank of -tp holds, has no whole groups. A checkpoint without that order (desc_act=false) stays quantized.",
+        "rank of -tp holds, has no whole groups. A checkpoint without that order (desc_act=false) stays quantized."
     )
 
 

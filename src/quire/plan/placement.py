@@ -11,6 +11,7 @@ from typing import Any
 from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
 from quire.config.engine import ParallelConfig
+from quire.config.hosts import HostsConfig, counts_replicas
 from quire.contracts.parallel import Parallel, Rank, share, tp_members
 from quire.plan.kinds import attending, mixers
 from quire.plan.kinds.stored_experts import expert_share
@@ -82,6 +83,13 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             num_experts=num_experts,
             dcp=parallel.dcp,
         )
+
+
+def ranks_here(hosts: HostsConfig, parallel: Parallel) -> int:
+    """Return the number of ranks of this host."""
+    if counts_replicas(hosts, parallel.dp):
+        return (hosts.data_parallel_size_local or 0) * parallel.replica
+    return parallel.size // hosts.nnodes
 
 
 def query_heads(args: ModelArgs, rank: Rank) -> tuple[tuple[int, int], ...]:

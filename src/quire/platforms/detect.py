@@ -68,17 +68,17 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
     return DriverProbe(capability=(major.value, minor.value), memory=memory.value, count=count.value)
 
 
-def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver, *, hosts: int = 1) -> None:
+def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver, *, here: int | None = None) -> None:
     """Raise `ConfigError` when this host's ranks of `parallel` need more GPUs, one each, than this process may use.
 
-    hosts   number of hosts that share the ranks equally
+    here   number of ranks of this host; None: all
     """
-    needed = parallel.size // hosts
+    needed = parallel.size if here is None else here
     if parallel.size == 1 or needed <= (count := probe().count):
         return
-    if hosts > 1:
+    if needed < parallel.size:
         raise ConfigError(
-            f"{parallel} on {hosts} hosts needs {needed} GPUs on each, and this process sees {count}: "
+            f"{parallel} needs {needed} GPUs on this host, and this process sees {count}: "
             "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device "
             "cpu."
         )

@@ -1,12 +1,15 @@
 """Slices of the tensors of a quantized matrix: which of their numbers belong to a part of a parameter. No torch."""
 
 from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
+
+LEAST = 8  # columns of a group that is a part of a stored one: those of an int32 word of 4-bit values
 
 
 class Axes(NamedTuple):
@@ -69,6 +72,23 @@ def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
     return stored_part(part, suffix, stored.scales(rows, columns), axes)
 
 
+def regrouped(parts: Iterable[Part], stored: Scheme) -> Scheme:
+    """Return the scheme of slices of columns that cut groups: its groups are equal parts of the stored ones.
+
+    The parts of a group have the scale and zero point of the group, which is exact. Slices of equal length get one
+    scheme: columns 192 to 384 in groups of 128 are three groups of 64. Other schemes than groups of integers stay.
+    """
+    if not _splits(stored):
+        return stored
+    ends = [end for part in parts if is_cut(part) for end in (part.start, part.count)]
+    return replace(stored, block=(stored.block[0], gcd(stored.block[1], *ends)))
+
+
+def _splits(stored: Scheme) -> bool:
+    """True for integers in groups of columns, which kernels run in groups of other sizes, too."""
+    return stored.values in ("w4", "w8") and stored.block[1] > 0 and not stored.order
+
+
 def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
     """Return the reason why `part`, a slice of columns, cannot be read: it cuts a group or a packed word; "" if none.
 
@@ -78,10 +98,12 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
         return ""
     groups = 1 if stored.order else stored.block[1] or 1  # in activation order a slice has the scales of all groups
     for unit, word in ((groups, "groups"), (packed, "packed words")):
-        if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.matrix[1]:
+        least = LEAST if word == "groups" and _splits(stored) else unit
+        if part.start % least or (part.start + part.count) % least and part.start + part.count != part.matrix[1]:
+            halves = f" into parts of no multiple of {least}" * (least < unit)
             return (
                 f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "
-                f"{part.start + part.count} of {part.matrix[1]} cut"
+                f"{part.start + part.count} of {part.matrix[1]} cut{halves}"
             )
     return ""
 
@@ -90,8 +112,10 @@ def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
     """Return the scheme of the fused matrix that stacks `parts`, which the checkpoint stores in the scheme `stored`.
 
     A scale per tensor becomes a scale per row. Blocks stay blocks where every block of the matrix lies in one block of
-    one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact.
+    one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact. Groups that
+    slices of columns cut become smaller ones: see `regrouped`.
     """
+    stored = regrouped(parts, stored)
     high, wide = stored.block
     if not high:
         return replace(stored, block=(1, wide))

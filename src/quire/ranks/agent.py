@@ -133,7 +133,7 @@ class HostAgent:
                     if not joined:
                         joined = True
                         place = ":".join(map(str, self._place))
-                        self._say(f"node {self._hello.node} has joined the engine on {place}.")
+                        self._say(f"{self._hello.words} has joined the engine on {place}.")
                     self._obey(message, frames, launcher)
             elif now - heard >= SILENT_SECONDS:
                 raise self._lost(f"has sent nothing for {now - heard:.0f} s")

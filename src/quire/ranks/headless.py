@@ -10,11 +10,13 @@ from pathlib import Path
 from quire import __version__
 from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import cluster_key
+from quire.config.hosts import counts_replicas
 from quire.config.speculators import resolve_speculators
 from quire.contracts.errors import ConfigError
 from quire.plan.drafts import draft_config
 from quire.plan.engine import EnginePlan
 from quire.plan.meetings import check, inputs_of, met
+from quire.plan.placement import parallel_sizes
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.ranks.agent import JOIN_SECONDS, HostAgent
 from quire.ranks.host_messages import HostHello, ModelFiles
@@ -39,7 +41,7 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) ->
     Raises a `QuireError` when host 0 is not found, does not take this host, or is lost.
     """
     hosts = config.hosts
-    if not hosts.node_rank:
+    if not hosts.node_rank and hosts.data_parallel_size_local is None:
         raise ConfigError(
             f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
             "leave headless out, or give --nnodes and the --node-rank of this host."
@@ -49,9 +51,11 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) ->
     key, _ = cluster_key()
     files = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
+    ranks = own_ranks(config)
     hello = HostHello(
         node=hosts.node_rank,
-        name=f"{socket.gethostname()}, node {hosts.node_rank}",
+        name=f"{socket.gethostname()}, {f'ranks from {ranks[0]}' if ranks[1] else f'node {hosts.node_rank}'}",
+        ranks=ranks,
         versions=versions(),
         devices=tuple(range(gpus)),
         files=files,
@@ -62,6 +66,18 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None]) ->
     agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, module, env={}, say=say)
     good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", JOIN_SECONDS)
     return CODES[signals[0]] if signals else int(not good)
+
+
+def own_ranks(config: EngineConfig) -> tuple[int, int]:
+    """Return the first rank of this host and how many it has; (0, 0): the first host gives all equally many."""
+    hosts, parallel = config.hosts, parallel_sizes(config.parallel)
+    local = hosts.data_parallel_size_local or 0
+    if not counts_replicas(hosts, parallel.dp):
+        return 0, 0
+    if not local:
+        raise ConfigError("headless: data_parallel_size_local=0 is for host 0, which has the server: give a number.")
+    first = hosts.data_parallel_start_rank or hosts.node_rank * local
+    return first * parallel.replica, local * parallel.replica
 
 
 def find_model(config: EngineConfig) -> ModelFiles:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +22,7 @@ from quire.contracts.errors import ConfigError, EngineDead
 from quire.procs.child_process import REAP_SECONDS
 from quire.procs.frames import Frames
 from quire.procs.host_link import NotMaster, welcome
-from quire.ranks.agent import BEAT_SECONDS, JOIN_SECONDS, SILENT_SECONDS, WAITING_SECONDS
+from quire.ranks.agent import BEAT_SECONDS, SILENT_SECONDS, WAITING_SECONDS
 from quire.ranks.host_messages import (
     FROM_HOST,
     HELLO,
@@ -39,32 +38,13 @@ from quire.ranks.host_messages import (
     encode_for_host,
 )
 from quire.ranks.launchers import LocalLauncher, Place, StartedRank
+from quire.ranks.members import Members
 
 LOG = logging.getLogger("quire").getChild("hosts")
 TICK_SECONDS = 0.1
 START_SECONDS = 60.0  # for an agent to start a process
 MOST_NEW = 64  # connections that are proving their key at the same time; an older one gives way to a further one
 GONE_SECONDS = 5.0  # silence after which an agent gives way to one that comes for the same host
-
-
-class Members(NamedTuple):
-    """The hosts that an engine waits for.
-
-    first      index of the first host that must connect: 1 when this process's host is host 0, 0 when all connect
-    total      number of hosts, this one included
-    versions, model   that the hosts must have; see `HostHello`
-    gpus       True when every rank needs a GPU
-    seconds    to wait for all hosts
-    fault      returns the reason why a host will not come; "" while all may
-    """
-
-    first: int
-    total: int
-    versions: str
-    model: str
-    gpus: bool
-    seconds: float = JOIN_SECONDS
-    fault: Callable[[], str] = str
 
 
 class Hosts:
@@ -80,9 +60,9 @@ class Hosts:
         self._local, self._listener, self._key, self._members = local, listener, key, members
         self.address: str = listener.getsockname()[0]
         self._changed = threading.Condition()  # guards the fields below
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[int, _Agent] = {}  # by `Members.key`
         self._placed = False  # True: the ranks have their places, and no host can be replaced
-        self._each = 1  # ranks of an agent, and of this process
+        self._owners: dict[int, _Agent] = {}  # rank of another host -> its agent
         self._tokens: dict[bytes, int] = {}  # of ranks that have not connected -> their numbers
         self._connected: dict[int, socket.socket] = {}
         self._unreleased: set[int] = set()  # ranks of other hosts
@@ -102,15 +82,17 @@ class Hosts:
         self._ending.callback(call)
 
     def place(self, world: int) -> Sequence[Place]:
-        """Wait for all hosts. Give each of them the same number of consecutive ranks."""
+        """Wait for all hosts. Give each of them the consecutive ranks that it says, or the same number of them."""
         self._wait_for_hosts()
-        each, places = world // self._members.total, list[Place]()
-        assert each * self._members.total == world, "checked before"
+        places, owners = list[Place](), dict[int, _Agent]()
         names: dict[str, int] = {}  # of different hosts; agents with the same name are on one host
-        for node in range(self._members.total):
-            hello = self._agents[node].hello if node in self._agents else None
+        for key, each in self._members.shares(world, self._here()):
+            agent = None if key is None else self._agents.get(key)
+            hello = None if agent is None else agent.hello
             host = names.setdefault(hello.name if hello else "", len(names))
             devices: Sequence[int] = range(each)
+            if agent is not None:
+                owners |= dict.fromkeys(range(len(places), len(places) + each), agent)
             if hello is not None and self._members.gpus:
                 devices = hello.devices
             if len(devices) < each:
@@ -121,16 +103,14 @@ class Hosts:
                 )
             folders = hello.files.folders if hello else ()
             places += [Place(host, devices[index], folders, hello is None) for index in range(each)]
-        self._each = each
+        self._owners = owners
         return places
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks on their hosts, or none of them. Waits until they have connected."""
         started: dict[int, StartedRank] = {}
         remote = {
-            number: _HostedRank(number, self._agents[number // self._each], self)
-            for number in numbers
-            if number // self._each in self._agents
+            number: _HostedRank(number, self._owners[number], self) for number in numbers if number in self._owners
         }
         try:
             with self._changed:
@@ -178,25 +158,29 @@ class Hosts:
     def _wait_for_hosts(self) -> None:
         begun, said, members = time.monotonic(), "", self._members
         with self._changed:
-            while missing := [
-                one for one in range(members.first, members.total) if one not in self._agents or self._agents[one].lost
-            ]:
-                waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
+            while words := members.missing(self._here()):
+                waited = time.monotonic() - begun
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
                     raise EngineDead(fault)
                 if waited >= members.seconds:
+                    own = "its --node-rank and the same --nnodes"
+                    if members.own is not None:
+                        own = "its --data-parallel-start-rank and --data-parallel-size-local, the same"
                     raise EngineDead(
-                        f"node {words} of {members.total} has not connected to {place} in {waited:.0f} s"
+                        f"{words} has not connected to {place} in {waited:.0f} s"
                         f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
-                        "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
-                        "--master-port."
+                        f"--headless` there with {own}, --master-addr and --master-port."
                     )
                 if waited >= WAITING_SECONDS and said != words:
                     said = words
-                    LOG.warning("waiting for node %s of %d on %s.", words, members.total, place)
+                    LOG.warning("waiting for %s on %s.", words, place)
                 self._changed.wait(TICK_SECONDS)
             self._placed = True
+
+    def _here(self) -> dict[int, HostHello]:
+        """Return the hosts that have connected, and are not lost."""
+        return {key: agent.hello for key, agent in self._agents.items() if not agent.lost}
 
     def _wait_for_rank(self, rank: "_HostedRank") -> socket.socket:
         until = time.monotonic() + START_SECONDS
@@ -300,17 +284,20 @@ class Hosts:
             self._changed.notify_all()
 
     def _take(self, agent: "_Agent", peer: str) -> None:
-        hello, members, former = agent.hello, self._members, self._agents.get(agent.hello.node)
+        hello, members = agent.hello, self._members
+        key = members.key(hello)
+        former = self._agents.get(key)
         why, gone = "", former is not None and (former.lost or agent.heard - former.heard >= GONE_SECONDS)
-        if not members.first <= hello.node < members.total:
-            why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
+        if misfit := members.misfit(hello, self._here()):
+            why = misfit
         elif former is not None and gone and self._placed:
             why = (
-                f"the ranks of node {hello.node} have ended, and the engine takes no host in their place: start the "
+                f"the ranks of {hello.words} have ended, and the engine takes no host in their place: start the "
                 "engine again"
             )
         elif former is not None and not gone:
-            why = f"node {hello.node} is {former.hello.name} already: give each host its --node-rank"
+            flag = "--node-rank" if members.own is None else "--data-parallel-start-rank"
+            why = f"{hello.words} is {former.hello.name} already: give each host its {flag}"
         elif hello.versions != members.versions:
             why = f"it has {hello.versions}, and the first host has {members.versions}: install the same versions"
         elif hello.files.digest != members.model:
@@ -326,7 +313,7 @@ class Hosts:
             if former is not None:
                 former.lost = former.lost or "was replaced"
                 former.frames.close()
-            self._agents[hello.node] = agent
+            self._agents[key] = agent
 
     def _read(self, agent: "_Agent", now: float) -> None:
         """Take the messages of an agent that have arrived."""

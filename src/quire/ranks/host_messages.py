@@ -26,6 +26,7 @@ class HostHello(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
 
     node       index of its host, 1 and up; with Ray the index of the rank that it starts
     name       name of its host, for messages
+    ranks      its first rank, and how many it has; (0, 0): the first host gives all hosts equally many
     versions   of Quire and PyTorch, which all hosts have alike
     devices    indices of the GPUs that its ranks may use, in order; (): no GPU
     files      files of the model on its host
@@ -36,6 +37,13 @@ class HostHello(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
     versions: str
     devices: tuple[int, ...] = ()
     files: ModelFiles = ModelFiles()
+    ranks: tuple[int, int] = (0, 0)
+
+    @property
+    def words(self) -> str:
+        """The host in messages, such as "node 1"."""
+        first, count = self.ranks
+        return f"the host of ranks {first} to {first + count - 1}" if count else f"node {self.node}"
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="rank"):

@@ -21,10 +21,9 @@ from quire.contracts.step import FIRST_TOKENS
 from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice
-from quire.plan.collectives import collectives, groups
+from quire.plan.collectives import collectives, groups, head_reads
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
-from quire.plan.formats import decided_by
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, Features, LayerStep
@@ -32,9 +31,10 @@ from quire.plan.layout import alone, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.meetings import described, idle_notes
 from quire.plan.memory import MemoryPlan
-from quire.plan.parallel_notes import order_notes, parallel_notes
+from quire.plan.parallel_notes import parallel_notes, slice_notes
 from quire.plan.placement import rank_facts
 from quire.plan.weight_bytes import ITEM_BYTES
+from quire.quantization.assigned import decided_by
 from quire.quantization.formats import FORMATS, tensor_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme_words import scheme_words
@@ -92,7 +92,7 @@ class PlanReport:
         args, config = self.plan.args, self.plan.config
         every = (
             *quantization_notes(self.plan.quantization, config.load.quantization),
-            *order_notes(self.plan.params, self.plan.dtype.dtype),
+            *slice_notes(self.plan.params, self.plan.dtype.dtype),
             *parallel_notes(args, config.parallel, self.plan.params),
             *idle_notes(self.plan.meetings),
         )
@@ -111,7 +111,9 @@ class PlanReport:
                 "notes": (*args.notes, *notes),
                 "format": format_words(self.plan.quantization) or "unquantized",
                 **model_facts(args),
-                "embedding": str(read_pooling(Path(self.plan.folder), config.model.pooler_config)),
+                "embedding": str(
+                    read_pooling(Path(self.plan.folder), config.model.pooler_config, config.load.hf_overrides)
+                ),
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
@@ -203,6 +205,8 @@ class PlanReport:
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
+        drafter = self.plan.draft
+        reads = head_reads(self.plan.args, drafter.args if drafter else None)
         sent = collectives(
             self.plan.args,
             self.plan.mesh.parallel,
@@ -211,7 +215,7 @@ class PlanReport:
             spread=self.plan.spread,
             wire=self.plan.wire,
             rank=rank,
-            drafts=self.plan.speculation is not None,
+            drafts=None if self.plan.speculation is None else reads,
         )
         return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
 
@@ -270,9 +274,14 @@ class PlanReport:
     def _listed(self) -> tuple[Param, ...]:
         """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
         holdings, args = self.holdings, self.plan.args
-        if self.plan.mesh.parallel.pp == 1 or not args.tie_word_embeddings:
+        if self._embeds or not args.tie_word_embeddings:
             return holdings.layout
         return holdings.layout[:1] + holdings.as_packed(holdings.params_of(replace(alone(args), first=False)))
+
+    @property
+    def _embeds(self) -> bool:
+        """True if the stage with the head has the embedding, too: it is the only one, or its drafter reads that."""
+        return self.plan.mesh.parallel.pp == 1 or self.plan.args.prediction.embeds
 
     def _features(self, at: str, name: str) -> tuple[str, ...]:
         """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
@@ -312,7 +321,7 @@ class PlanReport:
     def layers(self) -> Iterator[dict[str, Any]]:
         """Yield each layer, its weights and the calls of a step; see `describe`."""
         args, parallel = self.plan.args, self.plan.mesh.parallel
-        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and parallel.pp == 1)
+        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and self._embeds)
         for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
             at = f"layers.{layer}." if layer >= 0 else ""
             params = {param.name.removeprefix(at): param for param in group}
@@ -369,7 +378,7 @@ class PlanReport:
             "bytes": self.holdings.num_bytes(param),
             **steps,
             "format": param.format,
-            "stored_as": scheme_words(param.stored) if param.stored else "",
+            "stored_as": " and ".join(dict.fromkeys(map(scheme_words, param.each or filter(None, (param.stored,))))),
             "decided_by": decided_by(param, self.plan.quantization),
             "raw_bytes": self._raw_bytes(param, stored),
             "load_device": self.load_device,

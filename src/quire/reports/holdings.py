@@ -13,11 +13,11 @@ from quire.contracts.parallel import Rank
 from quire.contracts.params import Param
 from quire.plan.drafts import rank_joined
 from quire.plan.engine import EnginePlan, keep_stored, state_types
-from quire.plan.formats import with_formats
 from quire.plan.host_layers import HostLayers, choose_host_layers
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout
 from quire.plan.placement import held_of, ranks
+from quire.quantization.assigned import with_formats
 from quire.reports.packed_bytes import headers_of, kept_of
 from quire.weights.files import Checkpoint, StoredTensor, stored_in
 

@@ -1,5 +1,6 @@
 """The passes of a drafter with layers: a prediction layer of the model, a draft model, or an EAGLE head."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder, Recurrent
 from quire.layers.stack import Model, embedded, run_layers
 from quire.spec.step_choice import StepChoice
+
+Write = Callable[[Tensor], None]
 
 
 class Pass(Protocol):
@@ -29,8 +32,11 @@ class Pass(Protocol):
     def keep(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return the states [T, width] to keep of the output of the model's layers, before the final norm."""
 
-    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
-        """Write the cache entries of tokens [T], with the states [T, width] before them. Return the output [T, .]."""
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext, write: Write | None = None) -> Tensor:
+        """Write the cache entries of tokens [T], with the states [T, width] before them. Return the output [T, .].
+
+        write   writes over rows of the model's embeddings of the tokens; a draft model has an embedding of its own
+        """
 
     def state(self, out: Tensor) -> Tensor:
         """Return the states [D, .] of rows of the output, which `logits` takes, and the next pass."""
@@ -60,10 +66,10 @@ class PredictionPass(Pass):
         """Return the states to keep. See `Pass`."""
         return self._model.norm(hidden)
 
-    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext, write: Write | None = None) -> Tensor:
         """Run the layer. See `Pass`."""
         turns = self._model.rotary.rows(ctx.positions, states.dtype)
-        return self._layer(self._model.embed(token_ids), states, turns, ctx, self._kv)
+        return self._layer(_embedded(self._model, token_ids, write), states, turns, ctx, self._kv)
 
     def state(self, out: Tensor) -> Tensor:
         """Return the states of rows. See `Pass`."""
@@ -100,10 +106,10 @@ class HeadPass(Pass):
         """Return the states to keep. See `Pass`."""
         return self._layer.joined(hidden, ctx) if self._head.last else self._model.norm(hidden)
 
-    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext, write: Write | None = None) -> Tensor:
         """Run the layer. See `Pass`."""
         turns = self._head.rotary.rows(ctx.positions, states.dtype)
-        return self._layer(self._model.embed(token_ids), states, turns, ctx, self._kv)
+        return self._layer(_embedded(self._model, token_ids, write), states, turns, ctx, self._kv)
 
     def state(self, out: Tensor) -> Tensor:
         """Return the rows as they are, or after the head's final norm. See `Pass`."""
@@ -138,7 +144,7 @@ class ModelPass(Pass):
         """Return states without numbers. See `Pass`."""
         return hidden[:, :0]
 
-    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext, write: Write | None = None) -> Tensor:
         """Run all layers. See `Pass`."""
         hidden, own = embedded(self._model, token_ids, replace(ctx, kv=self._kv))
         return run_layers(self._model, hidden, own)
@@ -155,6 +161,14 @@ class ModelPass(Pass):
         """Run this rank's experts of all layers for other replicas. See `Pass`."""
         for layer in self._model.layers:
             layer.join(ctx)
+
+
+def _embedded(model: Model, token_ids: Tensor, write: Write | None) -> Tensor:
+    """Return the model's embeddings [T, hidden] of tokens, some of which `write` replaces."""
+    embeddings: Tensor = model.embed(token_ids)
+    if write is not None:
+        write(embeddings)
+    return embeddings
 
 
 def _sliced(logits: Tensor, drafter: Model, target: Model) -> Tensor:

@@ -1,5 +1,6 @@
 """The interface of drafters."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -19,8 +20,11 @@ class Drafter(Protocol):
     joint   passes of replicas in lock-step that share experts of the drafter's layers; None: there are none
     late    counts the rows of small steps without drafts, which call `keep` in place of `draft` and `follow`; None: all
             steps call these
+    write_prompts   writes the rows of prompts that are given as embeddings over those of the step's tokens [T, hidden];
+            a drafter that reads the model's embedding calls it
     """
 
+    write_prompts: Callable[[Tensor], None] | None = None
     joint: JointPasses | None = None
     late: LateRows | None = None
 

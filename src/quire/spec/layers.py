@@ -86,6 +86,7 @@ class LayerDrafter:
         self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
         self._sampling, self._rows = sampling
         self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        self.write_prompts: Callable[[Tensor], None] | None = None  # see `Drafter`
         slots, device = len(tables.computed), tables.computed.device
         # Other replicas would have to join a catch-up pass, and a recurrent layer has no room for its pending rows.
         late = 0 if passes.shared or passes.recurrent else min(late, slots - 1)
@@ -173,7 +174,7 @@ class LayerDrafter:
             moved[1:] = states
             moved[starts] = carried
             own = ctx if joint is None else replace(ctx, replicas=joint.prompts(step.words[TOKENS]))
-            self._pass.run(buffers.token_ids, moved[:-1], own)
+            self._pass.run(buffers.token_ids, moved[:-1], own, write=self.write_prompts)
         self._operations.keep_states(step, buffers, states, self.states, self.first, False)
         if self._recurrent is not None:
             assert ctx.states is not None, "the runner tells where states are"

@@ -100,7 +100,8 @@ def load_text(
     """
     model = config.model
     tokenizer_folder = tokenizer_folder or folder
-    pooling = read_pooling(folder, model.pooler_config)  # first, since it fails without config.json
+    # First, since it fails without config.json.
+    pooling = read_pooling(folder, model.pooler_config, config.load.hf_overrides)
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder

@@ -23,10 +23,9 @@ def load_dummy(model: Model, seed: int = 0, device: torch.device | None = None) 
     tiles: dict[torch.dtype, Tensor] = {}
     device = device or model.device
     unpacked = Unpacked(model, device)
-    quantized = {param.name: param for param in model.layout if param.stored}
-    made_up = DummyTensors(SCALE, seed, TILE, device) if quantized else None
+    made_up = DummyTensors(SCALE, seed, TILE, device) if any(param.stored for param in model.layout) else None
     for unit in unpacked.units():
-        tensors = unpacked.tensors(unit)
+        tensors, quantized = unpacked.tensors(unit), {param.name: param for param in unit.params if param.stored}
         for name, made in tensors.items():
             param = quantized.get(f"{unit.module}.{name.partition('.')[0]}")
             if param is not None and made_up is not None:

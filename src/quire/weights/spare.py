@@ -1,11 +1,11 @@
 """Stored tensors that no parameter reads, because their format makes them superfluous: checked to be so. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from quire.contracts.errors import WeightsError
-from quire.contracts.params import Param, Part
+from quire.contracts.params import Param, Part, of_expert
 from quire.quantization.formats import spare_names
 from quire.weights.files import Checkpoint, StoredTensor
 
@@ -19,7 +19,7 @@ def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
     column, and a `weight_shape` equal to the matrix's shape.
     """
     read = {part.stored for param in params for part in param.parts}  # a bias of the model
-    for param in params:
+    for param in (one for whole in params for one in _alike(whole)):
         parts = {part.stored.rpartition(".")[0]: part for part in param.parts}
         for name in spare_names(param):
             module, _, kind = name.rpartition(".")
@@ -31,6 +31,13 @@ def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
                 raise WeightsError(
                     f"{stored.file.name}: {name} {why}: use the config.json that belongs to these weights."
                 )
+
+
+def _alike(param: Param) -> Iterator[Param]:
+    """Yield the parts of a parameter that have one scheme: each expert where their schemes differ, else all of it."""
+    yield from (of_expert(param, place, len(param.each)) for place in range(len(param.each)))
+    if not param.each:
+        yield param
 
 
 def _meaning(stored: StoredTensor, kind: str, param: Param, part: Part) -> str:

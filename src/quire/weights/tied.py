@@ -1,6 +1,8 @@
 """The LM head of a checkpoint that stores it although config.json ties it to the embedding. No torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quire.args.checkpoint import read_raw_config
 from quire.weights.files import StoredTensor, read_checkpoint, stored_in
@@ -8,13 +10,15 @@ from quire.weights.files import StoredTensor, read_checkpoint, stored_in
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def unread_head(folder: Path) -> tuple[str, ...]:
+def unread_head(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Return a note if tie_word_embeddings makes the loader ignore an LM head that differs from the embedding; else ().
 
     Many released checkpoints store the embedding twice, so three rows of both are compared, byte by byte. A head of
     another dtype or shape (a padded vocabulary) gives no note: it may hold the same numbers, and could not be used.
+
+    overrides   values over those of config.json (hf_overrides)
     """
-    if not read_raw_config(folder).get("tie_word_embeddings") or HEAD not in stored_in(folder):
+    if not read_raw_config(folder, overrides).get("tie_word_embeddings") or HEAD not in stored_in(folder):
         return ()
     tensors = read_checkpoint(folder).tensors
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)

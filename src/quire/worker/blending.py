@@ -120,8 +120,8 @@ class Blending(StepFeature):
                 self._operations.move(self._sides[layer], *_places(_attention(model, layer), rows, targets, turns))
         chosen = run_layers(model, hidden[kept], _context(ctx, kept, rows.counts), later)
         self._moved = MovedRows(rows, kept, targets)
-        if model.draft is not None and isinstance(model.draft.layers[0], EagleLayer):
-            model.draft.layers[0].spread(kept, len(hidden))
+        if model.reads is not None:
+            model.reads.spread(kept, len(hidden))
         return torch.zeros_like(hidden).index_copy_(0, kept, chosen)
 
     def layers_done(

@@ -125,7 +125,7 @@ def make_runner(
     features: list[StepFeature] = [
         *_exchanging(model, groups, state, upload, limits, drafter),
         *_drafting(drafter, state, limits, staged=staged),
-        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None),
+        *_own(model, kv, state, groups, limits.captured_tokens if chosen["recorder"] == "graphs" else None, drafter),
     ]
     if speculation is not None and speculation.synthetic:
         features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
@@ -174,7 +174,12 @@ def _drafting(drafter: Drafter | None, state: DeviceState, limits: Limits, *, st
 
 
 def _own(
-    model: Model, kv: list[KVView], state: DeviceState, groups: RankGroups, captured: int | None
+    model: Model,
+    kv: list[KVView],
+    state: DeviceState,
+    groups: RankGroups,
+    captured: int | None,
+    drafter: Drafter | None,
 ) -> Iterator[StepFeature]:
     """Yield the features of a rank: adapters, embeddings, blending, processors, scoring, pooling.
 
@@ -185,7 +190,9 @@ def _own(
         slots, tokens = len(state.tables.computed) - 1, len(state.buffers.token_ids)
         loader = AdapterLoader(model.adapters)
         yield (adapters := StepAdapters(loader, slots, tokens, model.device, captured))
-    yield PromptEmbeds()
+    yield (embeds := PromptEmbeds(first=groups.pp is None or groups.pp.rank == 0))
+    if drafter is not None:
+        drafter.write_prompts = embeds.write
     if model.kernels.blend is not None:
         yield Blending(model, kv, groups)
     if model.last and model.vocabulary is None:

@@ -21,9 +21,14 @@ class _Prompt:
 
 
 class PromptEmbeds(StepFeature):
-    """Writes the given rows of a step with such prompts over the input of its layers. Such a step runs eagerly."""
+    """Writes the given rows of a step with such prompts over the input of its layers. Such a step runs eagerly, on all
+    stages of a pipeline.
 
-    def __init__(self) -> None:
+    first   True: this stage has the first layer
+    """
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
         self._prompts: dict[int, _Prompt] = {}
         self._writes: list[tuple[int, F32]] = []  # (first row, rows) of the step
 
@@ -51,6 +56,11 @@ class PromptEmbeds(StepFeature):
 
     def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor | None:
         """Write the given rows over hidden [T, hidden]. Others run the layers."""
-        for first, rows in self._writes:
-            hidden[first : first + len(rows)] = sent_array(rows.copy(), hidden.device).to(hidden.dtype)
+        if self._first:
+            self.write(hidden)
         return None
+
+    def write(self, embeddings: Tensor) -> None:
+        """Write the given rows of the step over embeddings [T, hidden] of its tokens."""
+        for first, rows in self._writes:
+            embeddings[first : first + len(rows)] = sent_array(rows.copy(), embeddings.device).to(embeddings.dtype)

@@ -1,6 +1,7 @@
 """A stage of a pipeline: hidden states come from the stage before and go to the next; tokens go back to the first.
 
-With them go the tokens that an indexer has chosen, if the first layer of the next stage attends to these.
+With them go the tokens that an indexer has chosen, if the first layer of the next stage attends to these, and the
+states between layers that an EAGLE-3 head on the last stage reads.
 
 A slot samples in one step in flight at a time, so the first stage needs a token only when the slot's next step comes.
 Until then it owes the token to its history.
@@ -72,8 +73,13 @@ class PipelineStage(StepFeature):
         model = self._model
         if self.first:
             return model.embed(token_ids)
-        hidden = torch.empty(len(token_ids), model.args.hidden_size, dtype=model.dtype, device=token_ids.device)
-        return self._forward.receive(hidden, self._forward.rank - 1)
+        count = 0 if model.reads is None else model.reads.num_got
+        shape = 1 + count, len(token_ids), model.args.hidden_size
+        came = torch.empty(shape, dtype=model.dtype, device=token_ids.device)
+        came = self._forward.receive(came, self._forward.rank - 1)
+        if model.reads is not None:
+            model.reads.give(came[1:])
+        return came[0]
 
     def context(self, ctx: StepContext, shape: StepShape) -> StepContext:
         """Return the context with the tokens that an indexer of a stage before has chosen, if layers here read them."""
@@ -90,13 +96,14 @@ class PipelineStage(StepFeature):
     def layers_done(
         self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
     ) -> None:
-        """Send the output of this stage's layers, [T, hidden], to the next stage."""
+        """Send the output of this stage's layers, [T, hidden], to the next stage, with states for an EAGLE-3 head."""
         if self._sent is not None:
             assert ctx.chosen is not None, "a layer before the shared one has an indexer"
             if len(ctx.chosen.positions):
                 self._forward.send(ctx.chosen.positions, self._forward.rank + 1)
         if not self.last:
-            self._forward.send(hidden, self._forward.rank + 1)
+            reads = self._model.reads
+            self._forward.send(hidden[None] if reads is None else reads.behind(hidden), self._forward.rank + 1)
 
     def after(self, plan: StepPlan, rows: I32, buffers: StepBuffers, out: Tensor) -> None:
         """End a step that sampled tokens for the slots `rows`.

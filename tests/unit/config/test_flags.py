@@ -28,7 +28,8 @@ from quire.contracts.errors import ConfigError, ModelError
 FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
 --model-impl
---dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
+--dtype --max-model-len --generation-config --override-generation-config --hf-overrides
+--seed --max-logprobs --chat-template
 --enable-prompt-embeds --no-enable-prompt-embeds
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q --cpu-offload-gb
@@ -129,6 +130,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
         "--scheduling-policy": "priority",
         "--device": "cpu",
         "--override-generation-config": '{"top_k": 5}',
+        "--hf-overrides": '{"rope_theta": 5e4}',
         "--pooler-config": '{"pooling_type": "MEAN"}',
         "--override-pooler-config": '{"pooling_type": "MEAN"}',
         "--speculative-config": '{"method": "ngram"}',

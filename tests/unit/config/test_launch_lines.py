@@ -143,7 +143,6 @@ REFUSED = [
     ("--load_format mistral", "leave out --load-format, --config-format and --tokenizer-mode"),
     ("--data-parallel-size 2 --data-parallel-rank 1", "quire route"),
     ("--data-parallel-hybrid-lb", "quire route"),
-    ('--hf-overrides \'{"rope_scaling": {"factor": 2}}\'', "change a copy"),
     ("--tool-server demo", "calls are the client's to carry out"),
 ]
 

@@ -160,7 +160,7 @@ def test_a_note_says_why_as_a_sentence() -> None:
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "enable_expert_parallel": True},
         ),
         (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
-        (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
+        (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {"hf_overrides": {}}),
         (["-pcp", "2", "-pcp", "1"], {}),
         (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
         (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),

@@ -34,13 +34,14 @@ FEW = [
     ("mtp", Parallel(dp=2, tp=2, experts=True)),
     ("mtp", Parallel(dp=2, pp=2, experts=True)),
     ("noisy", DP2),
-    ("eagle3", TP2),
+    ("eagle3", Parallel(tp=2, pp=2)),
 ]
 MORE = [
     ("mtp", DP2),
     *((kind, sizes) for kind in ("mtp", "noisy", "eagle") for sizes in (TP2, Parallel(tp=2, experts=True))),
     ("noisy", Parallel(dp=2, tp=2, experts=True)),
     ("mtp", Parallel(pp=2, tp=2)),
+    ("eagle3", TP2),
 ]
 
 
@@ -81,7 +82,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], Passes]:
     steps: dict[int, int] = {}
 
     def note(name: str, real: Any) -> Any:
-        def noted(own: Any, *given: Any) -> Any:
+        def noted(own: Any, *given: Any, **more: Any) -> Any:
             at = threading.get_ident()
             one = found[at, steps.get(at, -1)]
             if name == "logits":
@@ -89,7 +90,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], Passes]:
             else:
                 ctx = given[-1]
                 one.runs.append((len(ctx.positions), None if ctx.replicas is None else ctx.replicas.rows))
-            return real(own, *given)
+            return real(own, *given, **more)
 
         return noted
 

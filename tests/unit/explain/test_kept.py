@@ -17,6 +17,8 @@ from quire.explain.describe import plan_engine
 from quire.kernels.linear import panels
 from quire.kernels.native.library import missing
 from quire.kernels.pack.panel_sizes import HUGE_PAGE, in_pages
+from quire.plan.layout import layout
+from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 
@@ -57,8 +59,9 @@ def test_bytes_are_those_of_the_packed_weights(form: str, tmp_path: Path) -> Non
     folder = tmp_path / "quantized"
     quantize_checkpoint(tmp_path / "plain", folder, FORMS[form])
     raw = json.loads((folder / "config.json").read_text())
-    found = find_quantization(folder, raw).config
-    model = build_model(planned(read_checkpoint_config(folder), quantization=found))
+    args = read_checkpoint_config(folder)
+    found = settled(find_quantization(folder, raw).config, layout(args), {})
+    model = build_model(planned(args, quantization=found))
     load_weights(model, folder)
     config = EngineConfig.from_flat(model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True)
     report = plan_engine(config).describe()

@@ -59,7 +59,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"data_parallel_size": 5000}, {}, {("several ranks", "too many ranks")}),
     ({"nnodes": 3, "tensor_parallel_size": 2}, {}, {("hosts", "uneven hosts")}),
     ({"nnodes": 2, "distributed_executor_backend": "ray"}, {}, {("hosts", "Ray"), ("Ray", "one rank")}),
-    ({"data_parallel_size": 4, "data_parallel_size_local": 3}, {}, {("local replicas", "other replicas")}),
+    ({"data_parallel_size": 4, "data_parallel_size_local": 5}, {}, {("local replicas", "other replicas")}),
     (EXAMPLES["Ray"] | {"data_parallel_size": 4, "data_parallel_size_local": 2}, {}, {("local replicas", "Ray")}),
     (EXAMPLES["collective checks"] | {"enforce_eager": False}, {}, {("collective checks", "captured exchanges")}),
     (MOVES, {"dense": True}, {("-ep", "no experts"), ("EPLB", "no experts")}),
@@ -77,11 +77,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"expert_placement_strategy": "round_robin"}, {}, {("round robin", "idle placement")}),
     ({"routing": "uniform"}, {"dense": True}, {("routing", "no experts"), ("routing", "real weights")}),
     ({"speculative_config": {"method": "medusa", "model": "x"}}, {}, {("drafts", "planned method")}),
-    (
-        EAGLE | {"pipeline_parallel_size": 2},
-        {},
-        {("EAGLE-3", "-pp")},
-    ),
     (MTP, {"dense": True}, {("MTP", "not one MTP layer")}),
     (
         {"speculative_config": MTP["speculative_config"] | {"index_share_for_mtp_iteration": True}},
@@ -150,17 +145,12 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (
         EAGLE | EXAMPLES["KV events"] | {"enable_prompt_embeds": True, "enable_cache_blend": True},
         {},
-        {("prompt embeddings", other) for other in ("drafts", "CacheBlend", "KV events")},
+        {("prompt embeddings", other) for other in ("CacheBlend", "KV events")},
     ),
     (
         {"enable_prompt_embeds": True},
         {"gemma4": True, "device": "mock"},
         {("prompt embeddings", "layer inputs"), ("prompt embeddings", "mock")},
-    ),
-    (
-        SHARED | {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
-        {},
-        {("prompt embeddings", "-pp"), ("prompt embeddings", "lock-step")},
     ),
     ({"enable_cache_blend": True}, {"chosen": True}, {("CacheBlend", "chosen tokens")}),
     (
@@ -169,9 +159,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "layers of transformers"), ("EAGLE", "layers of transformers"), ("-tp", "layers in one piece")},
     ),
     (
-        SHARED | {"routing": "uniform", "enable_lora": True},
+        SHARED | {"routing": "uniform", "enable_lora": True, "hf_overrides": {"vocab_size": 8}},
         {"foreign": True},
-        {(one, "layers of transformers") for one in ("-ep", "routing")},
+        {(one, "layers of transformers") for one in ("overrides", "-ep", "routing")},
     ),
     (
         {"pipeline_parallel_size": 2},
@@ -268,9 +258,9 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         | {("verify", "layers of transformers"), ("verify", "other dtype")},
     ),
     (
-        {"kv_cache_dtype": "fp8", "cpu_offload_gb": 1.0},
+        {"kv_cache_dtype": "fp8", "cpu_offload_gb": 1.0, "hf_overrides": {"vocab_size": 8}},
         {"chosen": True},
-        {("coded cache", "chosen tokens"), ("verify", "weights in host memory")},
+        {("coded cache", "chosen tokens"), ("verify", "weights in host memory"), ("verify", "overrides")},
     ),
 ]
 
@@ -425,14 +415,12 @@ def test_a_single_conflict_is_its_sentence() -> None:
 
 def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
     blends = {"enable_cache_blend": True, "enable_prefix_caching": False}
-    options = EXAMPLES["EAGLE"] | blends | {"pipeline_parallel_size": 2}
+    options = blends | {"enable_lora": True, "fully_sharded_loras": True, "tensor_parallel_size": 2}
     plan = resolved(options, "cpu")
     assert [one.status for one in plan.missing] == [MISSING] * 2
     with pytest.raises(UnsupportedModel) as refused:
         check(plan.meetings)
-    assert str(refused.value).startswith(
-        "This engine cannot run, for 2 reasons:\n- --speculative-config: an EAGLE-3 head"
-    )
+    assert str(refused.value).startswith("This engine cannot run, for 2 reasons:\n- --enable-cache-blend: CacheBlend")
     out = io.StringIO()
     described = [one._asdict() for one in plan.missing]
     console = Console(file=out, width=80, highlight=False)

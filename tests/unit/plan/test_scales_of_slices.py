@@ -14,8 +14,10 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.quantize.ref import quantize_rows
 from quire.plan.engine import EnginePlan
+from quire.plan.layout import layout
 from quire.plan.parallel_notes import parallel_notes
 from quire.plan.sizing import resolve_sizing
+from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 from quire.reports.engine import PlanReport
 from quire.reports.holdings import Holdings
@@ -32,7 +34,7 @@ def plan(folder: Path, form: str, family: str, parallel: Parallel) -> EnginePlan
     args = parse_checkpoint_config(tiny_config(Tiny(family=family), **SIZES))
     asked = "fp8" if form == "online" else None
     raw = {} if asked else {"quantization_config": FORMS[form].config}
-    config = find_quantization(folder, raw, asked).config
+    config = settled(find_quantization(folder, raw, asked).config, layout(args), {})
     options = {"tensor_parallel_size": parallel.tp, "enable_expert_parallel": parallel.experts}
     return planned(args, parallel=parallel, number=parallel.size - 1, quantization=config, **options)
 

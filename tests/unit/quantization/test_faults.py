@@ -14,9 +14,9 @@ from quire.contracts.errors import UserError, WeightsError
 from quire.contracts.parallel import Parallel
 from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
-from quire.plan.formats import with_formats
 from quire.plan.layout import layout
 from quire.plan.placement import ranks
+from quire.quantization.assigned import with_formats
 from quire.quantization.slices import packed_scheme
 from quire.weights.files import read_checkpoint
 from quire.weights.spare import check_spare

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.layers.stack import Model
-from quire.plan.formats import settled
 from quire.plan.layout import layout
+from quire.quantization.assigned import settled
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 

@@ -21,8 +21,8 @@ from quire.kernels.linear import quantized_ref
 from quire.kernels.pack.matrix import QuantizedMatrix, moved
 from quire.kernels.pack.nearest import quantized
 from quire.layers.context import StepContext
-from quire.plan.formats import with_formats
 from quire.plan.layout import layout
+from quire.quantization.assigned import with_formats
 from quire.quantization.read import ONLINE
 
 from ...support.filled_models import sliced

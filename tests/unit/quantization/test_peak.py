@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.plan.formats import with_formats
 from quire.plan.layout import layout
+from quire.quantization.assigned import with_formats
 from quire.quantization.formats import num_bytes, raw_tensors
 from quire.quantization.read import find_quantization
 from quire.weights import unpacked

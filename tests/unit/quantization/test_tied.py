@@ -6,9 +6,9 @@ import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.parallel import Parallel
-from quire.plan.formats import FOUND, decided_by, settled, with_formats
 from quire.plan.layout import layout
 from quire.plan.placement import ranks
+from quire.quantization.assigned import FOUND, decided_by, settled, with_formats
 from quire.quantization.read import ONLINE, find_quantization
 
 from ...support.quantized_checkpoints import FORMS

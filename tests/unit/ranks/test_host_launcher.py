@@ -19,9 +19,10 @@ from quire.procs.host_link import connect, listen, welcome
 from quire.ranks import agent as agent_module
 from quire.ranks import host_launcher as module
 from quire.ranks.executor import RankProcesses
-from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_launcher import Hosts
 from quire.ranks.host_messages import TO_HOST, HostHello, Leave, ModelFiles, RankHello, encode_for_host
 from quire.ranks.launchers import LocalLauncher
+from quire.ranks.members import Members
 from quire.ranks.messages import RankStep
 from quire.ranks.watch import RankTimes
 
@@ -50,10 +51,10 @@ class Cluster:
             LocalLauncher(MODULE, ENV), self.listener, KEY.encode(), Members(total=count, **(given | members))
         )
 
-    def agent(self, node: int, key: str = KEY, ranks: str = MODULE) -> "subprocess.Popen[str]":
+    def agent(self, node: int, key: str = KEY, ranks: str = MODULE, *own: int) -> "subprocess.Popen[str]":
         script = ROOT / "tests" / "support" / "fake_host.py"
         self.agents[node] = template_process.start(
-            [str(script), str(self.port), key, str(node), ranks],
+            [str(script), str(self.port), key, str(node), ranks, *map(str, own)],
             env=os.environ | ENV,
             text=True,
             stderr=subprocess.PIPE,
@@ -115,6 +116,38 @@ def test_steps_run_on_all_hosts_and_the_end_of_the_engine_ends_the_agents() -> N
         processes.close()
         assert [ended(made.agents[node]) for node in (1, 2)] == [(0, ""), (0, "")]
         assert not any(map(exists, processes.pids))
+
+
+@pytest.mark.parametrize("own", [1, 0])
+def test_hosts_say_which_ranks_they_have(own: int) -> None:
+    """In any order. The first host may have none: it has the server alone."""
+    with cluster(2, (), own=own, world=4) as made:
+        made.agent(1, KEY, MODULE, 3, 1)
+        made.agent(2, KEY, MODULE, own, 3 - own)
+        processes = ranks(made, {}, {}, {}, {})
+        processes.build(lambda done, total: None)
+        processes.size([b"all"] * 4)
+        places = [(place.host, place.local) for place in made.hosts.place(4)]
+        here, there = [(0, True)] * own, [(own, False)] * (3 - own)
+        assert places == [*here, *there, (own + 1, False)]
+        values: list[Any] = processes.ask("echo", {"table": np.arange(3, dtype=np.int32)})(None)
+        assert [value["index"] for value in values] == list(range(4))
+        processes.close()
+        assert [ended(made.agents[node]) for node in (1, 2)] == [(0, ""), (0, "")]
+
+
+def test_hosts_whose_ranks_do_not_fit_are_told_why() -> None:
+    with cluster(2, (), own=1, world=4, seconds=2.0) as made:
+        assert "the other hosts have ranks 1 to 3" in refused(made, ranks=(3, 2))
+        assert "the other hosts have ranks 1 to 3" in refused(made, ranks=(0, 1))
+        made.agent(1, KEY, MODULE, 1, 2)
+        until(lambda: 1 in made.hosts._agents, "the agent has not come")
+        assert refused(made, ranks=(2, 2)) == "it has ranks 2 to 3, some of which host1 has"
+        assert "the host of ranks 1 to 2 is host1 already" in refused(made, ranks=(1, 2))
+        with pytest.raises(EngineDead, match="the host of rank 3 of 4 has not .* its --data-parallel-start-rank"):
+            made.hosts.place(4)
+    with cluster(2, (), world=4) as made:
+        assert refused(made, ranks=(1, 2)) == "it has ranks 1 to 2, and each of 2 hosts has 2"
 
 
 def test_gpus_are_those_that_an_agent_has() -> None:

@@ -18,9 +18,9 @@ from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models import qwen3_moe
 from quire.models.names import STACKED_FORMS
 from quire.plan.as_stored import as_stored
-from quire.plan.formats import with_formats
 from quire.plan.layout import layout, stored_names
 from quire.plan.placement import ranks
+from quire.quantization.assigned import with_formats
 from quire.quantization.formats import raw_tensors
 from quire.weights.digest import join_sums
 from quire.weights.load import load_weights

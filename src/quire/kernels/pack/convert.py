@@ -6,12 +6,14 @@ or "weight.0.values" of each), "weight.0.scale", "weight.0.zero", "weight.0.orde
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
+from quire.contracts.scheme import Scheme
 from quire.kernels.pack.matrix import (
     MIDDLE,
     MOST_POWER,
@@ -22,6 +24,7 @@ from quire.kernels.pack.matrix import (
     integers,
     scale_dtype,
     torch_room,
+    unpacked,
 )
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
@@ -84,11 +87,34 @@ def convert(
         return conversion.mixed().to(dtype)
     matrix = conversion.matrix()
     if param.scheme is not None:
-        return matrix
+        return widened(matrix, param.scheme, room)
     numbers = dequantize(matrix)
     if matrix.order is not None:
         numbers = numbers[:, matrix.order.argsort()]
     return numbers.to(dtype)
+
+
+def widened(matrix: QuantizedMatrix, scheme: Scheme, room: Room = torch_room) -> QuantizedMatrix:
+    """Return a matrix of integers in a scheme that holds its numbers, which are the same (`common_scheme`).
+
+    Values may get more bits, groups may be parts of the old ones, and zero points may come: v - z stays. `room`
+    allocates the values.
+    """
+    own = matrix.scheme
+    if own == scheme:
+        return matrix
+    assert own.values in MIDDLE and own.bits <= scheme.bits and own.order == scheme.order, (own, scheme)
+    (rows, columns), values, zero = matrix.shape, matrix.values, matrix.zero
+    if own.bits < scheme.bits:
+        values = room((rows, columns), torch.uint8, matrix.device).copy_(unpacked(matrix))
+    if zero is None and scheme.zeros:
+        zero = torch.full_like(matrix.scale, MIDDLE[own.values], dtype=torch.uint8)
+    elif zero is None and own.bits < scheme.bits:
+        values += MIDDLE[scheme.values] - MIDDLE[own.values]
+    times = scheme.scales(rows, columns)[1] // matrix.scale.shape[1]
+    scale, zero = (None if one is None else one.repeat_interleave(times, 1) for one in (matrix.scale, zero))
+    assert scale is not None
+    return replace(matrix, scheme=scheme, values=values, scale=scale, zero=zero).check()
 
 
 class _Conversion:
@@ -108,10 +134,10 @@ class _Conversion:
         """Return the converted matrix: the scales, zero points and column order of all parts, then their values."""
         scales, zeros, given, factors, order = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor](), None
         for i, part in enumerate(self.param.parts):
-            scales.append(self._by_rows(self._positive(f"{i}.scale"), part))
+            scales.append(self._by_groups(self._by_rows(self._positive(f"{i}.scale"), part), part))
             if f"{i}.zero" in self.tensors:
                 zero = self._zero(f"{i}.zero", part)
-                zeros += [self._by_rows(zero, part)] * self.stored.zeros
+                zeros += [self._by_groups(self._by_rows(zero, part), part)] * self.stored.zeros
             if self.stored.order:
                 order = self._order(f"{i}.order", order)
             if self.stored.inputs == "tensor":
@@ -180,6 +206,14 @@ class _Conversion:
             return blocks
         rows = ordered(torch.arange(part.rows, device=blocks.device), part)
         return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
+
+    def _by_groups(self, groups: Tensor, part: Part) -> Tensor:
+        """Return a number of each group for each of the equal parts in which the scheme has it: [rows, parts]."""
+        stored, own = self.stored.block[1], self.scheme.block[1]
+        if own == stored:
+            return groups
+        first = torch.arange(0, self.param.shape[1], own, device=groups.device) + part.start  # columns
+        return groups[:, first // stored - part.start // stored]
 
     def _zero(self, name: str, part: Part) -> Tensor:
         """Return the zero points of a part, [rows, groups] uint8."""

@@ -12,6 +12,7 @@ from quire.args.mamba import MambaArgs
 from quire.config.connectors import ROLES
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.events import read_events_config
+from quire.config.hosts import counts_replicas
 from quire.contracts.parallel import MOST_RANKS
 from quire.contracts.speculation import HEADS, METHODS, MODELS, Speculation
 from quire.kernels.latent_rows import DS_MLA
@@ -67,9 +68,10 @@ def _drafts_unchosen(i: Inputs, model: ModelArgs) -> bool:
 
 
 def wrong_local(i: Inputs) -> bool:
-    """True for a number of replicas of each host that is not -dp divided by the hosts."""
+    """True for a number of replicas of this host that does not fit the number of hosts."""
     local, hosts, dp = i.config.hosts.data_parallel_size_local, i.config.hosts.nnodes, i.parallel.dp
-    return local is not None and not _ray(i) and local * hosts != dp and not local == 1 > dp // hosts
+    fits = local is None or counts_replicas(i.config.hosts, dp) or local * hosts == dp or local == 1 > dp // hosts
+    return not fits and not _ray(i)
 
 
 def odd_layers(i: Inputs) -> list[int]:
@@ -181,12 +183,13 @@ RANKS: Mapping[str, Feature] = {
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
     "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
     "uneven hosts": Feature(
-        lambda i: i.parallel.size % i.config.hosts.nnodes > 0, "ranks that hosts cannot share equally"
+        lambda i: i.parallel.size % i.config.hosts.nnodes > 0 and not counts_replicas(i.config.hosts, i.parallel.dp),
+        "ranks that hosts cannot share equally",
     ),
     "local replicas": Feature(
-        given("data_parallel_size_local"), "a number of replicas of each host", "--data-parallel-size-local"
+        given("data_parallel_size_local"), "a number of replicas of this host", "--data-parallel-size-local"
     ),
-    "other replicas": Feature(wrong_local, "hosts with other numbers of replicas"),
+    "other replicas": Feature(wrong_local, "another number of hosts"),
     "layer partition": Feature(lambda i: bool(i.parallel.layers), "layers of each stage", "--pipeline-layer-partition"),
     "other layers": Feature(of_model(_odd_stages), "stages or layers of another number"),
     "fewer layers": Feature(of_model(lambda i, m: i.parallel.pp > m.num_layers), "fewer layers than stages"),
@@ -224,6 +227,9 @@ RANKS: Mapping[str, Feature] = {
         of_model(lambda i, m: m.moe is None or not i.parallel.lockstep), "replicas that share no experts"
     ),
     "idle placement": Feature(lambda i: bool(idle_placement(i)), "experts that ranks do not share"),
+    "overrides": Feature(
+        lambda i: bool(i.config.load.hf_overrides), "values over those of config.json", "--hf-overrides"
+    ),
     "routing": Feature(given("routing"), "experts that are drawn", "--routing"),
     "real weights": Feature(lambda i: i.config.load.load_format != "dummy", "weights of a checkpoint"),
 }
@@ -233,7 +239,6 @@ DRAFTS: Mapping[str, Feature] = {
     "MTP": Feature(lambda i: i.method == "mtp", "method mtp", SPEC),
     "draft model": Feature(lambda i: i.method == "draft_model", "a draft model", SPEC),
     "EAGLE": Feature(lambda i: i.method in HEADS, "an EAGLE head", SPEC),
-    "EAGLE-3": Feature(lambda i: i.method == "eagle3", "an EAGLE-3 head", SPEC),
     "drafts of layers": Feature(of_drafts(lambda i, s: s.layered), "speculative decoding with method {method}", SPEC),
     "drafts of another model": Feature(lambda i: i.method in MODELS, "method {method}", SPEC),
     "planned method": Feature(of_drafts(lambda i, s: s.method not in METHODS), "method {method}"),

@@ -30,8 +30,8 @@ RANKS: tuple[Row, ...] = (
     Row("Ray", "one rank", REFUSED, "distributed_executor_backend=ray: one rank runs on this host, without Ray",
         "leave it out, or ask for several ranks (-tp, -pp, -dp)"),
     Row("local replicas", "other replicas", REFUSED,
-        "data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the {dp} replicas (-dp)",
-        "give a number that divides {dp}, or leave it out"),
+        "data_parallel_size_local={local}: {hosts} hosts (nnodes) with {local} replicas each do not have {dp} (-dp)",
+        "give at most {dp}, and leave out nnodes where hosts have other numbers"),
     Row("local replicas", "Ray", IDLE, "data_parallel_size_local changes nothing: Ray chooses the nodes of replicas"),
     Row("collective checks", "captured exchanges", REFUSED,
         "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture that",
@@ -42,6 +42,8 @@ EXPERTS: tuple[Row, ...] = (
     Row("-ep", "fewer experts", REFUSED,
         "{parallel}: {experts} experts are fewer than the {expert_ranks} ranks (tp x dp) that share them",
         "lower -tp or -dp"),
+    Row("overrides", "layers of transformers", MISSING, "the module is read with the config.json of its folder",
+        "leave out hf_overrides, and change a copy of config.json"),
     Row("-ep", "layers of transformers", MISSING, "the module chooses experts, and rows do not travel from there",
         "leave out --enable-expert-parallel, or use -tp"),
     Row("routing", "layers of transformers", MISSING, "the module chooses experts", "leave it out"),
@@ -71,8 +73,6 @@ EXPERTS: tuple[Row, ...] = (
 DRAFTS: tuple[Row, ...] = (
     Row("drafts", "planned method", MISSING, "drafts come by method ngram, mtp, draft_model, eagle or eagle3 alone",
         'use "method": "ngram"'),
-    Row("EAGLE-3", "-pp", MISSING, "the head reads states between layers, which other stages have",
-        'use "method": "eagle" with a head for it, or leave out -pp'),
     Row("MTP", "not one MTP layer", REFUSED, "speculative_config: method mtp drafts with the multi-token-prediction "
         "(MTP) layer of the checkpoint, which {mtp_layers}", NGRAM),
     Row("EAGLE", "dynamic rope", MISSING, "its positions beyond the trained context change with it",
@@ -135,11 +135,7 @@ BLEND: tuple[Row, ...] = (
 )  # fmt: skip
 NO_EMBEDS = "leave out --enable-prompt-embeds"
 EMBEDS: tuple[Row, ...] = (
-    Row("prompt embeddings", "drafts", MISSING, "drafts are made of tokens, and such a prompt has none", NO_EMBEDS),
     Row("prompt embeddings", "CacheBlend", MISSING, "texts are found again by their tokens", NO_EMBEDS),
-    Row("prompt embeddings", "-pp", MISSING, "the first stage alone reads them", "leave out -pp, or use -tp"),
-    Row("prompt embeddings", "lock-step", MISSING,
-        "their steps run outside of the CUDA graphs that replicas replay together", NO_EMBEDS),
     Row("prompt embeddings", "layer inputs", MISSING, "each layer reads an embedding of the token, too", NO_EMBEDS),
     Row("prompt embeddings", "KV events", MISSING, "events name a block by its tokens", NO_EMBEDS),
     Row("prompt embeddings", "mock", REFUSED, "enable_prompt_embeds: device=mock has no layers", "leave it out"),
@@ -259,6 +255,8 @@ VERIFIED: tuple[Row, ...] = (
     Row("verify", "layers of transformers", REFUSED, "quire verify would compare it with itself", scope=VERIFY),
     Row("verify", "other dtype", REFUSED, "quire verify compares step by step in float32",
         "leave out --dtype, or compare with a reference that --dump has stored (--against)", scope=STEPS),
+    Row("verify", "overrides", REFUSED, "quire verify compares with transformers, which reads config.json as it is",
+        "leave out --hf-overrides, and change a copy of config.json", scope=STEPS),
     Row("verify", "EPLB", REFUSED, "quire verify compares each rank's parameters with the files, and experts move",
         "leave out --enable-eplb", scope=STEPS),
     Row("verify", "weights in host memory", REFUSED, "quire verify compares parameters on the device with files, and "

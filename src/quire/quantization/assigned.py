@@ -5,19 +5,22 @@ scales is quantized. Embeddings, heads tied to them, routers and norms are never
 """
 
 from collections.abc import Iterable, Mapping
+from math import gcd
 from typing import Any
 
+from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
-from quire.contracts.params import FLOATS, Param, Part, first_expert
+from quire.contracts.params import FLOATS, Param, Part, first_expert, num_experts, of_expert
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS, MARKS
+from quire.quantization.joined_integers import are_integers, common_scheme
 from quire.quantization.microscaled import GPT_OSS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
 from quire.quantization.scheme_words import scheme_words
-from quire.quantization.slices import mixes_groups, packed_scheme
+from quire.quantization.slices import mixes_groups, packed_scheme, regrouped
 
 NEVER = (  # .value: of operations of transformers' code
     "embed.weight",
@@ -34,6 +37,8 @@ DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
 # stored, and not quantized here.
 STEERING = (".delta.rates.weight", ".delta.decays.weight", ".delta.gates.weight")
 EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
+OF_EXPERTS = 32  # columns: the groups that kernels of experts run are multiples of it
+MIXED = "mixed"  # key of the schemes that all experts of a layer get, where they are stored in several
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
@@ -42,15 +47,23 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
 
     config   quantization_config of the checkpoint, as `settled` returns it; {}: unquantized
     Raises UnsupportedModel where the parts of a fused matrix differ, or the group size does not divide the columns, and
-    ConfigError where a rank's slice would cut a group.
+    ConfigError where a rank's slice would cut a group into parts that no kernel runs.
     """
     if not config:
         return tuple(params)
     if config["quant_method"] == ONLINE:
         return tuple(_online(param) if is_quantizable(param) else param for param in params)
-    rules = _with_found(config)
-    made = tuple(_with_format(param, rules) if is_quantizable(param) else param for param in params)
+    rules, mixed = _with_found(config), {name: convert(one, Scheme) for name, one in config.get(MIXED, {}).items()}
+    made = tuple(
+        param
+        if not is_quantizable(param)
+        else _with_schemes(param, rules, mixed[param.name])
+        if param.name in mixed
+        else _with_format(param, rules)
+        for param in params
+    )
     _check_experts(made)
+    made = _with_one_group(made)
     # A kernel runs both matrices of an expert: where it cannot run one, both are dequantized.
     plain = {param.module for param in made if _is_of_experts(param) and param.scheme is None}
     return tuple(replace(param, scheme=None) if param.module in plain else param for param in made)
@@ -59,14 +72,19 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
 def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
     """Correct `config` by the tensors in the checkpoint: return it with these facts under the key `FOUND`.
 
-    The facts are the modules that are stored unquantized, and a flag: the LM head is stored quantized.
+    The facts are the modules that are stored unquantized, and a flag: the LM head is stored quantized. Under `MIXED`
+    are the schemes that hold the numbers of all experts of a layer, where experts have several: ranks pack them alike.
     params   parameters of the whole model
     stored   tensor names in the checkpoint -> their safetensors dtypes ("BF16"), "" for unknown; {}: names unknown
     Raises WeightsError for a module that the config leaves unquantized and the checkpoint stores quantized.
     """
-    if not config or config["quant_method"] == ONLINE or not stored:
+    if not config or config["quant_method"] == ONLINE:
         return config
-    rules, plain, head = rules_of(config), list[str](), False
+    params, rules, plain, head = tuple(params), rules_of(config), list[str](), False
+    if differs_by_module(config) and (mixed := _mixed(params, rules)):
+        config = config | {MIXED: mixed}
+    if not stored:
+        return config
     for part in (part for param in params if is_quantizable(param) for part in param.parts):
         module = _module(part)
         mark = next((name for name in MARKS if f"{module}{name}" in stored), "")
@@ -80,6 +98,23 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
         elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
             plain.append(module)
     return config | {FOUND: {"plain": plain, "head": head}}
+
+
+def _mixed(params: Iterable[Param], rules: Rules) -> dict[str, Any]:
+    """Return name of a parameter of experts -> scheme of all its experts as plain values, where they have several."""
+    found = dict[str, Any]()
+    for param in filter(_is_of_experts, params):
+        each = {rules(_module(part)) for part in param.parts}
+        own = [rule for rule in each if rule is not None and are_integers(rule.scheme)]
+        alike = len(own) == len(each) and len({(rule.format, rule.scheme.order) for rule in own}) == 1
+        if alike and len(own) > 1:
+            found[param.name] = to_builtins(common_scheme([rule.scheme for rule in own]))
+    return found
+
+
+def differs_by_module(config: Mapping[str, Any]) -> bool:
+    """True for a quantization_config by which experts of a layer may have several schemes."""
+    return bool(config.get("dynamic") or config.get("quantized_layers")) or len(config.get("config_groups") or ()) > 1
 
 
 def decided_by(param: Param, config: Mapping[str, Any]) -> str:
@@ -132,10 +167,55 @@ def _with_format(param: Param, rules: Rules) -> Param:
     _check_groups(param, stored)
     one = replace(first_expert(param), format=first.format, stored=stored)  # slices of all experts are cut alike
     scheme = None if _is_dequantized(param, stored) else packed_scheme(one.parts, stored)
-    if why := FORMATS[one.format].objection(one):
-        whole = ", or whole experts for each rank (--enable-expert-parallel)" * (param.shard == "experts")
-        raise ConfigError(f"{why}: use a smaller -tp{whole}.")
+    _refuse_cuts(one)
     return replace(param, format=first.format, stored=stored, scheme=scheme)
+
+
+def _with_schemes(param: Param, rules: Rules, common: Scheme) -> Param:
+    """Return a parameter of experts with several schemes, of which `common` holds all numbers."""
+    count = num_experts(param)
+    each = [_with_format(of_expert(param, place, count), rules) for place in range(count)]
+    one = replace(each[0], stored=common)
+    _refuse_cuts(one)
+    scheme = None if each[0].scheme is None else packed_scheme(one.parts, common)
+    stored = tuple(own.stored for own in each if own.stored is not None)
+    return replace(param, format=one.format, stored=common, each=stored, scheme=scheme)
+
+
+def _refuse_cuts(param: Param) -> None:
+    """Raise ConfigError if a rank cannot read its slices of a quantized matrix."""
+    if why := _objection(param):
+        whole = ", or whole experts for each rank (--enable-expert-parallel)" * (param.shard == "experts")
+        raise ConfigError(f"{why}: use -tp {_fitting(param)}{whole}.")
+
+
+def _objection(param: Param) -> str:
+    """Return the reason why a rank cannot read its slices of a quantized matrix, or ""."""
+    assert param.stored is not None
+    if why := FORMATS[param.format].objection(param):
+        return why
+    wide, own = param.stored.block[1], regrouped(param.parts, param.stored).block[1]
+    if param.shard != "experts" or own == wide or own % OF_EXPERTS == 0:
+        return ""
+    return (
+        f"{param.parts[0].stored} has groups of {wide} columns, which a rank's {param.shape[1]} columns cut into "
+        f"groups of {own}; kernels of experts run multiples of {OF_EXPERTS}"
+    )
+
+
+def _fitting(param: Param) -> str:
+    """Return the divisors of the number of ranks that can share the matrix, such as "1, 2 or 4".
+
+    These can share the heads, too.
+    """
+    part = next(one for one in param.parts if not one.whole)
+    asked, fits = round(part.matrix[part.axis] / part.count), list[str]()
+    for ranks in (count for count in range(1, asked) if asked % count == 0):
+        cut = [replace(one, start=0, count=one.matrix[one.axis] // ranks) for one in param.parts]
+        shape = (sum(one.rows for one in cut), cut[0].local_shape[1])
+        if not _objection(replace(param, shape=shape, parts=tuple(cut))):
+            fits.append(str(ranks))
+    return " or ".join(filter(None, (", ".join(fits[:-1]), fits[-1])))
 
 
 def _is_dequantized(param: Param, stored: Scheme) -> bool:
@@ -153,13 +233,14 @@ def _check_groups(param: Param, stored: Scheme) -> None:
 
 
 def _check_experts(params: Iterable[Param]) -> None:
-    """Refuse experts whose two matrices are of different kinds: a kernel runs both."""
+    """Refuse experts whose two matrices are of different kinds: a kernel runs both. Integers may have other bits."""
     own: dict[str, Param] = {}
     for param in params:
         if _is_of_experts(param):
             other = own.setdefault(param.module, param)
-            ours, theirs = (one.stored.needs if one.stored else None for one in (param, other))
-            if ours != theirs:
+            ours, theirs = (one.stored for one in (param, other))
+            mixed = ours and theirs and are_integers(ours) and are_integers(theirs)
+            if not mixed and (ours and ours.needs) != (theirs and theirs.needs):
                 one, two = (_words(each.parts[0].stored, _rule(each)) for each in (other, param))
                 raise UnsupportedModel(
                     f"{one}, {two}: the matrices of an expert must have the same quantization: use "
@@ -170,6 +251,21 @@ def _check_experts(params: Iterable[Param]) -> None:
 def _is_of_experts(param: Param) -> bool:
     """True for the matrices of experts, which have biases that are never quantized."""
     return param.shard == "experts" and is_quantizable(param)
+
+
+def _with_one_group(params: tuple[Param, ...]) -> tuple[Param, ...]:
+    """Give both matrices of experts the same groups where those of one are small: a kernel that runs them runs both."""
+    found = dict[str, set[int]]()
+    for param in filter(_is_of_experts, params):
+        if param.scheme is not None and are_integers(param.scheme):
+            found.setdefault(param.module, set()).add(param.scheme.block[1])
+    wide = {module: gcd(*own) for module, own in found.items() if len(own) > 1 and any(one % OF_EXPERTS for one in own)}
+    return tuple(
+        replace(one, scheme=replace(one.scheme, block=(1, wide[one.module])))
+        if one.scheme is not None and one.module in wide and _is_of_experts(one)
+        else one
+        for one in params
+    )
 
 
 def _rule(param: Param) -> Rule | None:
