@@ -16,6 +16,7 @@ from quire.engine.replicas import Core, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import FrontPlace, owner, parts
+from quire.procs.life import Life
 from quire.procs.live_feed import LiveFeed
 from quire.procs.messages import (
     Abort,
@@ -164,6 +165,7 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
     messages, and checks every 0.5 s that the executor is alive.
     """
     feed, trace = LiveFeed(core, send), RequestTrace(core, send)
+    life = Life(core, lambda: send(Outputs(core.step())))
     try:
         while True:
             while (message := receive(not core.has_work)) is not None:
@@ -177,11 +179,11 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
                 else:
                     if trace.active and isinstance(message, Add):
                         trace.begin(message)
-                    _obey(core, message, send)
-            if core.has_work:
-                send(Outputs(core.step()))
-            else:
+                    _obey(core, life, message, send)
+            if not core.has_work:
                 core.executor.check_alive()
+            if core.has_work or (life.held and core.handles):  # requests that are held hear that the core is alive
+                send(Outputs(core.step()))
             if feed.active:
                 feed.tell()
             if trace.active:
@@ -198,9 +200,9 @@ def _log(words: str, error: Exception) -> None:
         LOG.error(words, exc_info=error)
 
 
-def _obey(core: Core, message: ToCore, send: Send) -> None:
+def _obey(core: Core, life: Life, message: ToCore, send: Send) -> None:
     if isinstance(message, Add):
-        _add(core, message, send)
+        _add(core, life, message, send)
     elif isinstance(message, Abort):
         for handle in message.handles:
             core.abort(handle, message.cause)
@@ -209,13 +211,14 @@ def _obey(core: Core, message: ToCore, send: Send) -> None:
             if message.place.first <= handle < message.place.end:
                 core.abort(handle)
     elif isinstance(message, Control):
-        send(_control(core, message))
+        send(_control(core, life, message))
 
 
-def _add(core: Core, message: Add, send: Send) -> None:
+def _add(core: Core, life: Life, message: Add, send: Send) -> None:
     """Take the requests of one prompt, or none of them."""
     taken: list[int] = []
     try:
+        life.check()
         for new in message.requests:
             core.add(new, places=len(message.requests))
             taken.append(new.handle)
@@ -227,8 +230,10 @@ def _add(core: Core, message: Add, send: Send) -> None:
         send(rejected(tuple(new.handle for new in message.requests), error))
 
 
-def _control(core: Core, message: Control) -> Reply:
+def _control(core: Core, life: Life, message: Control) -> Reply:
     try:
+        if operation := life.operations.get(message.name):
+            return Reply(message.id, operation(**message.args))
         if handler := HANDLERS.get(message.name):
             return Reply(message.id, handler(core, **message.args))
         value = core.executor.control(message.name, message.args)
