@@ -58,6 +58,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "expert_placement_strategy": "round_robin", "enable_expert_parallel": True, "tensor_parallel_size": 2
     },
     "routing": {"routing": "uniform", "load_format": "dummy"},
+    "sleep": {"enable_sleep_mode": True},
+    "new weights": {"weight_transfer_config": {"backend": "files"}},
     "collective checks": {"check_collectives": True, "enforce_eager": True, "tensor_parallel_size": 2},
 }  # fmt: skip
 LAST = "KV events"

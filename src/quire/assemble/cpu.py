@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.assemble.build import build_model
+from quire.assemble.held_memory import empty_of, hold_memory, make_regions
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks
@@ -56,8 +57,10 @@ def _finish(
 ) -> Parts:
     device = torch.device(plan.machine.device)
     num_slots = memory.num_slots or plan.config.scheduler.sequences()
-    arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device)
+    regions = make_regions(plan, model)
+    empty = empty_of(regions)
+    arena = KVArena(memory.geometry, memory.num_blocks + 1, device, empty)
+    states = StateArena(memory.geometry, num_slots + 1 + memory.checkpoints, device, empty)
     views = model_views(model, arena.views, scales, states.view)
     limits = Limits(
         num_slots=num_slots,
@@ -78,6 +81,7 @@ def _finish(
         speculation=plan.speculation,
     )
     keep_states(worker, states)
+    hold_memory(worker, model, plan, scales, regions)
     shards = copy_blocks(worker, plan, memory, (arena, states), namespace)
     return Parts(
         plan=plan,

@@ -11,6 +11,7 @@ import torch
 
 from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
+from quire.assemble.held_memory import Regions, empty_of, hold_memory, make_regions
 from quire.assemble.kv_views import model_views
 from quire.assemble.loaded import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks
@@ -60,18 +61,14 @@ def load_cuda(
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
     if why := missing():
-        slow = load_without_triton(
-            plan,
-            groups,
-            on_loading=on_loading,
-            end_phase=end_phase,
-            free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0],
-        )
+        given = {"on_loading": on_loading, "end_phase": end_phase}
+        slow = load_without_triton(plan, groups, free_bytes=_free_bytes, **given)
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(slow, finish=lambda *given: replace(slow.finish(*given), notes=(note,)))
     cache, note = use_cache_folder()
     scales, model = cache_scales(plan), build_model(plan, groups)
     filled = fill(model, plan, scales, on_loading)
+    regions = make_regions(plan, model)
     end_phase("weights")
     limits = _limits(plan, groups)
     with _room_for_steps(weights, facts.free_memory, config):
@@ -83,7 +80,7 @@ def load_cuda(
         return DeviceMemory(
             total=facts.total_memory,
             at_start=facts.free_memory,
-            free=torch.cuda.mem_get_info(DEVICE)[0],
+            free=_free_bytes(),
             weights=weights,
             later=working + plan.graphs.num_bytes + plan.scratch_bytes,
             others=facts.others_memory,
@@ -95,7 +92,7 @@ def load_cuda(
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
             worker, *arenas = _worker(
-                model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints
+                model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints, held=regions
             )
             shards = copy_blocks(worker, plan, memory, (arenas[0], arenas[1]), namespace)
             worker.warm_up()
@@ -121,6 +118,10 @@ def load_cuda(
         )
 
     return Loaded(measure, finish, filled.sums)
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info(DEVICE)[0]
 
 
 def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
@@ -162,13 +163,19 @@ def _worker(
     groups: RankGroups,
     *,
     checkpoints: int = 0,
+    held: Regions | None = None,
 ) -> tuple[StepRunner, KVArena, StateArena]:
-    """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints."""
-    arena = KVArena(plan.geometry, num_blocks, DEVICE)
-    states = StateArena(plan.geometry, limits.num_slots + 1 + checkpoints, DEVICE)
+    """Make a runner with a KV cache of `num_blocks` blocks, and states of its slots and of checkpoints.
+
+    held   memory that sleep frees, of the runner that serves; None: the engine does not sleep, or this is a rehearsal
+    """
+    empty = empty_of(held)
+    arena = KVArena(plan.geometry, num_blocks, DEVICE, empty)
+    states = StateArena(plan.geometry, limits.num_slots + 1 + checkpoints, DEVICE, empty)
     views = model_views(model, arena.views, scales, states.view)
     worker = make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=plan.speculation)
     keep_states(worker, states)
+    hold_memory(worker, model, plan, scales, held)
     return worker, arena, states
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from quire.config.adapters import AdapterConfig, check_adapters
 from quire.config.checkpoints import read_places
 from quire.config.hosts import HostsConfig, hosts_of_replicas
+from quire.config.life import LifeConfig, check_life
 from quire.config.option import option
 from quire.contracts.errors import ConfigError
 
@@ -325,6 +326,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()
     adapters: AdapterConfig = AdapterConfig()
+    life: LifeConfig = LifeConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
@@ -371,6 +373,7 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"gpu_memory_utilization={c.gpu_memory_utilization}: must be above 0 and at most 1.")
     read_places(config.state.state_checkpoint)
     check_adapters(config.adapters)
+    check_life(config.life)
     if not (config.state.state_memory_fraction or 0.0) < 1.0:
         raise ConfigError(f"state_memory_fraction={config.state.state_memory_fraction}: must be below 1, such as 0.3.")
     if not 0.0 <= config.device.mock_step_ms <= 60_000.0:

@@ -16,6 +16,7 @@ QuireError
 │       └── RequestFailed            the request was accepted and then failed alone (NaN logits, deadline)
 └── EngineError (RuntimeError)       a fault of the device or of a process
     ├── EngineStarting               the engine is still loading
+    ├── EngineAsleep                 the engine sleeps, or its weights are not whole
     ├── EngineClosed                 the engine was closed, or finishes its last requests and takes no more
     └── EngineDead                   the engine stopped; every waiting request gets this
 """
@@ -112,6 +113,10 @@ class EngineError(QuireError, RuntimeError):
 
 class EngineStarting(EngineError):
     """The engine is still loading; try again later."""
+
+
+class EngineAsleep(EngineError):
+    """The engine sleeps, or an update of its weights has failed in the middle; the message says what helps."""
 
 
 class EngineClosed(EngineError):

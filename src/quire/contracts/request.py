@@ -33,6 +33,9 @@ class BlockReason(StrEnum):
     ADAPTER = "adapter"  # its adapter is not on the device
 
 
+PAUSED = "paused"  # cause of a request that `pause` has ended
+
+
 class FinishReason(StrEnum):
     """Reason why a request ended."""
 

@@ -41,6 +41,7 @@ class EngineCore:
     needs_masks   True: the step that was submitted last cannot sample before `send_masks`
     events        tells which blocks the prefix cache gets and loses; None: nobody wants to know
     recorder      records steps and requests for the live view; None: nobody watches
+    held          True: no step with tokens is planned, and requests stay as they are
     torn          True after a step raised: the engine cannot run another step
     """
 
@@ -85,6 +86,7 @@ class EngineCore:
         self._clock = clock
         self._step = 0
         self.torn = False
+        self.held = False
         self.moved = 0  # see `StepResult.moved`; of the last result
         self.flushing = False  # True: the engine is being closed, and its copies are to end
 
@@ -95,7 +97,12 @@ class EngineCore:
 
         Writes of KV blocks to a disk count once a second, and while `flushing`.
         """
-        return bool(self._requests or self.in_flight or self._finished or self._copying)
+        return bool(self._plannable or self.in_flight or self._finished or self._copying)
+
+    @property
+    def _plannable(self) -> bool:
+        closed = self.held or (not self.scheduler.admits and not len(self.scheduler.table))
+        return bool(self._requests) and not closed
 
     @property
     def _copying(self) -> bool:
@@ -193,10 +200,10 @@ class EngineCore:
         """
         self._expire()
         self._take_grammars()
-        if not self.has_room or not (self._requests or self._copying):
+        if not self.has_room or not (self._plannable or self._copying):
             return None
         started = perf_counter()
-        planned = self.scheduler.plan(self._step)
+        planned = self.scheduler.plan(self._step) if self._plannable else None
         if planned is None and self._copying and not self.in_flight:
             planned = self.scheduler.plan_idle(self._step)  # carries jobs, and brings reports
         self._report_broken()

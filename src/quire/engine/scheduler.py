@@ -32,7 +32,8 @@ SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chun
 class Scheduler:
     """Continuous batching over one token budget, with chunked prefill, prefix reuse and preemption by recompute.
 
-    guess   makes drafts for requests with a grammar; None: they have none
+    guess    makes drafts for requests with a grammar; None: they have none
+    admits   False: no waiting request is admitted
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scheduler:
         runs = StageRunWriter(self.roster, self.drafts) if facts.num_stages > 1 and facts.num_drafts else None
         self._writer = PlanWriter(self.roster, facts.num_drafts, runs, cached=facts.drafts_cached)
         self.guess: Guess | None = None
+        self.admits = True
         self._lookup = facts.draft_lookup
 
     @property
@@ -83,7 +85,7 @@ class Scheduler:
         if self.admitter.offer_chunks(slots, num_tokens):
             slots, num_tokens, appended = self.growth.still_running(slots, num_tokens, appended)
         admitted: list[Admission] = []
-        if self.growth.num_preempted == preempted and len(self.queue):
+        if self.growth.num_preempted == preempted and len(self.queue) and self.admits:
             room = budget - int(num_tokens.sum())
             if self.drafts.most:  # drafts have a budget of their own
                 decodes = self.table.planned[slots] >= self.table.goal[slots]

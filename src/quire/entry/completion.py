@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.contracts.output import CompletionOutput, Finish, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
-from quire.contracts.request import FinishReason, Transfer
+from quire.contracts.request import PAUSED, FinishReason, Transfer
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import F32, RowLogprobs
 from quire.text.sequence import SequenceText
@@ -72,6 +72,8 @@ class Completion:
         self._read(finished=True)
         if finish.reason is FinishReason.ERROR:
             self.stop_reason, self.error = finish.error, finish.message
+        elif finish.reason is FinishReason.ABORT and finish.error == PAUSED:
+            self.stop_reason = PAUSED
         elif finish.stop_id is not None and finish.stop_id not in self.eos_ids:
             self.stop_reason = finish.stop_id
 

@@ -22,6 +22,7 @@ from quire.contracts.output import (
 )
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+from quire.entry import offline_life
 from quire.entry.adapters import read_requests
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
@@ -48,6 +49,7 @@ from quire.entry.local import (
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.entry.unsupported import check_arguments, no_attribute
 from quire.observe.progress import Progress
+from quire.procs.life import Life
 from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
@@ -66,6 +68,7 @@ class LLM:
     model     folder or hub id; "" = the bundled quire-tiny
     options   fields of `EngineConfig`; `quire serve --help` lists them
     Raises a `UserError` that names the fix when the model or an option cannot be served.
+    life      pauses, sleep and weight updates of the engine, until `close`
     Not thread-safe: concurrent callers use `AsyncLLM`.
     """
 
@@ -75,6 +78,7 @@ class LLM:
         self._processed: dict[int, list[NewRequest]] = {}  # requests with logits processors, by first handle
         self._adapters = named_adapters(self._engine)
         self._mail: dict[int, Mail] = {}  # by first handle: callers may read several streams in turn
+        self.life = Life(self._engine.core, self._step)
         self._dead: EngineDead | None = None  # set when the engine has stopped for good
 
     @property
@@ -274,6 +278,13 @@ class LLM:
         """Return a copy of the default sampling parameters, which come from the model's generation_config.json."""
         return self.engine.default_params.clone()
 
+    sleep = offline_life.sleep
+    wake_up = offline_life.wake_up
+    init_weight_transfer_engine = offline_life.init_weight_transfer_engine
+    start_weight_update = offline_life.start_weight_update
+    update_weights = offline_life.update_weights
+    finish_weight_update = offline_life.finish_weight_update
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Running requests keep their KV blocks. True when no request was running."""
         return self.engine.core.reset_prefix_cache()
@@ -283,6 +294,7 @@ class LLM:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+            del self.life  # it holds the core
 
     def __enter__(self) -> Self:
         return self
@@ -369,6 +381,8 @@ class LLM:
             raise InvalidParameter(
                 f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
             )
+        if self._engine is not None:
+            self.life.check_running()
         ready: Mail = deque()
         try:
             with uninterrupted():
@@ -384,7 +398,9 @@ class LLM:
                     yield output, handle
                 if not num_open:
                     return
-                assert self.engine.core.has_work, "a request has got lost"
+                core = self.engine.core
+                self.life.check_running()
+                assert core.has_work, "a request has got lost"
                 self._step()
         finally:
             with uninterrupted():

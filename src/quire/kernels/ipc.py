@@ -11,13 +11,13 @@ stays readable when its owner dies, and is not free before it is closed. Knows a
 
 import ctypes
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-LIBRARY = "libcuda.so.1"
+from quire.kernels.driver import call_driver
+
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 Move = tuple[int, int, int]  # address to write, address to read, bytes
@@ -51,15 +51,17 @@ class CudaIpc(DeviceIpc):
     def __init__(self, device: torch.device) -> None:
         self._device, self._context = device, ctypes.c_void_p()
         number = ctypes.c_int()
-        _call("cuDeviceGet", ctypes.byref(number), device.index or 0)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        call_driver("cuDeviceGet", ctypes.byref(number), device.index or 0)
+        call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
 
     def export(self, pages: Tensor) -> tuple[bytes, int]:
         """See `DeviceIpc`."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         self._enter()
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pages.data_ptr()))
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        call_driver(
+            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pages.data_ptr())
+        )
+        call_driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
         return bytes(handle), pages.data_ptr() - base.value
 
     def open(self, handle: bytes) -> int:
@@ -68,7 +70,7 @@ class CudaIpc(DeviceIpc):
             raise OSError(f"a handle of {len(handle)} bytes")
         address = ctypes.c_uint64()
         self._enter()
-        _call(
+        call_driver(
             "cuIpcOpenMemHandle_v2",
             ctypes.byref(address),
             _Handle.from_buffer_copy(handle),
@@ -79,7 +81,7 @@ class CudaIpc(DeviceIpc):
     def close(self, address: int) -> None:
         """See `DeviceIpc`."""
         self._enter()
-        _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        call_driver("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def mark(self) -> torch.cuda.Event:
         """See `DeviceIpc`."""
@@ -97,7 +99,7 @@ class CudaIpc(DeviceIpc):
         stream = torch.cuda.Stream(self._device)
         try:
             for target, source, size in moves:
-                _call(
+                call_driver(
                     "cuMemcpyAsync",
                     ctypes.c_uint64(target),
                     ctypes.c_uint64(source),
@@ -109,7 +111,7 @@ class CudaIpc(DeviceIpc):
 
     def _enter(self) -> None:
         """Make the device's context that of the calling thread."""
-        _call("cuCtxSetCurrent", self._context)
+        call_driver("cuCtxSetCurrent", self._context)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[torch.device], DeviceIpc]] = {"cuda": CudaIpc}  # by the device's type
@@ -117,19 +119,3 @@ IMPLEMENTATIONS: dict[str, Callable[[torch.device], DeviceIpc]] = {"cuda": CudaI
 
 class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
-
-
-@lru_cache
-def _driver(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
-    return kind(LIBRARY)
-
-
-def _call(name: str, *values: Any) -> None:
-    """Call a function of the driver. Raises OSError with its name and the name of the error.
-
-    The call that begins a copy keeps Python's lock: thousands of them would wait for it behind busy threads.
-    """
-    if code := getattr(_driver(ctypes.PyDLL if name == "cuMemcpyAsync" else ctypes.CDLL), name)(*values):
-        words = ctypes.c_char_p()
-        _driver(ctypes.CDLL).cuGetErrorName(code, ctypes.byref(words))
-        raise OSError(f"{name}: {words.value.decode() if words.value else code}")

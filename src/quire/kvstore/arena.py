@@ -25,10 +25,14 @@ class KVArena:
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
     pages   [num_blocks, page_bytes] uint8, a view of `data`
 
+    empty   makes the memory; None: `memory.empty`
+
     A page has room for the largest group; the end of the others' pages is unused.
     """
 
-    def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, geometry: KVGeometry, num_blocks: int, device: torch.device, empty: memory.Empty | None = None
+    ) -> None:
         assert num_blocks > NULL_BLOCK + 1, "an arena needs the reserved block and a usable one"
         self.geometry = geometry
         self.num_blocks = num_blocks
@@ -36,7 +40,7 @@ class KVArena:
         self._places = place_layers(geometry)
         self._groups: dict[int, KVGroup] = {layer: group for group in geometry.groups for layer in group.layers}
         size = num_blocks * self.page_bytes
-        raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
+        raw = (empty or memory.empty)((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
         self.pages = self.data.view(num_blocks, self.page_bytes)
         # A GPU's kernels read whole blocks: unwritten values must be finite. On a CPU zeroing would allocate all pages.

@@ -30,12 +30,15 @@ class CheckpointPages(NamedTuple):
 class StateArena:
     """Memory of the states of a device, `num_rows` rows. It is not cleared: see `quire.kernels.states`.
 
+    empty  makes the memory; None: `memory.empty`
     rows   [num_rows, state bytes] uint8
     """
 
-    def __init__(self, geometry: KVGeometry, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, geometry: KVGeometry, num_rows: int, device: torch.device, empty: memory.Empty | None = None
+    ) -> None:
         size = geometry.state_bytes
-        raw = memory.empty((num_rows * size + PAGE_ALIGN,), torch.uint8, device)
+        raw = (empty or memory.empty)((num_rows * size + PAGE_ALIGN,), torch.uint8, device)
         self._data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, num_rows * size)
         self.rows = self._data.view(num_rows, size)
         self._places: dict[int, list[tuple[StateComponent, int]]] = {}

@@ -17,6 +17,7 @@ from quire.engine.replicas import Core, Replicas, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import FrontPlace, owner, parts
+from quire.procs.life import Life
 from quire.procs.live_feed import LiveFeed
 from quire.procs.messages import (
     Abort,
@@ -169,6 +170,8 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
     """
     watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
     feed, trace = LiveFeed(core, send), RequestTrace(core, send)
+    step = lambda: send(Outputs(watch.run(core.step, in_flight)))  # noqa: E731
+    life = Life(core, step)
     try:
         while True:
             while (message := receive(not core.has_work)) is not None:
@@ -182,11 +185,11 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
                 else:
                     if trace.active and isinstance(message, Add):
                         trace.begin(message)
-                    _obey(core, message, send)
-            if core.has_work:
-                send(Outputs(watch.run(core.step, in_flight)))
-            else:
+                    _obey(core, life, message, send)
+            if not core.has_work:
                 core.executor.check_alive()
+            if core.has_work or (life.held and core.handles):  # requests that are held hear that the core is alive
+                step()
             if feed.active:
                 feed.tell()
             if trace.active:
@@ -209,9 +212,9 @@ def _log(words: str, error: Exception) -> None:
         LOG.error(words, exc_info=error)
 
 
-def _obey(core: Core, message: ToCore, send: Send) -> None:
+def _obey(core: Core, life: Life, message: ToCore, send: Send) -> None:
     if isinstance(message, Add):
-        _add(core, message, send)
+        _add(core, life, message, send)
     elif isinstance(message, Abort):
         for handle in message.handles:
             core.abort(handle, message.cause)
@@ -220,13 +223,14 @@ def _obey(core: Core, message: ToCore, send: Send) -> None:
             if message.place.first <= handle < message.place.end:
                 core.abort(handle)
     elif isinstance(message, Control):
-        send(_control(core, message))
+        send(_control(core, life, message))
 
 
-def _add(core: Core, message: Add, send: Send) -> None:
+def _add(core: Core, life: Life, message: Add, send: Send) -> None:
     """Take the requests of one prompt, or none of them."""
     taken: list[int] = []
     try:
+        life.check()
         for new in message.requests:
             core.add(new, places=len(message.requests))
             taken.append(new.handle)
@@ -238,8 +242,10 @@ def _add(core: Core, message: Add, send: Send) -> None:
         send(rejected(tuple(new.handle for new in message.requests), error))
 
 
-def _control(core: Core, message: Control) -> Reply:
+def _control(core: Core, life: Life, message: Control) -> Reply:
     try:
+        if operation := life.operations.get(message.name):
+            return Reply(message.id, operation(**message.args))
         if handler := HANDLERS.get(message.name):
             return Reply(message.id, handler(core, **message.args))
         value = core.executor.control(message.name, message.args)

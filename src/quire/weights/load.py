@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.contracts.params import Part
 from quire.layers.stack import Model
 from quire.weights.digest import SliceSums
-from quire.weights.files import StoredTensor, read_checkpoint
+from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint
 from quire.weights.match import match_tensors
 from quire.weights.read_threads import Lanes, OpenUnit, ReadChunker
 from quire.weights.slices import SliceBytes, order_rows, slice_bytes
@@ -63,6 +63,7 @@ def load_weights(
     num_threads: int = 0,
     chunk_bytes: int = CHUNK,
     summed_as: str = "",
+    again: bool = False,
 ) -> LoadReport:
     """Load a model's weights, or this rank's slices of them, from the safetensors files in `folder`.
 
@@ -70,15 +71,15 @@ def load_weights(
     device     weights are loaded and packed there, then moved to the model's device; None: the model's device
     num_threads   threads that read; 0: GPU_THREADS or CPU_THREADS, by device
     summed_as   role of the model in the sums of what is read (`digest.py`); "": nothing is summed
+    again      True: the model has weights, which are replaced where they lie (`layers/in_place.py`)
     Raises WeightsError in one line naming file, tensor and fix, also for a file that cannot be read to its end.
     """
-    began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
-    headers = match_tensors(checkpoint, model.layout, model.args, model.elsewhere)
-    check_spare(checkpoint, model.layout)
+    began = perf_counter()
+    checkpoint, headers = prove(model, folder)
     device = device or model.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    unpacked = Unpacked(model, device)
+    unpacked = Unpacked(model, device, again=again)
     units = deque(unpacked.units())
     parts = (part for unit in units for raw in unit.tensors for part in raw.parts)
     total = sum(slice_bytes(headers[part.stored], part).num_bytes for part in parts)
@@ -95,6 +96,17 @@ def load_weights(
         )
     unpacked.check()
     return LoadReport(total, perf_counter() - began, sums.report() if sums else b"")
+
+
+def prove(model: Model, folder: Path) -> tuple[Checkpoint, Mapping[str, StoredTensor]]:
+    """Check that the files in `folder` have every tensor of the model, and no other. No tensor is read.
+
+    Returns the checkpoint, and name -> header of the tensors that this rank reads. Raises WeightsError.
+    """
+    checkpoint = read_checkpoint(Path(folder))
+    headers = match_tensors(checkpoint, model.layout, model.args, model.elsewhere)
+    check_spare(checkpoint, model.layout)
+    return checkpoint, headers
 
 
 def _run(

@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels.native import memory
 from quire.kernels.pack.convert import Findings, convert
 from quire.kernels.pack.matrix import Weight
+from quire.layers.in_place import retake
 from quire.layers.stack import Model
 from quire.weights.units import LoadUnit, load_units
 
@@ -18,10 +19,12 @@ class Unpacked:
     The weights are loaded in units (`LoadUnit`). Some MoE layers offer their own memory (`Model.destination`): all
     experts of such a layer are one unit, which is loaded in place. Other units get new tensors; `done` gives them to
     the layer.
+
+    again   True: the layers have weights already, which are replaced where they lie
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        self._model, self._device, self._findings = model, device, Findings()
+    def __init__(self, model: Model, device: torch.device, *, again: bool = False) -> None:
+        self._model, self._device, self._findings, self._again = model, device, Findings(), again
         modules = dict.fromkeys(param.module for param in model.layout if device.type == model.device.type)
         found = {module: model.destination(module) for module in modules}
         self._own = {module: tensors for module, tensors in found.items() if tensors is not None}
@@ -51,7 +54,10 @@ class Unpacked:
                 own = param.name.rpartition(".")[2]
                 loaded = {name: tensors.pop(name) for name in list(tensors) if name.partition(".")[0] == own}
                 weights[own] = convert(param, loaded, self._model.dtype, self._findings, memory.empty)
-        self._model.take(unit.module, unit.place, weights)
+        if self._again:
+            retake(self._model, unit.module, unit.place, weights)
+        else:
+            self._model.take(unit.module, unit.place, weights)
 
     def check(self) -> None:
         """Raise WeightsError if `done` found invalid numbers in a quantized tensor. Call this after the last unit."""

@@ -53,7 +53,8 @@ class StepTrace:
 def controls_of(worker: StepRunner) -> dict[str, Callable[..., object]]:
     """Return the operations of the executor of an engine on one device. "trace" returns the calls as a list by rank."""
     trace = StepTrace(worker)
-    return {"describe": worker.describe, "trace": lambda **given: [trace.control(**given)]}
+    own = {"describe": worker.describe, "trace": lambda **given: [trace.control(**given)]}
+    return own | worker.features.controls
 
 
 def without_recordings(recorder: CallRecorder, worker: StepRunner) -> None:

@@ -51,6 +51,7 @@ FLAGS = """
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
+--enable-sleep-mode --no-enable-sleep-mode --weight-transfer-config
 --enable-lora --no-enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules
 --fully-sharded-loras --no-fully-sharded-loras
 --nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
@@ -138,6 +139,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
         "--eplb-config": '{"window_size": 5}',
         "--kv-offload-policy": "write_through",
         "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
+        "--weight-transfer-config": '{"backend": "gloo"}',
         "--kv-events-config": '{"topic": "kv"}',
         "--distributed-executor-backend": "ray",
     }

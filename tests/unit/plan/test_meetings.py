@@ -49,6 +49,7 @@ RECURRENT["full_attention_interval"] = 2
 INVARIANT = EXAMPLES["batch invariance"]
 HOSTS = {"cpu": "a CPU", "mock": "mock"}
 DIVIDED = {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}
+LIFE = EXAMPLES["sleep"] | EXAMPLES["new weights"]
 ALL = {"chunks": "kv_chunks", "text": True, "transfer": True, "truncated": True}
 # Options, changes of the inputs, and the rows (feature, other) that apply, among others of the same options.
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
@@ -223,6 +224,15 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (INVARIANT, {"latent": True}, {("batch invariance", "latent attention")}),
     (INVARIANT, {"recurrent": True}, {("batch invariance", "recurrent layers on a GPU")}),
     (INVARIANT, {"gated": True, "device": "cpu"}, {("batch invariance", "gated shared experts on a CPU")}),
+    (
+        LIFE | EXAMPLES["disk"] | EXAMPLES["sharing"] | EXAMPLES["peers"],
+        {"foreign": True},
+        {("new weights", other) for other in ("disk", "sharing", "peers", "layers of transformers")}
+        | {("sleep", other) for other in ("sharing", "layers of transformers")},
+    ),
+    (LIFE | MOVES, {}, {(one, "EPLB") for one in ("sleep", "new weights")}),
+    (LIFE | {"cpu_offload_gb": 1.0}, {}, {("weights in host memory", other) for other in ("new weights", "sleep")}),
+    (LIFE, {"device": "mock"}, {("mock", "sleep"), ("mock", "new weights")}),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},
         {"device": "cpu"},

@@ -8,7 +8,7 @@ CORS            only with allowed_origins
 ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
 Gate            503 while the engine starts, drains or is dead
 RateLimits      429 beyond a named key's requests per minute, and the headers of limits; only with a file of keys
-routes          ops.py, openai/, anthropic/, web/
+routes          ops.py, openai/, anthropic/, web/, life/
 json_only       415 for bodies that are not JSON, when the path and the method are right
 """
 
@@ -35,6 +35,7 @@ from quire.entry.http.anthropic.errors import own_errors
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, http_error
+from quire.entry.http.life.routes import OFF, life_routes
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
@@ -69,6 +70,7 @@ def build_app(
     routes: list[Route] = openai_routes(context)
     routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
     routes += live_routes(engine, config)
+    routes += life_routes(engine, config)
     http, paths = config.http, sorted({route.path for route in routes})
     origins = list(http.allowed_origins)
     # True when every program on this machine may call the server, and nothing but the address protects it.
@@ -112,6 +114,8 @@ class _Refusals:
         for known, why in UNSERVED.items() if error.status_code == 404 else ():
             if path == known or path.startswith(known + "/"):
                 return error_answer(404, f"{shown(path)} is not implemented yet: {why}.", "not_implemented")
+        if error.status_code == 404 and path in OFF:
+            return error_answer(404, f"this server has no path {path}: {OFF[path]}.", "not_allowed")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
             near = near or difflib.get_close_matches(path[:200], self._paths, n=1)

@@ -86,6 +86,7 @@ ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
     (errors.UserError, _answer(400, INVALID_REQUEST)),
     (errors.EngineDead, _answer(503, SERVER_ERROR, "engine_dead", RETRY_LATER)),
     (errors.EngineClosed, _answer(503, SERVER_ERROR, "engine_closed", RETRY_LATER)),
+    (errors.EngineAsleep, _answer(503, SERVER_ERROR, "engine_asleep", RETRY_LATER)),
     (errors.EngineStarting, _answer(503, SERVER_ERROR, "engine_starting", RETRY_LATER)),
     (errors.EngineError, _answer(503, SERVER_ERROR, "engine_unavailable", RETRY_LATER)),
 )

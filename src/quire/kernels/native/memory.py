@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,6 +21,7 @@ from quire.platforms.cpu import HUGE_PAGE
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later, which Python does not name
 PART_BYTES = 64 << 20
 CPU = torch.device("cpu")
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # as `empty`
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:

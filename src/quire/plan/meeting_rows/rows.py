@@ -217,6 +217,20 @@ HOST_WEIGHTS: tuple[Row, ...] = (
     Row("weights in host memory", "EPLB", MISSING, "experts move between ranks in the memory of the GPUs, and the "
         "copies in host memory would stay behind", "leave out --enable-eplb, or --cpu-offload-gb"),
 )  # fmt: skip
+LIFE: tuple[Row, ...] = (
+    Row("new weights", "disk", MISSING, "files name blocks by the weights of the start", "leave out --kv-offload-dir"),
+    Row("new weights", "sharing", MISSING, "peers know its blocks by the weights of the start", "leave out --kv-share"),
+    Row("new weights", "peers", MISSING, "blocks of peers are of the weights of the start", "leave out --kv-peers"),
+    Row("new weights", "EPLB", MISSING, "the loader fills the ranks of the start", "leave out --enable-eplb"),
+    Row("new weights", "layers of transformers", MISSING, "no such model was tried", "leave it out"),
+    Row("sleep", "sharing", MISSING, "other engines would read memory that is not there", "leave out --kv-share"),
+    Row("sleep", "EPLB", MISSING, "level 2 reads experts for the ranks of the start", "leave out --enable-eplb"),
+    Row("sleep", "layers of transformers", MISSING, "no such model was tried", "leave it out"),
+    Row("weights in host memory", "new weights", MISSING, "the copies would stay behind", "leave out --cpu-offload-gb"),
+    Row("weights in host memory", "sleep", MISSING, "the copies have no part in it", "leave out --cpu-offload-gb"),
+    Row("mock", "new weights", REFUSED, "weight_transfer_config: device=mock has no weights", "leave it out"),
+    Row("mock", "sleep", REFUSED, "enable_sleep_mode: device=mock has no memory to free", "leave it out"),
+)  # fmt: skip
 DEVICES: tuple[Row, ...] = (
     Row("GPU memory", "a CPU", IDLE, "gpu_memory_utilization changes nothing on a CPU"),
     Row("graph sizes", "a CPU", IDLE, "cudagraph_capture_sizes changes nothing on a CPU"),
@@ -276,6 +290,7 @@ ROWS: tuple[Row, ...] = (
     *ADAPTERS,
     *INVARIANCE,
     *HOST_WEIGHTS,
+    *LIFE,
     *DEVICES,
     *REQUESTS,
     *VERIFIED,

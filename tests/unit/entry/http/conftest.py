@@ -183,6 +183,7 @@ class Answer:
 def call(app: Any, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
     """Send one request through an application; a keyword x_request_id="a" is the header x-request-id: a."""
     sent: list[Any] = []
+    path, _, query = path.partition("?")
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
@@ -203,7 +204,7 @@ def call(app: Any, path: str, method: str = "GET", body: bytes = b"", **headers:
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
+        "query_string": query.encode(),
         "root_path": "",
         "headers": raw,
         "client": ("127.0.0.1", 1),

@@ -363,6 +363,6 @@ def usage(
 
 
 def check_end(completion: CompletionOutput) -> None:
-    """Raise `EngineClosed` for a completion that was aborted because the server is stopping."""
-    if completion.finish_reason == "abort":
+    """Raise `EngineClosed` for a completion that was aborted because the server is stopping. A pause is no error."""
+    if completion.finish_reason == "abort" and completion.stop_reason is None:
         raise EngineClosed("the request was aborted because the server is stopping: send it again.")

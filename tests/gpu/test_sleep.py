@@ -1,0 +1,117 @@
+"""Sleep and new weights on a GPU: captured graphs go on at their addresses, and the driver has the memory meanwhile."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import EngineAsleep
+from quire.kernels.virtual_memory import CudaVirtualMemory, MappedRange
+
+from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
+from ..support.tiny_models import Tiny, random_model, write_model
+from .test_engine import make
+
+SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 4000, "block_size": 16}
+LIFE: dict[str, Any] = {"enable_sleep_mode": True, "weight_transfer_config": {"backend": "files"}}
+PROMPTS = [{"prompt_token_ids": [(7 * i + s) % 90 + 1 for i in range(40)]} for s in range(3)]
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+MIB = 1 << 20
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_ranges_of_the_driver_keep_addresses_and_give_all_memory_back(device: torch.device) -> None:
+    memory = CudaVirtualMemory(device)
+    before = free()
+    made = MappedRange(memory, 700 * MIB + 1)  # two chunks
+    made.back()
+    view = made.view(made.size)
+    at = view.data_ptr()
+    view.fill_(7)
+    assert int(view[-1]) == 7 and before - free() >= 700 * MIB
+    made.drop()
+    assert abs(before - free()) <= 4 * MIB
+    made.back()
+    view.fill_(9)
+    assert view.data_ptr() == at and int(view.max()) == int(view.min()) == 9
+    graph, total = torch.cuda.CUDAGraph(), torch.zeros(1, device=device, dtype=torch.int64)
+    total.copy_(view[:64].sum())
+    with torch.cuda.graph(graph):
+        total.copy_(view[:64].sum())
+    made.drop()
+    made.back()
+    view.fill_(3)
+    graph.replay()
+    assert int(total) == 3 * 64, "a captured graph reads the memory of today"
+    del view, made, graph
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert abs(before - free()) <= 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "options"),
+    [
+        ("qwen3", "", {}),
+        ("qwen3", "", {"enforce_eager": True}),
+        ("qwen3_moe", "", {}),
+        ("deepseek_v3", "", {}),
+        ("qwen3_next", "", {}),
+        ("qwen3", "fp8-block", {}),
+        ("qwen3", "ct-w4-group", {}),
+        ("qwen3", "", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("qwen3", "", {"kv_offload_gb": 0.05}),
+    ],
+    ids=str,
+)
+def test_tokens_over_sleep_and_new_weights(family: str, form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    folders = []
+    for seed in (0, 1):
+        folder = tmp_path / f"{seed}"
+        spec = Tiny(family=family, head_dim=64, changes=(("intermediate_size", 128),) if form else ())
+        write_model(random_model(spec, seed), folder, family)
+        if form:
+            quantize_checkpoint(folder, tmp_path / f"q{seed}", FORMS[form], seed=seed)
+            folder = tmp_path / f"q{seed}"
+        folders.append(folder)
+    given = SMALL | {"skip_tokenizer_init": True} | ({"dtype": "bfloat16"} if form else {}) | options
+    with make(folders[1], **given) as llm:
+        expected = tokens(llm)
+    with make(folders[0], **given, **LIFE) as llm:
+        old = tokens(llm)
+        for level in (1, 2):
+            before = free()
+            llm.sleep(level)
+            assert free() > before, "memory went back to the driver"
+            with pytest.raises(EngineAsleep):
+                tokens(llm)
+            llm.wake_up()
+            assert tokens(llm) == old
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(folders[1])}})
+        llm.finish_weight_update()
+        assert tokens(llm) == expected
+        llm.sleep(1)
+        llm.wake_up()
+        assert tokens(llm) == expected
+
+
+def test_the_measurement_runs(tmp_path: Path) -> None:
+    """The command of docs/log.md, on a small model."""
+    tool = Path(__file__).parents[2] / "tools" / "measure_sleep.py"
+    done = subprocess.run([sys.executable, str(tool), "--small"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "asleep" in done.stdout
