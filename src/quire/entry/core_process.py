@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.assemble.warm_up import warm_up
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
-from quire.engine.warm_up import warm_up
 from quire.kvnet.event_publisher import publish_events
 from quire.observe.log_lines import set_up_logging
 from quire.plan.meetings import check, inputs_of, met

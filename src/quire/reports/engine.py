@@ -90,6 +90,7 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
+        pooling = read_pooling(Path(self.plan.folder), config.model.pooler_config, config.load.hf_overrides)
         every = (
             *quantization_notes(self.plan.quantization, config.load.quantization),
             *slice_notes(self.plan.params, self.plan.dtype.dtype),
@@ -111,9 +112,7 @@ class PlanReport:
                 "notes": (*args.notes, *notes),
                 "format": format_words(self.plan.quantization) or "unquantized",
                 **model_facts(args),
-                "embedding": str(
-                    read_pooling(Path(self.plan.folder), config.model.pooler_config, config.load.hf_overrides)
-                ),
+                "embedding": str(pooling),
             },
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from quire.assemble.warm_up import warm_up
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.engine.mock_core import build_mock_core
-from quire.engine.warm_up import warm_up
 from quire.entry.core_process import build
 from quire.procs.messages import Ready
 
