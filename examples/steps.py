@@ -26,7 +26,6 @@ from typing import Any
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.output import StepOutputs
-from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
@@ -167,20 +166,12 @@ def news(outputs: StepOutputs, names: dict[int, str]) -> list[str]:
     for handle, cached in outputs.cached.items():
         if cached:
             told.append(f"{names[handle]} reuses {cached} tokens of the prefix cache")
-    told += [f"{names[handle]} {missed(report)}" for handle, report in outputs.prefixes.items()]
+    told += [f"{names[handle]} misses {report}" for handle, report in outputs.prefixes.items()]
     accepted = dict[int, int]()
     for handle in outputs.handles.tolist():
         accepted[handle] = accepted.get(handle, 0) + 1
     told += [f"{names[handle]} gets {count} tokens at once" for handle, count in accepted.items() if count > 1]
     return told + [f"{names[one.handle]} ends: {one.reason}" for one in outputs.finished]
-
-
-def missed(report: PrefixReport) -> str:
-    """Return the reason why a prompt's blocks were not all reused."""
-    near = f", nearest {report.nearest}" if report.nearest else ""
-    where = f", tokens differ at {report.differs_at}" if report.differs_at is not None else ""
-    detail = f" ({report.detail})" if report.detail else ""
-    return f"misses from block {report.block} on: {report.why}{detail}{near}{where}"
 
 
 if __name__ == "__main__":

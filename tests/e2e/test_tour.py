@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
@@ -19,6 +18,7 @@ from quire.tour.live import Live
 from quire.tour.pages import StopPage
 from quire.tour.texts import LANGUAGES, read_tour
 
+from ..support.documented import quire_commands
 from ..support.full import only_full
 
 
@@ -64,7 +64,9 @@ def test_the_tour_of_a_token(
         write_page(file, english, pages)
     assert [page.number for page in pages] == list(range(1, 13)) and len(chinese) == 12
     assert [page.values for page in chinese] == [page.values for page in pages]
-    assert all(page.code.marked and page.values and "{" not in page.idea for page in pages + chinese)
+    stops = import_module("quire.tour.token").STOPS
+    assert all(len(page.code.marked) == len(stop.marks) for page, stop in zip(pages, stops, strict=True))
+    assert all(page.values and "{" not in page.idea for page in pages + chinese)
     assert "{" not in english.text.about and [page.reference for page in pages].count(True) == 2
     assert shown(pages[0])["token ids"] == str(ids) and shown(pages[3])["positions"] == "[0, 1, 2]"
     drawn = shown(pages[10])["token"].partition(" = ")[2]
@@ -83,16 +85,24 @@ def test_the_tour_of_a_token(
     assert "2/12" in out and "3/12" not in out and next(answers, None) is None
 
 
-def test_the_tour_of_experts_on_a_model_that_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tour", "moe", "--json", "--lang", "zh", "--set", "num_experts_per_tok=3"]) == 0
+def test_the_tour_of_experts_on_a_model_that_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep = ["--keep", str(tmp_path / "small")]
+    assert main(["tour", "moe", "--json", "--lang", "zh", "--set", "num_experts_per_tok=3", *keep]) == 0
     pages = json.loads(capsys.readouterr().out)
     assert not any(page["reference"] for page in pages if page["ran"].startswith("latent.ref."))
     values: list[dict[str, str]] = [dict(page["values"]) for page in pages]
     assert values[2]["way"] == "naive" and values[5]["chosen"].count("expert") == 3
+    last = pages[7]["code"]
+    assert [last["lines"][place - 1].strip() for place in last["marked"][:1]] == ["with fork.beside:"]
+    assert pages[6]["code"]["name"] == "run_adapted" and pages[0]["command"].endswith(" --lang zh")
     assert len(pages) == 8 and not any("{" in page["idea"] for page in pages)
     assert values[7]["weights"].startswith("73,728 of 196,608 ")
     assert main(["tour", "--set", "hidden_size=2"]) == 3 and main(["tour", "moe", "--set", "no=2"]) == 3
-    assert "leave it out" in (said := capsys.readouterr().err) and "--set no does not exist" in said
+    assert "leave them out" in (said := capsys.readouterr().err) and "--set no does not exist" in said
+    assert (tmp_path / "small" / "model.safetensors").is_file() and main(["tour", "moe", *keep]) == 3
+    assert main(["tour", "moe", "--set", "num_experts_per_tok=9"]) == 3
+    said = capsys.readouterr().err
+    assert "small exists: give the name" in said and "--set makes a model that does not exist: num_experts" in said
 
 
 @only_full
@@ -101,4 +111,5 @@ def test_commands_of_all_stops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     package = Path(import_module("quire").__file__ or "").parent
     for name in ("token", "moe", "ranks"):
         for stop in read_tour(name).stops:
-            assert main(shlex.split(stop.command.replace("{package}", str(package)))[1:]) == 0, stop.command
+            (words,) = quire_commands(stop.command.replace("{package}", str(package)))
+            assert main(words) == 0, stop.command

@@ -132,9 +132,17 @@ def test_a_request_after_another_one_finds_its_blocks(llm: LLM) -> None:
     text = "The quire is a stack of folded pages, and a page is a block of tokens. " * 4
     plain, warm = trace(llm, text, max_tokens=2), trace(llm, text, max_tokens=2, after=text + "More.")
     cached, length = map(int, re.search(r"; (\d+) of (\d+) tokens", warm.name).groups())  # type: ignore[union-attr]
-    assert 0 < cached < length and "prefix cache" not in plain.name
+    assert 0 < cached < length and "prefix cache" not in plain.name and "misses" not in warm.name
     prefills = [next(step.phase for step in steps(one)) for one in (plain, warm)]
     assert prefills == [f"step 0: prefill, {length} tokens", f"step 0: prefill, {length - cached} tokens"]
+
+
+def test_a_prompt_that_is_not_reused_has_the_report_of_the_engine(llm: LLM) -> None:
+    text = "A book is a stack of folded pages, and a page is a block of tokens. " * 4
+    other = trace(llm, text, max_tokens=1, after=text.replace("stack", "heap", 1)).name
+    assert re.search(
+        r"; 0 of \d+ tokens.*, which misses from block 0 on: tokens, nearest \d+, tokens differ at 5$", other
+    )
 
 
 def test_drafts_and_their_acceptance_are_told() -> None:

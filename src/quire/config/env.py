@@ -241,3 +241,8 @@ def cluster_key() -> tuple[bytes, str]:
             "`openssl rand -hex 32`."
         )
     return text.encode(), where
+
+
+def locale() -> str:
+    """Return the locale of messages, such as zh_CN.UTF-8; "" if none is set."""
+    return next((found for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (found := os.environ.get(name))), "")

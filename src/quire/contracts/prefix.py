@@ -44,3 +44,9 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     seconds: float | None = None
     num_cached: int = 0
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        near = f", nearest {self.nearest}" if self.nearest else ""
+        where = f", tokens differ at {self.differs_at}" if self.differs_at is not None else ""
+        return f"from block {self.block} on: {self.why}{detail}{near}{where}"

@@ -5,9 +5,12 @@ arguments and the result while they are there.
 """
 
 import functools
+import importlib
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.engine.scheduler import Scheduler
 from quire.entry.llm import LLM
 from quire.observe.calls import CallRecorder, Span
+from quire.tour.ran_lines import Place, RanLines
 from quire.traces.trace import add_ranks, engine_stops, recording
 
 SMALL = 1 << 16  # numbers of a tensor that is copied before its function may write over it
@@ -39,10 +43,11 @@ class TourStop(NamedTuple):
 
     call      name of the call in the trace, a regular expression
     step      engine step of the call; BEFORE: before the first
-    marks     pieces of source: the lines with them matter, and are marked
+    marks     pieces of source: the lines with them matter, and are marked if they ran
     values    function that returns what is shown of the call; None: nothing of its arguments
     later     function that returns what is shown when the request has ended; None: nothing
-    formula   "module:function" whose source is shown instead, where the function that runs calls compiled code
+    formula   "module:function" whose source is shown instead of that of the call; "": the call's own
+    tie       what a formula outside `quire.kernels` has to do with the call, a key of `WORDS`; "": it computes the same
     rank      rank in whose process the call is searched; None: the engine's own
     drawing   drawing of the plan beside this stop, a key of `DRAWINGS`; "": none
     """
@@ -53,6 +58,7 @@ class TourStop(NamedTuple):
     values: Callable[["Live", SeenCall], Values] | None = None
     later: Callable[["Live"], Values] | None = None
     formula: str = ""
+    tie: str = ""
     rank: int | None = None
     drawing: str = ""
 
@@ -61,11 +67,14 @@ class Live:
     """A request that ran.
 
     root      its calls
+    prompt    its text
     output    its answer
     values    of each stop
     notes     what values of one stop tell those of another
+    lines     lines that ran, of the functions of this process whose source is shown
     """
 
+    prompt: str
     output: RequestOutput
 
     def __init__(self, llm: LLM, stops: Sequence[TourStop]) -> None:
@@ -73,12 +82,16 @@ class Live:
         self.root = Span("", "")
         self.values: dict[TourStop, Values] = {}
         self.notes: dict[str, Any] = {}
+        self.lines: dict[Place, set[int]] = {}
         self._step = BEFORE
 
     def run(self, prompt: str, max_tokens: int) -> None:
-        """Run a greedy request over an empty prefix cache, once to warm up, then recorded."""
+        """Run a greedy request over an empty prefix cache: once for the lines that run, then recorded."""
+        self.prompt = prompt
         llm, params = self.llm, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        llm.generate(prompt, params, use_tqdm=False)
+        with RanLines(self._codes()) as ran:
+            llm.generate(prompt, params, use_tqdm=False)
+        self.lines = ran.seen
         llm.reset_prefix_cache()
         many = llm.engine.runner is None
         with CallRecorder(()) as wrapped:
@@ -106,6 +119,14 @@ class Live:
         """Return the calls of a name in a step of a rank."""
         return [one for at, of, one in _steps(self.root, BEFORE, None) if (at, of, one.name) == (step, rank, name)]
 
+    def _codes(self) -> Iterator[CodeType]:
+        """Yield the code of all functions whose source the stops show."""
+        functions = [formula_of(stop) for stop in self.stops if stop.formula]
+        for owner, attribute, name in engine_stops(self.llm):
+            if any(re.fullmatch(stop.call, name) for stop in self.stops):
+                functions.append(inspect.unwrap(getattr(owner, attribute)))
+        yield from (one.__code__ for one in functions if hasattr(one, "__code__"))
+
     def _watch(self, wrapped: CallRecorder) -> None:
         """Wrap the functions of all stops; `Scheduler.plan` tells the number of the step."""
         for owner, attribute, name in {stop[:2]: stop for stop in engine_stops(self.llm)}.values():
@@ -130,6 +151,12 @@ class Live:
         return call
 
 
+def formula_of(stop: TourStop) -> Any:
+    """Return the function of a stop's formula."""
+    module, _, name = stop.formula.partition(":")
+    return inspect.unwrap(operator.attrgetter(name)(importlib.import_module(module)))
+
+
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.numel() < SMALL else value
 
@@ -146,9 +173,9 @@ def _steps(span: Span, step: int, rank: int | None) -> Iterator[tuple[int, int |
 
 
 def numbers(row: Tensor, count: int = 4) -> str:
-    """Return the first numbers of a row, and its norm."""
+    """Return the first numbers of a row, and its length."""
     first = ", ".join(f"{one:.3f}" for one in row.flatten()[:count].tolist())
-    return f"[{first}, ...]  norm {float(torch.linalg.vector_norm(row.float())):.2f}"
+    return f"[{first}, ...]  length {float(torch.linalg.vector_norm(row.float())):.2f}"
 
 
 def shape(tensor: Tensor) -> str:

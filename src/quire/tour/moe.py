@@ -34,8 +34,11 @@ def _routing(live: Live) -> Routing:
 
 def _down(live: Live, call: SeenCall) -> Values:
     sizes = _sizes(live)
+    heads = f"{sizes.num_heads}, each with {sizes.nope_dim} numbers of a key without position"
     parts = f"{sizes.q_rank} for queries, {sizes.kv_rank} of the latent, {sizes.rope_dim} of the rotated key"
     return [
+        ("prompt", repr(live.prompt)),
+        ("heads", f"{heads}, {sizes.rope_dim} that are rotated, {sizes.v_dim} of a value"),
         ("hidden states", shape(call.given["x"])),
         ("result", f"{shape(call.result)}: {parts}"),
         ("latent of the last token", numbers(call.result[-1, -sizes.kv_rank - sizes.rope_dim :])),
@@ -45,21 +48,24 @@ def _down(live: Live, call: SeenCall) -> Values:
 def _cached(live: Live, call: SeenCall) -> Values:
     cache, slots, sizes = call.given["cache"], call.given["kv_slots"].tolist(), _sizes(live)
     block, offset = divmod(slots[-1], cache.block_size)
-    whole = call.result.shape[1] * (sizes.nope_dim + sizes.rope_dim + sizes.v_dim)
-    small = sizes.kv_rank + sizes.rope_dim
+    parts = sizes.nope_dim, sizes.rope_dim, sizes.v_dim
+    heads, small, bytes_each = call.result.shape[1], sizes.kv_rank + sizes.rope_dim, cache.latent.element_size()
+    whole = f"{heads} x ({' + '.join(map(str, parts))}) = {heads * sum(parts)}"
+    layers = live.llm.engine.args.num_layers
     return [
         ("slots in the cache", f"{slots[0]} to {slots[-1]}; the last is block {block}, place {offset}"),
         ("latent of the last token", numbers(cache.latent[block, 0, offset])),
         ("rotated key of the last token", numbers(cache.rope[block, 0, offset])),
-        ("numbers of a token", f"{small}; keys and values of {call.result.shape[1]} heads would be {whole}"),
+        ("bytes of a token", f"{small * bytes_each} a layer, {layers * small * bytes_each} in all {layers} layers"),
+        ("numbers of a token", f"{small}; keys and values of {heads} heads would be {whole}"),
     ]
 
 
 def _split(live: Live, call: SeenCall) -> Values:
     few, naive = call.result
     return [
-        ("rows of sequences in the step", str([last - first for first, last, *_ in naive] or few.max_query_len)),
-        ("absorbed up to", f"{call.given['most']:.1f} rows"),
+        ("rows of sequences in the step", str([last - first for first, last, *_ in naive] or [few.max_query_len])),
+        ("absorbed up to", f"{int(call.given['most'])} rows"),
         ("way", "naive" if naive else "absorbed"),
     ]
 
@@ -90,13 +96,21 @@ def _route(live: Live, call: SeenCall) -> Values:
     routing, correction, logits = (call.given[name] for name in ("routing", "correction", "logits"))
     scores = logits[-1].float().softmax(0) if routing.scoring == "softmax" else logits[-1].float().sigmoid()
     groups = (scores + correction).unflatten(0, (routing.num_groups, -1)).topk(2, 1).values.sum(1)
-    chosen = ", ".join(f"expert {i} with {w:.2f}" for i, w in zip(ids[-1].tolist(), weights[-1].tolist(), strict=True))
+    picked = list(zip(ids[-1].tolist(), weights[-1].tolist(), strict=True))
+    chosen = ", ".join(f"expert {i} with {w:.2f}" for i, w in picked)
+    shares = "; ".join(f"{scores[i]:.2f} / {scores[ids[-1].long()].sum():.2f} x {routing.scaling}" for i, _ in picked)
+    kept = set(groups.topk(routing.top_groups).indices.tolist())
+    width = routing.num_experts // routing.num_groups
+    out = [i for i in range(routing.num_experts) if i // width not in kept]
+    best = [max(out, key=lambda i: float((scores + correction)[i]))] if out else []
+    left_out = [("best expert that its group leaves out", f"expert {i} with {scores[i]:.2f}") for i in best]
     return [
         ("scores of the last token", _two(scores)),
-        ("correction of each expert", _two(correction)),
+        ("correction of each expert", ", ".join(f"{one:.3f}" for one in correction.tolist())),
         ("sums of each group's best two", _two(groups)),
+        *left_out,
         ("chosen", chosen),
-        ("sum of its weights", f"{float(weights[-1].sum()):.2f}"),
+        ("weights: score / sum x factor", shares),
     ]
 
 
@@ -146,6 +160,7 @@ STOPS = (
         ("branch.projections(", "q, latent = down["),
         _down,
         formula="quire.layers.latent:LatentAttention.forward",
+        tie="inside",
         drawing="model",
     ),
     TourStop(
@@ -179,7 +194,14 @@ STOPS = (
         _route,
         formula="quire.kernels.routing.ref:route",
     ),
-    TourStop(rf"layers\.{LAYER}\.mlp\.experts", 0, ("self.kernel.run(x",), _experts, drawing="experts"),
+    TourStop(
+        rf"layers\.{LAYER}\.mlp\.experts",
+        0,
+        ("enumerate(_results(", "weights * (places == place)"),
+        _experts,
+        formula="quire.kernels.experts.ref:run_adapted",
+        drawing="experts",
+    ),
     TourStop(rf"layers\.{LAYER}\.mlp\.added", 0, ("hidden = self.shared.down.add(", "return self.experts("), _sum),
 )
 
@@ -195,6 +217,10 @@ def facts(live: Live) -> dict[str, Any]:
         "top_k": routing.top_k,
         "groups": routing.num_groups,
         "top_groups": routing.top_groups,
-        "bound": f"{mixer.break_even:.1f}",
+        "nope": mixer.nope_dim,
+        "value": mixer.v_dim,
+        "hidden": live.llm.engine.args.hidden_size,
+        "scaling": routing.scaling,
+        "bound": int(mixer.break_even),
         "prompt_tokens": len(live.output.prompt_token_ids or ()),
     }

@@ -92,9 +92,10 @@ STOPS = (
     TourStop(
         r"LLM\.generate",
         BEFORE,
-        ("= divmod(", "place=place"),
+        ("replica, rest = divmod(", "stage, place = divmod(", "place=place"),
         later=_holdings,
         formula="quire.plan.placement:ranks",
+        tie="start",
         drawing="ranks",
     ),
     TourStop(r"RanksExecutor\.submit", 0, ("self._processes.send(",), _sent),
@@ -107,6 +108,7 @@ STOPS = (
         ('"q": rows(', '"k": rows(', '"v": rows(', '"qkv.weight"'),
         later=_shown([f"{LAYER}self_attn.{one}_proj.weight" for one in "qkv"], "layers.0.attention.qkv"),
         formula="quire.plan.kinds.grouped:GroupedKind.params",
+        tie="start",
         rank=1,
     ),
     TourStop(
@@ -122,13 +124,13 @@ STOPS = (
         0,
         ("branch.add(self.down",),
         later=_shown(
-            [f"{LAYER}mlp.{one}_proj.weight" for one in ("gate", "down")],
+            [f"{LAYER}mlp.{one}_proj.weight" for one in ("gate", "up", "down")],
             "layers.0.mlp.gate_up",
             "layers.0.mlp.down.add",
         ),
         rank=1,
     ),
-    TourStop(r"SlicedSampling\.sample", 0, ("_vocabulary.whole(logits)", "all_gather(keys)"), later=_answer, rank=1),
+    TourStop(r"SlicedSampling\.sample", 0, ("keys = self._whole.keys(", "all_gather(keys)"), later=_answer, rank=1),
 )
 
 
@@ -141,6 +143,7 @@ def facts(live: Live) -> dict[str, Any]:
         "layers": args.num_layers,
         "heads": mixer.num_heads,
         "kv_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
         "vocab": f"{args.vocab_size:,}",
         "hidden": args.hidden_size,
         "sums": len(live.calls("tp.all_reduce", 0, 0)),

@@ -33,25 +33,33 @@ def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) ->
     yield from (f"  {'> '[number not in marked]} {line}".rstrip() for number, line in enumerate(page.code.lines))
     if page.code.more:
         yield f"    {words['more'].format(count=page.code.more)}"
-    yield from ("", f"{words['ran']}  {page.ran}")
+    yield from ("", f"{words['ran']}  {_ran(page, words)}")
     yield from (f"    {line}" for line in fold(page.shapes, width - 4))
     yield from ("", words["values"])
-    wide = max((len(name) for name, _ in page.values), default=0)
-    yield from (f"    {name:{wide}}  {shown}" for name, shown in page.values)
-    yield from ("", f"{words['try']}", f"    $ {page.command}")
+    usual, told = dict(page.usual), words["usual"]
+    wide = max((_columns(name) for name in (*dict(page.values), *[told] * bool(usual))), default=0)
+    for name, shown in page.values:
+        yield f"    {name:{wide}}  {shown}"
+        if usual.get(name, shown) != shown:
+            yield f"    {' ' * (wide - _columns(told))}{told}  {usual[name]}"
+    yield from ("", words["try"], f"    $ {page.command}") if page.command else ("", words["see"])
     yield from (f"    {line}" for line in fold(page.see, width - 4))
     yield from ("", f"{words['vllm']}  {page.vllm}")
 
 
-def show(tour: Tour, found: Iterable[StopPage], language: str) -> None:
-    """Print the pages. In a terminal each page waits for Enter; q ends the tour."""
+def show(tour: Tour, found: Iterable[StopPage], language: str, *, alone: bool = False) -> None:
+    """Print the pages. In a terminal each page waits for Enter; q ends the tour.
+
+    alone   a page is shown by itself, without the introduction
+    """
     asks = sys.stdout.isatty() and sys.stdin.isatty()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    print(tour.title, "", *fold(tour.about, width), sep="\n")
+    if not alone:
+        print(tour.title, "", *fold(tour.about, width), sep="\n")
     count = len(tour.stops)
     for page in found:
         print(*page_lines(page, count, language, width), sep="\n")
-        if asks and page.number < count:
+        if asks and not alone and page.number < count:
             try:
                 if input(f"\n[{page.number}/{count}] {WORDS[language]['next']} ").strip().lower().startswith("q"):
                     return
@@ -103,14 +111,13 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
         parts.append(
             f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
             f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
-            f"<p>{words['ran']}: {escape(page.ran)}<br>{escape(page.shapes)}</p><table>{rows}</table>"
+            f"<p>{words['ran']}: {escape(_ran(page, words))}<br>{escape(page.shapes)}</p><table>{rows}</table>"
         )
         if page.drawing in drawings:
             parts.append(f"<figure>{drawings[page.drawing]}</figure>")
-        parts.append(
-            f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre><p>{_prose(page.see)}</p>"
-            f"<p>{words['vllm']}: {_prose(page.vllm)}</p></section>"
-        )
+        if page.command:
+            parts.append(f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre>")
+        parts.append(f"<p>{_prose(page.see)}</p><p>{words['vllm']}: {_prose(page.vllm)}</p></section>")
     try:
         file.write_text("\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
@@ -126,6 +133,10 @@ def _marked(code: Code) -> Iterator[str]:
     """Yield the lines of a function as HTML."""
     for number, line in enumerate(code.lines):
         yield f"<mark>{escape(line)}</mark>" if number in code.marked else escape(line)
+
+
+def _ran(page: StopPage, words: dict[str, str]) -> str:
+    return f"{page.ran} ({words[page.tie]})" if page.tie else page.ran
 
 
 def _code(page: StopPage, words: dict[str, str]) -> str:

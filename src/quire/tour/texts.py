@@ -13,8 +13,13 @@ WORDS = {
         "code": "code",
         "reference": "code (the reference: the kernel that ran computes the same)",
         "ran": "ran",
+        "start": "the code above ran when the engine was made, and this call works with its result",
+        "inside": "the code above makes this call",
+        "around": "this call runs the code above",
         "values": "values",
+        "usual": "before the change",
         "try": "change this and see",
+        "see": "what to see",
         "vllm": "in vLLM",
         "more": "... {count} more lines",
         "next": "Enter: next stop, q: leave",
@@ -23,8 +28,13 @@ WORDS = {
         "code": "代码",
         "reference": "代码（参考实现：实际运行的 kernel 计算结果相同）",
         "ran": "执行",
+        "start": "上面的代码在引擎创建时运行，这次调用使用它的结果",
+        "inside": "由上面的代码发起这次调用",
+        "around": "这次调用会运行上面的代码",
         "values": "数值",
+        "usual": "改动之前",
         "try": "改一改，看结果",
+        "see": "看什么",
         "vllm": "vLLM 中的名称",
         "more": "... 还有 {count} 行",
         "next": "Enter：下一站，q：退出",
@@ -43,17 +53,24 @@ class StopText(NamedTuple):
 
 
 class Tour(NamedTuple):
-    """The texts of a tour."""
+    """The texts of a tour. flag: behind each command that shows a tour, so that it stays in this language"""
 
     title: str
     about: str
     stops: tuple[StopText, ...]
+    flag: str = ""
+
+
+def language_of(locale: str) -> str:
+    """Return the language of a locale such as zh_CN.UTF-8, or English if there are no texts in it."""
+    return next((one for one in LANGUAGES if locale.startswith(one)), LANGUAGES[0])
 
 
 def read_tour(name: str, language: str = "en") -> Tour:
     """Read the texts of a tour in a language of LANGUAGES."""
     ending = "" if language == "en" else f".{language}"
-    return parse_tour((Path(__file__).parent / f"{name}{ending}.md").read_text(encoding="utf-8"))
+    tour = parse_tour((Path(__file__).parent / f"{name}{ending}.md").read_text(encoding="utf-8"))
+    return tour._replace(flag=f" --lang {language}" * bool(ending))
 
 
 def parse_tour(text: str) -> Tour:

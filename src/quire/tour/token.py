@@ -23,8 +23,15 @@ OPTIONS: dict[str, Any] = {
 
 def _text(live: Live, call: SeenCall) -> Values:
     ids = call.result
-    live.notes["pieces"] = [live.llm.get_tokenizer().decode([one]) for one in ids]
+    live.notes["pieces"] = [_piece(live, one) for one in ids]
     return [("text", repr(call.given["prompt"].text)), ("token ids", str(ids)), ("pieces", str(live.notes["pieces"]))]
+
+
+def _piece(live: Live, token_id: int) -> str:
+    """Return the text of a token, or its bytes where it is a part of a character: "<E6>"."""
+    tokenizer = live.llm.get_tokenizer()
+    text: str = tokenizer.decode([token_id])
+    return "".join(f"<{one:02X}>" for one in tokenizer.token_bytes(token_id)) if "\ufffd" in text else text
 
 
 def _plan(live: Live, call: SeenCall) -> Values:
@@ -116,7 +123,7 @@ def _feed_forward(live: Live, call: SeenCall) -> Values:
 
 def _head(live: Live, call: SeenCall) -> Values:
     best, ids = call.result[0].softmax(-1).topk(5)
-    live.notes["best"] = [(live.llm.get_tokenizer().decode([i]), p) for i, p in zip(ids.tolist(), best, strict=True)]
+    live.notes["best"] = [(_piece(live, i), p) for i, p in zip(ids.tolist(), best, strict=True)]
     return [
         ("hidden state of the last token", shape(call.given["hidden"])),
         ("logits", f"{shape(call.result)}, from {call.result.min():.2f} to {call.result.max():.2f}"),
@@ -174,6 +181,7 @@ STOPS = (
         _finish,
         _answer,
         formula="quire.engine.core:EngineCore._advance",
+        tie="around",
     ),
 )
 

@@ -39,9 +39,10 @@ def trace(
 ) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
-    The calls of each rank are in a call "rank N" at the end of the step. The request first runs without a trace, to
+    The calls of each rank are in a call "rank N" at the end of the step. A request first runs without a trace, to
     warm up. The prefix cache is emptied before each run; then a request with the text `after` runs, if it is given, and
-    the traced one finds what it left. Nothing else may run in this process meanwhile. Puts back all
+    the traced one finds what it left. With `after` the warm-up has this text, too: the report on the prefix cache
+    would name the same prompt before a reset. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
 
     stepper   halts at stops of the request; the engine is in this process then
@@ -50,7 +51,7 @@ def trace(
     core, cuda = engine.core, engine.device.device == "cuda"
     assert core.facts.depth == core.facts.num_stages, "steps in flight would be mixed up"
     llm.reset_prefix_cache()
-    llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
+    llm.generate(after or prompt, params, use_tqdm=False, lora_request=lora_request)
     llm.reset_prefix_cache()
     if after:
         llm.generate(after, params, use_tqdm=False, lora_request=lora_request)
@@ -62,12 +63,13 @@ def trace(
     if many:
         add_ranks(llm, root, core.executor.control("trace", {"on": False}))
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
-    root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
-        "which waits for the device after every stop; no graphs" if cuda else "without replay of recorded CPU steps"
-    )
+    way = "which waits for the device after every stop; no graphs" if cuda else "without replay of recorded steps"
+    root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, {way}"
     if after:
         length = len(made.prompt_token_ids or ())
         root.name += f"; {made.num_cached_tokens or 0} of {length} tokens of the prompt were in the prefix cache"
+        if made.metrics is not None and made.metrics.prefix is not None:
+            root.name += f", which misses {made.metrics.prefix}"
     plan = msgspec.json.decode(str(core.facts.plans["engine"]))
     return with_decisions(root, decisions_of(plan, engine.config))
 

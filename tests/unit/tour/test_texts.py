@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from quire.entry.cli.main import main
 from quire.entry.cli.tour import NAMES
 from quire.observe.calls import PACKAGE
-from quire.tour.pages import code_at, code_of
-from quire.tour.render import fold
-from quire.tour.texts import WORDS, parse_tour, read_tour
+from quire.tour.live import TourStop
+from quire.tour.pages import Code, StopPage, code_at, code_of
+from quire.tour.ran_lines import RanLines
+from quire.tour.render import fold, page_lines
+from quire.tour.texts import WORDS, language_of, parse_tour, read_tour
 
 from ...support.documented import parser, quire_commands, refusal
 
@@ -30,6 +33,17 @@ def test_each_stop_has_its_idea_in_about_five_sentences_and_a_command_that_exist
         assert words[0] != "tour" or at.stop <= STOPS[at.name], stop.command
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_plan_is_said_to_show_is_in_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for stop in read_tour(name).stops:
+        (words,) = quire_commands(stop.command.replace("{package}", str(PACKAGE)))
+        named = [span for span in re.findall("`([^`]*)`", stop.see) if not span.startswith("-")]
+        if words[0] == "explain" and named:
+            assert main(words) == 0
+            out = capsys.readouterr().out
+            assert all(span in out for span in named), stop.command
+
+
 def test_a_stop_without_its_parts_is_told() -> None:
     with pytest.raises(ValueError, match="B: a stop has an idea, a command"):
         parse_tour("# A\n\nIntro.\n\n## B\n\nIdea.\n\nNo command.\n\nSee.\n\nvLLM: `x`\n")
@@ -40,6 +54,8 @@ def test_a_formula_that_is_gone_is_told() -> None:
     assert len(every) >= 8 and all(code_of(stop, "").marked for stop in every)
     with pytest.raises(LookupError, match=r"prepare shows no line with 'gone\('"):
         code_of(every[0]._replace(marks=("gone(",)), "")
+    with pytest.raises(LookupError, match="has 'rms_norm' on 2 lines: give more of one"):
+        code_of(every[0]._replace(marks=("rms_norm",)), "")
     with pytest.raises(AttributeError, match="gone"):
         code_of(every[0]._replace(formula="quire.kernels.heads.ref:gone"), "")
     with pytest.raises(LookupError, match="no function begins at"):
@@ -53,6 +69,33 @@ def test_the_source_is_shown_without_its_docstring() -> None:
     assert code.name == "DecoderBlock.forward" and code.where == f"layers/decoder.py:{at}" and not code.more
     assert code.lines[0] == lines[at - 1].strip() and not any('"""' in line for line in code.lines)
     assert code.lines[-1].strip() == "return hidden if self.own_input is None else self.own_input(hidden, ctx)"
+
+
+def test_no_line_is_marked_that_did_not_run() -> None:
+    with RanLines([fold.__code__]) as ran:
+        fold("", 8)
+    stop = TourStop("", 0, ("lines.append(", "lines, line ="), formula="quire.tour.render:fold")
+    code = code_of(stop, "", ran.seen)
+    assert [code.lines[place].strip() for place in code.marked] == ['lines, line = list[str](), ""']
+    assert len(code_of(stop, "").marked) == 2
+
+
+def test_a_page_of_another_request_has_the_values_of_both() -> None:
+    code = Code("f", "a.py:1", ("def f():",), 0, (1,))
+    usual = [("a", "1"), ("b", "2")]
+    page = StopPage(
+        1, "T", code, False, "f, 1 ms, rank 1", "start", "", [("a", "1"), ("b", "3")], "", "", "S", "v", "", usual
+    )
+    lines = list(page_lines(page, 8, "en"))
+    assert lines.count("    before the change  2") == 1 and not any("before the change  1" in line for line in lines)
+    assert "ran  f, 1 ms, rank 1 (the code above ran when" in "".join(lines) and not any("$" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("locale", "language"), [("zh_CN.UTF-8", "zh"), ("en_US.UTF-8", "en"), ("de_DE", "en"), ("", "en")]
+)
+def test_the_language_is_that_of_the_locale(locale: str, language: str) -> None:
+    assert language_of(locale) == language
 
 
 @pytest.mark.parametrize(

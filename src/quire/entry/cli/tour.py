@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from quire.config.env import locale
 from quire.config.flags import FlagParser
 from quire.contracts.errors import ConfigError
 
@@ -22,12 +23,13 @@ def configure(parser: FlagParser) -> None:
         help="token = the bundled model in twelve stops; moe = latent attention (MLA) and experts of a small DeepSeek; "
         "ranks = two ranks on CPUs (default: token)",
     )
-    parser.add_argument("--lang", choices=("en", "zh"), default="en", help="language of the texts (default: en)")
+    parser.add_argument("--lang", choices=("en", "zh"), help="language of the texts (default: the locale's, or en)")
     parser.add_argument("--stop", type=int, metavar="N", help="show this stop alone")
     parser.add_argument("--prompt", "-p", metavar="TEXT", help="text to continue (default: that of the tour)")
     parser.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[], help="change the small model's config.json (moe)"
     )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the small model in a new folder (moe)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with drawings instead")
 
@@ -36,21 +38,23 @@ def run(args: argparse.Namespace) -> int:
     """Run a request, and show its stops."""
     from quire.tour.guide import guide, write_page
     from quire.tour.render import show
+    from quire.tour.texts import language_of
 
+    language = args.lang or language_of(locale())
     changes = dict(_change(words) for words in args.set)
-    if changes and args.name != "moe":
-        raise ConfigError("--set changes the model that is made up for quire tour moe: leave it out.")
-    with guide(args.name, args.lang, args.prompt, changes) as visit:
+    if (changes or args.keep) and args.name != "moe":
+        raise ConfigError("--set and --keep are for the model that is made up for quire tour moe: leave them out.")
+    with guide(args.name, language, args.prompt, changes, args.keep) as visit:
         if args.stop is not None and not 1 <= args.stop <= len(visit.text.stops):
             raise ConfigError(f"--stop {args.stop} does not exist: give 1 to {len(visit.text.stops)}.")
-        found = visit.pages(args.stop)
+        found = visit.pages(args.stop, {*args.set, args.prompt} - {None})
         if args.html is not None:
             write_page(args.html, visit, found)
             print(args.html)
         elif args.json:
             print(json.dumps([page.plain() for page in found], indent=1, ensure_ascii=False))
         else:
-            show(visit.text, found, args.lang)
+            show(visit.text, found, language, alone=args.stop is not None)
     return 0
 
 
