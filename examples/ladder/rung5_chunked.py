@@ -1,6 +1,7 @@
 """Rung 5: chunked prefill.
 
-A prompt of 8,192 tokens takes as long as fifty decodes of an 8B model on an H200. If it runs in one pass, every other request waits for it.
+A prompt of 8,192 tokens takes as long as fifty decodes of an 8B model on an H200. If it runs in one pass, every other
+request waits for it.
 So a step has a budget of tokens: decodes come first, one token each, and what is left goes to a piece of a prompt.
 Nothing changes for attention: a chunk is a few new tokens behind a context, as a decode is.
 
