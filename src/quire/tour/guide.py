@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
+from quire.config.env import locale
 from quire.contracts.errors import ConfigError, UserError
 from quire.entry.llm import LLM
 from quire.explain.cost import describe_cost
@@ -20,7 +21,7 @@ from quire.tour.live import Live, Values
 from quire.tour.made_up import make_model
 from quire.tour.pages import StopPage, filled, pages
 from quire.tour.render import write_html
-from quire.tour.texts import LANGUAGES, Tour, read_tour
+from quire.tour.texts import LANGUAGES, Tour, language_of, read_tour
 
 TOKENS = 2  # of the answer: one by a prefill, one by a decode
 
@@ -40,6 +41,8 @@ class Visit(NamedTuple):
         own   words of the command line that change the request: a page of one stop has the values of the tour's own
               request, too, and no command if these words are it
         """
+        if number is not None and not 1 <= number <= len(self.text.stops):
+            raise ConfigError(f"--stop {number} does not exist: give 1 to {len(self.text.stops)}.")
         found = pages(self.live, self.text, self.facts, number)
         if number is None or not own:
             return found
@@ -52,10 +55,11 @@ class Visit(NamedTuple):
 
 @contextmanager
 def guide(
-    name: str, language: str, prompt: str | None, changes: dict[str, Any], keep: Path | None = None
+    name: str, lang: str | None, prompt: str | None, changes: dict[str, Any], keep: Path | None = None
 ) -> Iterator[Visit]:
     """Context manager: run the request of a tour, and yield the visit.
 
+    lang      language of the texts; None: that of the locale
     changes   of the configuration of a model that is made up for the tour
     keep      folder for this model, which stays; None: a temporary one
     """
@@ -72,7 +76,7 @@ def guide(
             llm = stack.enter_context(LLM(**options))
         live = Live(llm, stops.STOPS)
         live.run(prompt or stops.PROMPT, TOKENS)
-        yield made_visit(live, name, language, stops.facts(live))
+        yield made_visit(live, name, lang or language_of(locale()), stops.facts(live))
 
 
 def made_visit(live: Live, name: str, language: str, facts: dict[str, Any]) -> Visit:

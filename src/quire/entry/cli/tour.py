@@ -4,7 +4,6 @@ import argparse
 import json
 from pathlib import Path
 
-from quire.config.env import locale
 from quire.config.flags import FlagParser
 from quire.contracts.errors import ConfigError
 
@@ -38,15 +37,11 @@ def run(args: argparse.Namespace) -> int:
     """Run a request, and show its stops."""
     from quire.tour.guide import guide, write_page
     from quire.tour.render import show
-    from quire.tour.texts import language_of
 
-    language = args.lang or language_of(locale())
     changes = dict(_change(words) for words in args.set)
     if (changes or args.keep) and args.name != "moe":
         raise ConfigError("--set and --keep are for the model that is made up for quire tour moe: leave them out.")
-    with guide(args.name, language, args.prompt, changes, args.keep) as visit:
-        if args.stop is not None and not 1 <= args.stop <= len(visit.text.stops):
-            raise ConfigError(f"--stop {args.stop} does not exist: give 1 to {len(visit.text.stops)}.")
+    with guide(args.name, args.lang, args.prompt, changes, args.keep) as visit:
         found = visit.pages(args.stop, {*args.set, args.prompt} - {None})
         if args.html is not None:
             write_page(args.html, visit, found)
@@ -54,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         elif args.json:
             print(json.dumps([page.plain() for page in found], indent=1, ensure_ascii=False))
         else:
-            show(visit.text, found, language, alone=args.stop is not None)
+            show(visit.text, found, visit.language, alone=args.stop is not None)
     return 0
 
 
