@@ -179,6 +179,8 @@ def test_the_kernels_that_were_chosen_are_those_that_are_called(llm: LLM) -> Non
         reasons = sum(one.startswith(f"{choice.op}: {choice.name} ({choice.reason}") for one in told)
         assert reasons == 1 or choice.op == "activation"
     assert f"KV cache {llm.engine.dtype.dtype} (as the computation)" in " ".join(told)
+    places = {span.name: span.decided for span in flat(root) if span.decided}
+    assert places["layers.0"].startswith(llm.engine.dtype.dtype) and not any("gather" in name for name in places)
 
 
 def test_products_say_where_numbers_are_quantized() -> None:
@@ -363,6 +365,7 @@ def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixt
     for words, said in (
         (["--script", "none", "--step"], "--script: none cannot be read (No such file or directory)"),
         (["--script", "none"], "--script has commands of --step: add --step."),
+        (["-p", ""], "--prompt is an empty text: give it one, or leave it out."),
         (["--step", "--json"], "leave --from, --url, --json, --out and --full out."),
         (["--step", "-tp", "2"], "--step halts this process, and ranks are processes of their own"),
         (["--lanes", "-dp", "2"], "--lanes shows this process, and ranks are processes of their own"),

@@ -22,6 +22,8 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     other, out = args.begin != "request", args.out is not None
     yield args.tensor is not None and args.begin != "load", "--tensor names what --from load shows: add --from load."
     yield bool(args.after) and other, "--after is for a trace of a request: leave it or --from out."
+    for name in ("prompt", "after"):
+        yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
     yield args.url is None and (args.request is not None or args.api_key is not None), belongs
     words = "leave --from, --prompt, --after, --adapter and --full out."

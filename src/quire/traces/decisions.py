@@ -69,10 +69,10 @@ def _of_plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     memory, model = plan["memory"], plan["model"]
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
     yield r"KVAllocator\.\w+", f"{blocks}, {place_of(resolve_memory)}"
-    yield r"DeviceState\.apply", f"{model['dtype']} ({model['dtype_reason']}), {place_of(resolve_dtype)}"
+    yield r"layers\.\d+", f"{model['dtype']} ({model['dtype_reason']}), {place_of(resolve_dtype)}"
     yield r"layers\.\d+\.attention", f"KV cache {_cache(memory)} ({memory['cache_reason']}), {place_of(choose_cache)}"
     for kernel in plan["kernels"]:
-        names = rf"{kernel['op']}\.{kernel['name']}\.\w+"
+        names = rf"{kernel['op']}\.{kernel['name']}\.(?!gather)\w+"  # rows of the embedding need no product
         others = "".join(f"; not {name}: {why}" for name, why in kernel["rejected"])
         yield names, f"{kernel['op']}: {kernel['name']} ({kernel['reason']}{others}), {place_of(select)}"
 

@@ -38,9 +38,7 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
-    parser.add_argument(
-        "--after", metavar="TEXT", default="", help="answer this text before: the request finds its cache"
-    )
+    parser.add_argument("--after", metavar="TEXT", help="answer this text before: the request finds its cache")
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
     parser.add_argument(
         "--from",
@@ -120,7 +118,7 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
             found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens)
             return _print_calls(args, found, lane_lines(found))
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
-        given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after}
+        given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after or ""}
         if args.step:
             return step_through(llm, _prompt(args), args.script, **given)
         return _print_calls(args, trace(llm, _prompt(args), **given))
