@@ -21,12 +21,17 @@ class Watcher:
 
     def __init__(self, server: Server, key: str = "") -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-        self._connection.request("GET", "/debug/live", headers={"authorization": f"Bearer {key}"} if key else {})
-        self._response = self._connection.getresponse()
+        self._server, self._headers = server, {"authorization": f"Bearer {key}"} if key else {}
+        wait_until(self._connects, "a process that has heard of the engine")  # each of several hears by itself
         assert self._response.status == 200
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    def _connects(self) -> bool:
+        self._connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=PATIENCE)
+        self._connection.request("GET", "/debug/live", headers=self._headers)
+        self._response = self._connection.getresponse()
+        return self._response.status != 503
 
     def _read(self) -> None:
         name = ""

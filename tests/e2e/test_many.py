@@ -63,7 +63,6 @@ def test_a_server_shows_the_plan_and_every_rank() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["verify", TINY], 3, "-tp 2: `quire verify` cannot run with several ranks, because"),
         (["bench", "profile"], 3, "-tp 2: `quire bench profile` cannot run with several ranks"),
         (["bench", "kernels"], 2, "-tp"),
         (["weights", TINY], 2, "-tp"),

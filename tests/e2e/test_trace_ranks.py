@@ -103,9 +103,9 @@ def test_stages_hand_over_to_each_other() -> None:
         prefill, decode, _ = calls(llm)
     first, last = "rank 0 (stage 0)", "rank 1 (stage 1)"
     owed = ("tokens.receive", "i32[1]")  # of the step before, in the prefill of the request that warmed up
-    assert exchanged(prefill[first]) == [owed, ("pp.send", "f32[5,256]")]
-    assert exchanged(prefill[last]) == [("pp.receive", "f32[5,256]"), ("tokens.post", "i32[1]")]
-    assert exchanged(decode[first]) == [owed, ("pp.send", "f32[1,256]")]
+    assert exchanged(prefill[first]) == [owed, ("pp.send", "f32[1,5,256]")]
+    assert exchanged(prefill[last]) == [("pp.receive", "f32[1,5,256]"), ("tokens.post", "i32[1]")]
+    assert exchanged(decode[first]) == [owed, ("pp.send", "f32[1,1,256]")]
     assert not {"layers.0.attention", "head"} - {span.name for span in decode[first] + decode[last]}
 
 

@@ -100,7 +100,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(
         (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
         (["bench", "kernels", "--models", "nothing"], "--models 'nothing': no such configuration"),
         (["serve", "-pcp", "2"], "-pcp 2: a prompt is not divided among devices by its tokens: use -tp"),
-        (["serve", "-dp", "4", "-dpl", "3"], "give a number that divides 4"),
+        (["serve", "-dp", "4", "-dpl", "5"], "give at most 4, and leave out nnodes"),
         (["serve", "-dp", "2", "--nnodes", "2", "--node-rank", "1"], "only host 0 has an engine core"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
