@@ -1,12 +1,11 @@
-"""The cost of --batch-invariant: time of decode steps and of prompts, with and without it, in turn; and its bits.
+"""The cost of --batch-invariant: time of decode steps and of prompts, with and without it, in turn.
 
     python tools/measure_invariance.py [--model qwen3-8b] [--device cuda] [--batches 1,64,256] [--context 1024]
                                        [--prompts 8] [--prompt 2048] [--runs 5] [--rounds 2]
 
 --model: a configuration of `quire bench`, or a folder. Dummy weights. A decode step is timed by the difference of
 answers of 192 and 64 tokens, so prompts and starts are not counted; prompts by requests for one token. The median of
-all runs counts, and the extremes are printed. Each engine also answers the same prompts alone and in batches, and the
-share of equal logprobs is printed: 100% with the option.
+all runs counts, and the extremes are printed. tests/gpu/test_batch_invariance.py compares bits.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def measure(asked: argparse.Namespace, invariant: bool) -> Times:
-    """Return the seconds of each cell in an engine with or without the option, and print the share of equal bits."""
+    """Return the seconds of each cell in an engine with or without the option."""
     batches = [int(count) for count in asked.batches.split(",")]
     with LLM(
         asked.model if "/" in asked.model else str(model_folder(asked.model)),
@@ -56,7 +55,7 @@ def measure(asked: argparse.Namespace, invariant: bool) -> Times:
         dtype="bfloat16",
         device=asked.device,
         max_num_seqs=max(64, *batches),
-        max_model_len=max(asked.context + LONG, asked.prompt, 800) + 16,
+        max_model_len=max(asked.context + LONG, asked.prompt) + 16,
         enable_prefix_caching=False,
         use_tqdm_on_load=False,
         batch_invariant=invariant,
@@ -70,8 +69,6 @@ def measure(asked: argparse.Namespace, invariant: bool) -> Times:
         cell = f"prefill, {asked.prompts} prompts of {asked.prompt}"
         for _ in range(1 + asked.runs):
             found.setdefault(cell, []).append(timed(llm, asked.prompts, asked.prompt, 1))
-        name = "batch-invariant" if invariant else "plain"
-        print(f"{name}: {equal(llm):.1%} of logprobs have the same bits", flush=True)
     gc.collect()
     return {cell: times[1:] for cell, times in found.items()}
 
@@ -89,23 +86,6 @@ def timed(llm: LLM, count: int, length: int, tokens: int) -> float:
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - start
-
-
-def equal(llm: LLM) -> float:
-    """Return the share of logprobs of answers that are the same in batches of all sizes, and alone."""
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
-    prompts = [prompt for length in (5, 90, 300, 700) for prompt in prompts_of(8, length)]
-    known: dict[tuple[int, int, int], float] = {}  # (prompt, place, token) -> logprob
-    same, total = 0, 0
-    for size in (32, 1, 7):
-        for first in range(0, len(prompts), size):
-            for number, found in enumerate(llm.generate(prompts[first : first + size], params, use_tqdm=False), first):
-                answer = found.outputs[0]
-                assert answer.logprobs is not None
-                for place, (token, tops) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
-                    value = known.setdefault((number, place, token), tops[token].logprob)
-                    same, total = same + (value == tops[token].logprob), total + 1
-    return same / total
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ FOR_LONG = 4000  # tokens: longer than a test waits
 def serving(*flags: str) -> Iterator[tuple[Server, list[int], int]]:
     """Yield a server with several HTTP processes, their ids, and that of its engine core."""
     with running_server(*MOCK, "--api-server-count", str(COUNT), *flags) as server:
+        wait_until(lambda: len(every(server)) == COUNT, "a process is missing")  # the server is ready with one
         fronts = every(server)
-        assert len(fronts) == COUNT
         (core,) = {*children(server.process.pid)} - {*fronts}
         wait_until(lambda: all(map(listens, fronts)), "a process does not listen")
         yield server, fronts, core

@@ -16,8 +16,7 @@ from quire.contracts.errors import ConfigError, EngineAsleep, UserError
 from quire.distributed.transfer_group import TransferGroup
 
 from ..support.full import full_rows
-from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from ..support.tiny_models import Tiny, random_model, write_model
+from ..support.quantized_checkpoints import two_checkpoints
 
 SMALL: dict[str, Any] = {
     "skip_tokenizer_init": True, "num_gpu_blocks_override": 40, "max_model_len": 128, "max_num_seqs": 4,
@@ -34,16 +33,7 @@ def two(tmp_path: Path) -> Make:
     """Two checkpoints of a family and a format of weights, which differ in all numbers."""
 
     def make(family: str, form: str = "") -> tuple[Path, Path]:
-        found = []
-        for seed in (0, 1):
-            folder = tmp_path / f"{family}-{seed}"
-            spec = Tiny(family=family, head_dim=32, changes=(("intermediate_size", 128),) if form else ())
-            write_model(random_model(spec, seed), folder, family)
-            if form:
-                quantize_checkpoint(folder, tmp_path / f"{form}-{seed}", FORMS[form], seed=seed)
-                folder = tmp_path / f"{form}-{seed}"
-            found.append(folder)
-        return found[0], found[1]
+        return two_checkpoints(family, form, 32, tmp_path)
 
     return make
 

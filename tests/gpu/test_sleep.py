@@ -13,8 +13,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.errors import EngineAsleep
 from quire.kernels.virtual_memory import CudaVirtualMemory, MappedRange
 
-from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from ..support.tiny_models import Tiny, random_model, write_model
+from ..support.quantized_checkpoints import two_checkpoints
 from .test_engine import make
 
 SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 4000, "block_size": 16}
@@ -78,15 +77,7 @@ def test_ranges_of_the_driver_keep_addresses_and_give_all_memory_back(device: to
     ids=str,
 )
 def test_tokens_over_sleep_and_new_weights(family: str, form: str, options: dict[str, Any], tmp_path: Path) -> None:
-    folders = []
-    for seed in (0, 1):
-        folder = tmp_path / f"{seed}"
-        spec = Tiny(family=family, head_dim=64, changes=(("intermediate_size", 128),) if form else ())
-        write_model(random_model(spec, seed), folder, family)
-        if form:
-            quantize_checkpoint(folder, tmp_path / f"q{seed}", FORMS[form], seed=seed)
-            folder = tmp_path / f"q{seed}"
-        folders.append(folder)
+    folders = two_checkpoints(family, form, 64, tmp_path)
     given = SMALL | {"skip_tokenizer_init": True} | ({"dtype": "bfloat16"} if form else {}) | options
     with make(folders[1], **given) as llm:
         expected = tokens(llm)

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .tiny_models import Tiny, random_model, write_model
+
 QUANTIZED = re.compile(r"((?<!weights_)proj|proj_with_mqa|w[123]|query_key_value|indexer\.(wq_b|wk))\.weight$")
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of 8 neighbouring rows in a word: row j lies in bits 4 * AWQ_PLACES[j]
 Stored = dict[str, Tensor]
@@ -364,3 +366,17 @@ def quantize_checkpoint(
     raw = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": form.config}))
     return means
+
+
+def two_checkpoints(family: str, form: str, head_dim: int, folder: Path) -> tuple[Path, Path]:
+    """Write two checkpoints of a family and a format of weights ("": none), which differ in all numbers."""
+    found = []
+    for seed in (0, 1):
+        place = folder / f"{family}-{seed}"
+        spec = Tiny(family=family, head_dim=head_dim, changes=(("intermediate_size", 128),) if form else ())
+        write_model(random_model(spec, seed), place, family)
+        if form:
+            quantize_checkpoint(place, folder / f"{form}-{seed}", FORMS[form], seed=seed)
+            place = folder / f"{form}-{seed}"
+        found.append(place)
+    return found[0], found[1]

@@ -153,8 +153,8 @@ def run_core(start: CoreStart, build: Build) -> int:
         sockets.send(ready)
         try:
             watch = StepWatch("the engine", start.hang_timeout)
-            watch.start()
-            return serve_core(core, sockets.receive, sockets.send, watch)
+            with watch.looking():
+                return serve_core(core, sockets.receive, sockets.send, watch)
         finally:
             core.shutdown()
     finally:
@@ -170,7 +170,10 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
     """
     watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
     feed, trace = LiveFeed(core, send), RequestTrace(core, send)
-    step = lambda: send(Outputs(watch.run(core.step, in_flight)))  # noqa: E731
+
+    def step() -> None:
+        send(Outputs(watch.run(core.step, in_flight)))
+
     life = Life(core, step)
     try:
         while True:

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -63,15 +64,20 @@ class StepWatch:
         stands = "".join(f"\n  {name}: {where}" for name, where in _threads())
         LOG.error("%s hangs: %s has run for %.0f s.%s", self._name, oldest[0](), time.monotonic() - oldest[1], stands)
 
-    def start(self) -> None:
-        """Look once a second, in a thread."""
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look once a second, in a thread that ends with the block."""
+        done = threading.Event()
 
         def look_on() -> None:
-            while True:
-                time.sleep(LOOK_SECONDS)
+            while not done.wait(LOOK_SECONDS):
                 self.look()
 
         threading.Thread(target=look_on, name="quire-step-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def plan_words(plan: StepPlan) -> str:

@@ -132,26 +132,29 @@ def _serve(link: "_Link", running: RunningRank, start: RankStart) -> None:
     room = threading.Semaphore(running.depth)  # the core counts the steps of the leading rank; another may be slower
     steps: Steps = queue.SimpleQueue()
     watch = StepWatch(start.name, start.hang)
-    watch.start()
-    collector = threading.Thread(
-        target=_collect, args=(link, running, start.lead, room, steps, watch), name="quire-rank-collect", daemon=True
-    )
-    collector.start()
-    while not isinstance(message := link.messages.get(), Stop):
-        if isinstance(message, RankStep):
-            room.acquire()
-            watch.begin(partial(plan_words, message.plan))
-            running.submit(message.plan)
-            if not len(message.plan.grammar):
+    with watch.looking():
+        collector = threading.Thread(
+            target=_collect,
+            args=(link, running, start.lead, room, steps, watch),
+            name="quire-rank-collect",
+            daemon=True,
+        )
+        collector.start()
+        while not isinstance(message := link.messages.get(), Stop):
+            if isinstance(message, RankStep):
+                room.acquire()
+                watch.begin(partial(plan_words, message.plan))
+                running.submit(message.plan)
+                if not len(message.plan.grammar):
+                    steps.put(True)
+            elif isinstance(message, RankMasks):
+                running.release(message.masks)
                 steps.put(True)
-        elif isinstance(message, RankMasks):
-            running.release(message.masks)
-            steps.put(True)
-        elif isinstance(message, RankControl):
-            link.send(_control(running, message))
-    steps.put(False)
-    collector.join()
-    running.close()
+            elif isinstance(message, RankControl):
+                link.send(_control(running, message))
+        steps.put(False)
+        collector.join()
+        running.close()
 
 
 def _collect(
