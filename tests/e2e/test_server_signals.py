@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ..support.template_process import SWITCH
 from .serving import MOCK, Answer, Server, is_running, running_server, wait_until
 
 NUM_STREAMS = 50
@@ -108,7 +109,8 @@ def test_ctrl_c_is_a_polite_request_too() -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_it_loads_leaves_nothing(number: signal.Signals, code: int) -> None:
-    with running_server(wait="/live") as server:  # the bundled model on the CPU: importing torch takes a while
+    # The bundled model on the CPU: importing torch takes a while, but a copy has imported all.
+    with running_server(wait="/live", **{SWITCH: "0"}) as server:
         wait_until(lambda: "starting" in server.stderr or server.ask("/health").status == 200, "the engine's process")
         core = server.core_pid
         os.kill(core, signal.SIGSTOP)  # or it could be ready before the signal comes
