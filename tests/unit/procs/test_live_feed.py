@@ -37,6 +37,12 @@ def new(handle: int, tokens: int = 4, tenant: str = "") -> NewRequest:
     )
 
 
+@pytest.fixture(autouse=True)
+def frames_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock of the processor: on a busy machine a frame would take long enough to make the next one rarer."""
+    monkeypatch.setattr(live_feed.time, "thread_time", lambda: 0.0)
+
+
 class Feed:
     """A feed of a mock core, with a clock that a test moves; `sent` has its frames."""
 
