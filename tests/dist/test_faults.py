@@ -78,7 +78,7 @@ FACTORS: dict[str, list[Any]] = {
 REAL: list[Row] = [  # unit/ranks/test_faults.py has every place, with ranks without a model
     {"sizes": "tp2", "rank": 1, "place": "decode", "kind": "SIGKILL", "host": "server"},
     {"sizes": "dp2-ep", "rank": 0, "place": "prefill", "kind": "SIGSTOP", "host": "LLM"},
-    {"sizes": "pp2", "rank": 1, "place": "load", "kind": "RuntimeError", "host": "server"},
+    {"sizes": "pp2", "rank": 1, "place": "load", "kind": "RuntimeError", "host": "LLM"},
 ]  # fmt: skip
 
 
