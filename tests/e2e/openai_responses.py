@@ -171,6 +171,13 @@ def background(facts: Facts) -> None:
     assert responses.cancel(endless.id).status == "cancelled" == responses.retrieve(endless.id).status
     error = refusal(openai.BadRequestError, lambda: responses.cancel(whole.id))
     assert "background" in error.message
+    with responses.create(input=QUESTION, max_output_tokens=60, background=True, stream=True, **GREEDY) as stream:
+        events: list[Any] = [next(stream) for _ in range(6)]
+    name = events[0].response.id
+    with responses.retrieve(name, stream=True, starting_after=events[-1].sequence_number) as stream:
+        events += stream
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == whole.output_text == responses.retrieve(name).output_text
 
 
 def errors(facts: Facts) -> None:

@@ -206,7 +206,13 @@ def test_any_process_knows_the_responses_of_all() -> None:
         assert ask(fronts[1], "/" + made["id"]) == made
         later = ask(fronts[2], body=body | {"previous_response_id": made["id"]})
         assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
-        body |= {"max_output_tokens": FOR_LONG, "background": True}
+        body |= {"background": True}
+        with only(fronts[0], every(server)):
+            whole = server.ask("/v1/responses", body | {"stream": True})
+        with only(fronts[1], every(server)):
+            path = f"/v1/responses/{whole.events()[0]['response']['id']}?stream=true&starting_after=1"
+            assert server.ask(path).events() == whole.events()[2:]
+        body |= {"max_output_tokens": FOR_LONG}
         running, lost = ask(fronts[0], body=body), ask(fronts[2], body=body)
         assert ask(fronts[1], "/" + running["id"])["status"] == "in_progress"
         assert server.ask(f"/v1/responses/{running['id']}/cancel", {}).json()["status"] == "cancelled"

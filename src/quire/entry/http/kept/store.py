@@ -12,10 +12,11 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,10 +31,12 @@ SCHEMA = """
 PRAGMA journal_mode=WAL;
 PRAGMA synchronous=OFF;
 CREATE TABLE IF NOT EXISTS responses (
-    name TEXT PRIMARY KEY, owner BLOB, body BLOB, items BLOB, previous TEXT, background INTEGER, runner TEXT,
-    ending INTEGER DEFAULT 0, used INTEGER, size INTEGER
+    name TEXT PRIMARY KEY, owner BLOB, body BLOB, items BLOB, previous TEXT, background INTEGER, streamed INTEGER,
+    runner TEXT, ending INTEGER DEFAULT 0, used INTEGER, size INTEGER
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (runner, used);
+CREATE TABLE IF NOT EXISTS events (name TEXT, number INTEGER, event BLOB, PRIMARY KEY (name, number)) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON responses BEGIN DELETE FROM events WHERE name = old.name; END;
 CREATE TABLE IF NOT EXISTS finished (number INTEGER, bytes INTEGER);
 INSERT INTO finished SELECT 0, 0 WHERE NOT EXISTS (SELECT * FROM finished);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses WHEN new.runner = '' BEGIN
@@ -47,9 +50,11 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses WHEN old.runner =
     UPDATE finished SET number = number - 1, bytes = bytes - old.size;
 END;
 """
-ADD = "INSERT INTO responses (name, owner, body, items, previous, background, runner, used, size) VALUES "
-VALUES = "(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO "
+ADD = "INSERT INTO responses (name, owner, body, items, previous, background, streamed, runner, used, size) VALUES "
+VALUES = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO "
 END = "UPDATE SET body = excluded.body, runner = excluded.runner, used = excluded.used, size = excluded.size"
+SAY = "INSERT INTO events SELECT ?, ifnull(max(number), -1) + 1, ? FROM events WHERE name = ?"
+READ = "SELECT event FROM events WHERE name = ? AND number >= ? ORDER BY number LIMIT 1000"
 OLDEST = "DELETE FROM responses WHERE name = (SELECT name FROM responses WHERE runner = '' ORDER BY used LIMIT 1)"
 
 
@@ -60,6 +65,7 @@ class Kept:
     owner        API key of the request
     body, items  JSON of the response, and JSON of the input items of its request
     previous     id of the response that this response continues
+    streamed     the events of its stream are stored, too
     runner       name of the process that makes the response in the background; "": the response has ended
     """
 
@@ -68,15 +74,18 @@ class Kept:
     items: bytes = b"[]"
     previous: str | None = None
     background: bool = False
+    streamed: bool = False
     runner: str = ""
 
 
 @dataclass(frozen=True)
 class Running:
-    """A response that this process makes in the background: its task, and an event that cancels the task."""
+    """A response that this process makes in the background: its task, an event that cancels the task, and one that is
+    set when there are new events of its stream."""
 
     task: "asyncio.Task[None]"
     gone: asyncio.Event
+    news: asyncio.Event
 
 
 class ResponseStore:
@@ -100,11 +109,14 @@ class ResponseStore:
         self._alive = (folder / self.runner).open("wb")
         fcntl.flock(self._alive, fcntl.LOCK_EX)
 
-    def keep(self, name: str, kept: Kept) -> None:
-        """Store a finished response. Drop the least recently used ones beyond the limits. A fault is logged."""
+    def keep(self, name: str, kept: Kept, events: Sequence[bytes] = ()) -> None:
+        """Store a finished response, and the last events of its stream if these are kept. Drop the least recently used
+        responses beyond the limits. A fault is logged."""
         try:
             with self._change() as base:
-                base.execute(ADD + VALUES + END, self._row(name, kept))
+                base.executemany(SAY, [(name, event, name) for event in events])
+                (more,) = base.execute("SELECT sum(length(event)) FROM events WHERE name = ?", (name,)).fetchone()
+                base.execute(ADD + VALUES + END, self._row(name, kept, more or 0))
                 while self._beyond(base):
                     base.execute(OLDEST)
         except sqlite3.Error as fault:
@@ -118,6 +130,33 @@ class ResponseStore:
         if self._folder is not None and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self._watch())
 
+    def say(self, name: str, events: Sequence[bytes]) -> None:
+        """Store further events of the stream of a response that this process makes in the background."""
+        with self._change() as base:
+            base.executemany(SAY, [(name, event, name) for event in events])
+        if (running := self.running.get(name)) is not None:
+            running.news.set()
+
+    async def events(self, name: str, owner: bytes, number: int) -> AsyncIterator[bytes]:
+        """Yield the events of a response's stream from `number` on, many at a time, until it has ended, whichever
+        process makes it. Raises `HttpError` 404 if it is deleted meanwhile."""
+        while True:
+            running = self.running.get(name)
+            if running is not None:
+                running.news.clear()
+            ended = not self.find(name, owner).runner  # before the events: the last ones come with the end
+            with self._lock:
+                found = [event for (event,) in self._base.execute(READ, (name, number))]
+            number += len(found)
+            if found:
+                yield b"".join(found)
+            elif ended:
+                return
+            elif running is not None:
+                await running.news.wait()
+            else:
+                await asyncio.sleep(LOOK_SECONDS)
+
     def drop(self, name: str) -> None:
         """Remove a response."""
         with self._change() as base:
@@ -127,7 +166,7 @@ class ResponseStore:
         """Return the response `name` of this owner. Raises `HttpError` 404 when this owner has none of this name.
         `param`: request field that holds the name, for the error."""
         with self._change() as base:
-            columns = "owner, body, items, previous, background, runner"
+            columns = "owner, body, items, previous, background, streamed, runner"
             row = base.execute(f"SELECT {columns} FROM responses WHERE name = ?", (name,)).fetchone()
             if row is not None and row[0] == owner:
                 base.execute("UPDATE responses SET used = ? WHERE name = ?", (time.monotonic_ns(), name))
@@ -140,7 +179,16 @@ class ResponseStore:
                 param=param,
                 code="previous_response_not_found" if param else "response_not_found",
             )
-        kept = Kept(owner=row[0], body=row[1], items=row[2], previous=row[3], background=bool(row[4]), runner=row[5])
+        owner, body, items, previous, background, streamed, runner = row
+        kept = Kept(
+            owner=owner,
+            body=body,
+            items=items,
+            previous=previous,
+            background=bool(background),
+            streamed=bool(streamed),
+            runner=runner,
+        )
         return kept if self._lives(kept.runner) else self._lost(name, kept)
 
     def chain(self, name: str | None, owner: bytes) -> Iterator[Kept]:
@@ -194,7 +242,9 @@ class ResponseStore:
         answer = msgspec.json.decode(kept.body)
         answer |= {"status": "failed", "error": {"code": "server_error", "message": words}}
         kept = replace(kept, body=msgspec.json.encode(answer), runner="")
-        self.keep(name, kept)
+        with self._lock:
+            (number,) = self._base.execute("SELECT count(*) FROM events WHERE name = ?", (name,)).fetchone()
+        self.keep(name, kept, [numbered("response.failed", number, response=answer)] if kept.streamed else ())
         return kept
 
     def _beyond(self, base: sqlite3.Connection) -> bool:
@@ -202,9 +252,9 @@ class ResponseStore:
         return bool(number > self._max_kept or size > self._max_bytes)
 
     @staticmethod
-    def _row(name: str, kept: Kept) -> tuple[object, ...]:
-        size = len(kept.body) + len(kept.items)
-        fixed = kept.owner, kept.body, kept.items, kept.previous, kept.background, kept.runner
+    def _row(name: str, kept: Kept, more: int = 0) -> tuple[object, ...]:
+        size = len(kept.body) + len(kept.items) + more
+        fixed = kept.owner, kept.body, kept.items, kept.previous, kept.background, kept.streamed, kept.runner
         return name, *fixed, time.monotonic_ns(), size
 
     @contextmanager
@@ -218,6 +268,12 @@ class ResponseStore:
                 self._base.execute("ROLLBACK")
                 raise
             self._base.execute("COMMIT")
+
+
+def numbered(kind: str, number: int, **fields: Any) -> bytes:
+    """Return an event of a response's stream, with its number there."""
+    data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 def _opened(path: Path | str) -> sqlite3.Connection:

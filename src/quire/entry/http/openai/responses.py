@@ -14,6 +14,7 @@ from quire.contracts.errors import shown
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error
+from quire.entry.http.kept.routes import follow
 from quire.entry.http.kept.store import Kept, ResponseStore, Running
 from quire.entry.http.openai.chat import WORDS as CHAT_WORDS
 from quire.entry.http.openai.chat import answer_chat
@@ -40,7 +41,8 @@ ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str,
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
-    """Answer POST /v1/responses: generate the response, then answer. With `background`, answer first."""
+    """Answer POST /v1/responses: generate the response, then answer. With `background` answer first, with `stream` too
+    with the events of a stream that goes on without this client."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
@@ -55,16 +57,18 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
         chat = await fitting(context, exchange, chat)
 
     background, previous = bool(request.background), request.previous_response_id
-    unmade = Kept(owner=owner, body=b"", items=ENCODE(items), previous=previous, background=background)
+    streamed = background and bool(request.stream)
+    unmade = Kept(
+        owner=owner, body=b"", items=ENCODE(items), previous=previous, background=background, streamed=streamed
+    )
+    made = list[ResponseWriter]()
 
     def keep(body: bytes) -> None:
         if request.store is not False:
-            store.keep(name, replace(unmade, body=body))
-
-    made = list[ResponseWriter]()
+            store.keep(name, replace(unmade, body=body), made[0].take())
 
     def writer(job: Any, chat: Any, tokenizer: Any) -> ResponseWriter:
-        made.append(ResponseWriter(job, tokenizer, request, name, keep))
+        made.append(ResponseWriter(job, tokenizer, request, name, keep, collects=streamed))
         exchange.ending = made[0].fail
         return made[0]
 
@@ -81,30 +85,36 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        """ASGI `send` without a client: drop the message, because `ResponseWriter` keeps the response."""
+        """ASGI `send` without a client: drop the message: `ResponseWriter` keeps the response and its events."""
+        if events := made[0].take():
+            store.say(name, events)
 
     state = exchange.scope.get("state", {}) | {"request_id": name}
-    alone = Exchange({**exchange.scope, "state": state}, receive, send)
+    alone = Exchange({**exchange.scope, "state": state, "extensions": {}}, receive, send)
     alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
     task = asyncio.create_task(answering(alone))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()  # raises at once if the request is invalid or the engine's queue is full
     else:
-        store.begin(name, replace(unmade, body=made[0].body, runner=store.runner), Running(task, gone))
+        running = Running(task, gone, asyncio.Event())
+        store.begin(name, replace(unmade, body=made[0].body, runner=store.runner), running)
         task.add_done_callback(partial(_settle, context, name, made[0]))
+    if streamed:
+        return await follow(context, exchange, name, 0)
     await exchange.reply(made[0].body)
 
 
 def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "asyncio.Task[None]") -> None:
     """Store a background response that was cancelled or failed. A completed one is stored already."""
-    del context.responses.running[name]
+    running = context.responses.running.pop(name)
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ClientGone):
         writer.stop("cancelled")
     elif error is not None:
         answer = http_error(error)
         writer.fail(answer.status, answer.body())
+    running.news.set()
 
 
 def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:

@@ -41,10 +41,8 @@ def check_fields(request: ResponseRequest) -> None:
         )
     if request.top_logprobs and LOGPROBS not in asked:
         raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
-    if request.background and (request.stream or request.store is False):
-        raise InvalidParameter(
-            "background needs store=true and no stream, since the response is retrieved later.", param="background"
-        )
+    if request.background and request.store is False:
+        raise InvalidParameter("background needs store=true: the response is retrieved later.", param="background")
 
 
 def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Iterable[Item]) -> ChatRequest:

@@ -10,6 +10,7 @@ import msgspec
 from quire.answers.answer_events import CallBegins, Event, Thought, Words
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.entry.http.errors import not_implemented
+from quire.entry.http.kept.store import numbered
 from quire.entry.http.openai.generate import Job, Writer
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest, TextOptions
@@ -73,7 +74,10 @@ CALL: Kind = ("fc", {"type": "function_call"}, "", {}, "", "response.function_ca
 
 
 class ResponseWriter(Writer):
-    """Writer of an answer of /v1/responses. When the response ends, `keep` is called with its JSON."""
+    """Writer of an answer of /v1/responses. When the response ends, `keep` is called with its JSON.
+
+    collects   keep the events until somebody takes them; the n-th of all has the sequence number n
+    """
 
     def __init__(
         self,
@@ -82,6 +86,8 @@ class ResponseWriter(Writer):
         request: ResponseRequest,
         response_id: str,
         keep: Callable[[bytes], None],
+        *,
+        collects: bool = False,
     ) -> None:
         if job.params.logprobs is not None and not job.parser_plan.content_only:
             raise not_implemented(
@@ -92,6 +98,7 @@ class ResponseWriter(Writer):
         (self._parser,) = job.parsers(tokenizer)
         self._names, self._num_top = TokenNames(tokenizer), request.top_logprobs or 0
         self._keep, self._number, self._finish = keep, -1, ""
+        self._collects, self._made = collects, list[bytes]()
         given = {name: value for name in ECHOED if (value := getattr(request, name)) is not None}
         self._output: list[dict[str, Any]] = []
         self._answer: dict[str, Any] = {
@@ -162,12 +169,16 @@ class ResponseWriter(Writer):
         self.end(usage)
         return self.body
 
-    def stop(self, status: str) -> bytes:
-        """End the response with a status, give it to `keep`, and return its last events."""
+    def stop(self, status: str, told: dict[str, Any] | None = None) -> bytes:
+        """End the response with a status, give it to `keep`, and return its last events. `told`: fields of an error
+        event that follows."""
         frames = self._close("incomplete")
         self._answer["status"] = status
+        frames.append(self._event(f"response.{status}", response=self._answer))
+        if told is not None:
+            frames.append(self._event("error", **told))
         self._keep(self.body)
-        return b"".join([*frames, self._event(f"response.{status}", response=self._answer)])
+        return b"".join(frames)
 
     def fail(self, status: int, body: bytes) -> bytes:
         """End the response with an error. Return the last events: the response, then the error, which clients raise.
@@ -177,12 +188,19 @@ class ResponseWriter(Writer):
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")
         self._answer["error"] = {"code": code, "message": error["message"]}
         told = {name: error[name] for name in ("code", "message", "param")}
-        return self.stop("failed") + self._event("error", **told, error=error)
+        return self.stop("failed", {**told, "error": error})
+
+    def take(self) -> list[bytes]:
+        """Return the events since the last call, if they are collected."""
+        taken, self._made = self._made, []
+        return taken
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        data = ENCODE({"type": kind, "sequence_number": self._number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        made = numbered(kind, self._number, **fields)
+        if self._collects:
+            self._made.append(made)
+        return made
 
     def _tell(self, event: Event, logprobs: list[Any]) -> list[bytes]:
         """Return the events for one event of the parser."""

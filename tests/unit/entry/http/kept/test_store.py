@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.entry.http.errors import HttpError
-from quire.entry.http.kept.store import Kept, ResponseStore, Running
+from quire.entry.http.kept.store import Kept, ResponseStore, Running, numbered
 
 ME = b"me"
 
@@ -62,7 +63,7 @@ def test_a_background_response_is_ended_by_another_process(tmp_path: Path) -> No
             one.keep("a", kept(5, background=True))
 
         task = asyncio.create_task(run())
-        one.begin("a", kept(1, background=True, runner=one.runner), Running(task, gone))
+        one.begin("a", kept(1, background=True, runner=one.runner), Running(task, gone, asyncio.Event()))
         task.add_done_callback(lambda task: one.running.pop("a"))
         other.keep("b", kept(2))  # one that runs does not count
         assert other.find("b", ME) and other.find("a", ME).runner == one.runner
@@ -81,7 +82,7 @@ def test_a_background_response_whose_process_is_gone_has_failed(tmp_path: Path) 
         task = asyncio.create_task(asyncio.sleep(0))
         body = json.dumps({"status": "in_progress", "error": None}).encode()
         begun = kept(0, body=body, background=True, runner=one.runner)
-        one.begin("a", begun, Running(task, asyncio.Event()))
+        one.begin("a", begun, Running(task, asyncio.Event(), asyncio.Event()))
         await task
         one.running.clear()
         assert other.find("a", ME) == begun
@@ -90,5 +91,46 @@ def test_a_background_response_whose_process_is_gone_has_failed(tmp_path: Path) 
         assert failed.runner == "" and json.loads(failed.body)["status"] == "failed"
         assert "has ended" in json.loads(failed.body)["error"]["message"]
         await other.end("a", ME)
+
+    asyncio.run(scenario())
+
+
+def event(number: int, text: str) -> bytes:
+    return numbered("delta", number, text=text)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_events_are_read_by_another_process(lost: bool, tmp_path: Path) -> None:
+    """To their end, or until the process that makes them is gone. They count, and go with their response."""
+
+    async def scenario() -> None:
+        one, other = ResponseStore(tmp_path, max_bytes=1000), ResponseStore(tmp_path, max_bytes=1000)
+        task = asyncio.create_task(asyncio.sleep(0))
+        body = json.dumps({"status": "in_progress", "error": None}).encode()
+        begun = kept(0, body=body, background=True, streamed=True, runner=one.runner)
+        one.say("a", [event(0, "first")])
+        one.begin("a", begun, Running(task, asyncio.Event(), asyncio.Event()))
+        assert other.find("a", ME) == begun
+        reading = other.events("a", ME, 0)
+        assert await anext(reading) == event(0, "first")
+        one.say("a", [event(1, "second"), event(2, "third")])
+        assert await anext(reading) == event(1, "second") + event(2, "third")
+        if lost:
+            one.running.clear()
+            one._alive.close()  # as at the end of a process
+            last = await anext(reading)
+            assert (
+                json.loads(last.split(b"data: ")[1])["response"]["status"] == "failed"
+                and b'"sequence_number":3,' in last
+            )
+        else:
+            one.keep("a", replace(begun, runner=""), [event(3, "last")])
+            assert await anext(reading) == event(3, "last")
+        assert [found async for found in reading] == [] and len(
+            [found async for found in other.events("a", ME, 3)]
+        ) == 1
+        other.keep("b", kept(800))
+        assert lacks(other, "a"), "events count"
+        assert not other._base.execute("SELECT * FROM events").fetchall()
 
     asyncio.run(scenario())

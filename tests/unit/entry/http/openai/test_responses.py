@@ -389,7 +389,6 @@ SCHEMA = {"type": "json_schema", "name": "n"}
         ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}}),
         ("include", {"include": ["file_search_call.results"]}),
         ("top_logprobs", {"top_logprobs": 2}),
-        ("background", {"stream": True, "background": True}),
         ("background", {"store": False, "background": True}),
         ("text", {"text": {"format": SCHEMA}}),
         ("text", {"text": {"format": {"type": "xml"}}}),
@@ -482,6 +481,87 @@ def test_reasoning_that_says_nothing_is_nothing(template_messages: Callable[...,
     assert template_messages([{"role": "user", "content": "hi"}, *empty]) == [{"role": "user", "content": "hi"}]
 
 
+STREAMED = {"input": "a", "background": True, "stream": True}
+
+
+async def get(client: Client, name: str, query: str) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await client.app(scope | {"query_string": query.encode()}, receive, send)
+
+    return await Client(app).get(f"{PATH}/{name}")
+
+
+async def first_events(reply: Any) -> list[Any]:
+    while not reply.body.endswith(b'"delta":"hel","logprobs":[]}\n\n'):
+        await asyncio.sleep(0)
+    return events_of(reply)
+
+
+def test_a_stream_in_the_background_outlives_its_reader(
+    scripted: Any, make_client: Callable[..., Client], begin: Callable[..., Any]
+) -> None:
+    """It is read again from any event on, while it goes on and after its end, by several at once."""
+
+    async def scenario() -> None:
+        client = make_client(scripted)
+        task, reply, gone, stream = await begin(client, PATH, STREAMED)
+        stream.put(output("hel"))
+        left = await first_events(reply)
+        gone.set()
+        await task
+        name = left[0]["response"]["id"]
+        assert not stream.closed and (await client.get(f"{PATH}/{name}")).json["status"] == "in_progress"
+        queries = ["stream=true", "stream=true&starting_after=3", "stream=true&starting_after=4"]
+        reading = [asyncio.create_task(get(client, name, query)) for query in queries]
+        await asyncio.sleep(0.01)
+        stream.put(output("lo", finish="stop"))
+        stream.put(None)
+        read = [(await one).body for one in reading]
+        done = await wait(client, name, "completed")
+        events = events_of(await get(client, name, "stream=true"))
+        assert events[: len(left)] == left and events[-1]["response"] == done and text_of(done) == "hello"
+        assert read == [(await get(client, name, query)).body for query in queries]
+        assert read[0].endswith(read[1]) and read[1].endswith(read[2])
+        assert [body.count(b"event: ") for body in read] == [len(events), len(events) - 4, len(events) - 5]
+        assert (await get(client, name, "stream=true&starting_after=99")).body == b""
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_stream_in_the_background_that_does_not_end_well(
+    how: str, scripted: Any, make_client: Callable[..., Client], begin: Callable[..., Any]
+) -> None:
+    """Its readers are told at once."""
+
+    async def scenario() -> None:
+        client = make_client(scripted)
+        task, reply, _, stream = await begin(client, PATH, STREAMED)
+        stream.put(output("hel"))
+        name = (await first_events(reply))[0]["response"]["id"]
+        if how == "failed":
+            stream.put(EngineDead("it died."))
+        else:
+            await client.post(f"{PATH}/{name}/cancel", {})
+        await task
+        *_, last = events_of(reply)
+        if how == "failed":
+            *_, last, error = events_of(reply)
+            assert error["type"] == "error" and error["message"] == "it died."
+        assert last["type"] == f"response.{how}" and last["response"] == (await client.get(f"{PATH}/{name}")).json
+        await asyncio.sleep(0)
+        assert stream.closed and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_in_the_background_that_is_refused(ask: Callable[..., Any]) -> None:
+    reply = ask("a " * 100_000, background=True, stream=True)
+    assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+
+
 def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> None:
     reply = ask(background=True, reasoning={"effort": "high"}, anything=1)
     assert reply.all("x-quire-warning") == [
@@ -494,7 +574,9 @@ def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> No
     ("query", "param"),
     [
         ("stream=true", "stream"),
+        ("stream=1", "stream"),
         ("starting_after=3", "starting_after"),
+        ("stream=true&starting_after=-1", "starting_after"),
         ("include[]=reasoning.x", "include[]"),
         ("include%5B%5D=x", "include[]"),
         ("stream=false", None),
@@ -502,12 +584,7 @@ def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> No
     ],
 )
 def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query: str, param: str | None) -> None:
-    name = ask().json["id"]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await client.app(scope | {"query_string": query.encode()}, receive, send)
-
-    reply = asyncio.run(Client(app).get(f"{PATH}/{name}"))
+    reply = asyncio.run(get(client, ask().json["id"], query))
     assert reply.status == 200 if param is None else (reply.status, reply.error["param"]) == (400, param)
 
 
