@@ -83,7 +83,7 @@ class Running:
     """A response that this process makes in the background: its task, an event that cancels the task, and one that is
     set when there are new events of its stream."""
 
-    task: "asyncio.Task[None]"
+    task: "asyncio.Future[None]"
     gone: asyncio.Event
     news: asyncio.Event
 

@@ -1,6 +1,5 @@
 """/v1/responses: create a response, also in the background."""
 
-import asyncio
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,9 +12,9 @@ import msgspec
 from quire.contracts.errors import shown
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, http_error
-from quire.entry.http.kept.routes import follow
-from quire.entry.http.kept.store import Kept, ResponseStore, Running
+from quire.entry.http.errors import HttpError
+from quire.entry.http.kept.background import in_background
+from quire.entry.http.kept.store import Kept, ResponseStore
 from quire.entry.http.openai.chat import WORDS as CHAT_WORDS
 from quire.entry.http.openai.chat import answer_chat
 from quire.entry.http.openai.decode import RequestDecoder
@@ -23,7 +22,7 @@ from quire.entry.http.openai.prompts import away
 from quire.entry.http.openai.responses_input import chat_request, check_fields, fitting
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
-from quire.entry.http.request_response import ClientGone, Exchange
+from quire.entry.http.request_response import Exchange
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
 WORDS = (
@@ -61,60 +60,22 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     unmade = Kept(
         owner=owner, body=b"", items=ENCODE(items), previous=previous, background=background, streamed=streamed
     )
-    made = list[ResponseWriter]()
+    made: ResponseWriter | None = None
 
     def keep(body: bytes) -> None:
         if request.store is not False:
-            store.keep(name, replace(unmade, body=body), made[0].take())
+            store.keep(name, replace(unmade, body=body), made.take() if made else ())
 
     def writer(job: Any, chat: Any, tokenizer: Any) -> ResponseWriter:
-        made.append(ResponseWriter(job, tokenizer, request, name, keep, collects=streamed))
-        exchange.ending = made[0].fail
-        return made[0]
+        nonlocal made
+        made = ResponseWriter(job, tokenizer, request, name, keep, collects=streamed)
+        exchange.ending = made.fail
+        return made
 
     answering = partial(answer_chat, context, request=chat, writer=writer)
     if not request.background:
         return await answering(exchange)
-    gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
-
-    async def receive() -> dict[str, str]:
-        """ASGI `receive` without a client: report a disconnect once `gone` is set. Sets `asked` when it is called."""
-        if made and not asked.done():
-            asked.set_result(None)
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        """ASGI `send` without a client: drop the message: `ResponseWriter` keeps the response and its events."""
-        if events := made[0].take():
-            store.say(name, events)
-
-    state = exchange.scope.get("state", {}) | {"request_id": name}
-    alone = Exchange({**exchange.scope, "state": state, "extensions": {}}, receive, send)
-    alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
-    task = asyncio.create_task(answering(alone))
-    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        task.result()  # raises at once if the request is invalid or the engine's queue is full
-    else:
-        running = Running(task, gone, asyncio.Event())
-        store.begin(name, replace(unmade, body=made[0].body, runner=store.runner), running)
-        task.add_done_callback(partial(_settle, context, name, made[0]))
-    if streamed:
-        return await follow(context, exchange, name, 0)
-    await exchange.reply(made[0].body)
-
-
-def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "asyncio.Task[None]") -> None:
-    """Store a background response that was cancelled or failed. A completed one is stored already."""
-    running = context.responses.running.pop(name)
-    error = None if task.cancelled() else task.exception()
-    if isinstance(error, ClientGone):
-        writer.stop("cancelled")
-    elif error is not None:
-        answer = http_error(error)
-        writer.fail(answer.status, answer.body())
-    running.news.set()
+    await in_background(context, exchange, name, unmade, answering, lambda: made)
 
 
 def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:
