@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from quire.contracts.errors import EngineDead
 
 from ..e2e.serving import running_server
 from ..support import eagle, template_process
+from ..support.addresses import free_port
 from ..support.full import full_rows
 from ..support.many_ranks import LARGER, SIZES, SMALL, Left, until
 from ..support.pairwise import Row
@@ -46,10 +46,7 @@ def key(monkeypatch: pytest.MonkeyPatch, left: Left) -> None:
 @pytest.fixture
 def port() -> int:
     """A port that was free a moment ago."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        number: int = taken.getsockname()[1]
-        return number
+    return free_port()
 
 
 class Agent:

@@ -1,18 +1,16 @@
 """KV events of a server: a subscriber hears which blocks a request has left, and that they are gone."""
 
 import asyncio
-import socket
 
 import msgspec
 import zmq
 
+from ..support.addresses import free_port
 from .in_process import running_inside
 
 
 def test_a_subscriber_hears_the_blocks_of_a_request() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     given = {"enable_kv_cache_events": True, "endpoint": f"tcp://lo:{port}", "topic": "kv"}
     with running_inside(kv_events_config=given, block_size=4) as inside, zmq.Context() as context:
         with context.socket(zmq.SUB) as listener:

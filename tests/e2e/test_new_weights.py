@@ -1,7 +1,6 @@
 """An engine that gets new weights, or sleeps, answers as an engine that starts with these weights."""
 
 import shutil
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.errors import ConfigError, EngineAsleep, UserError
 from quire.distributed.transfer_group import TransferGroup
 
+from ..support.addresses import free_port
 from ..support.full import full_rows
 from ..support.quantized_checkpoints import two_checkpoints
 
@@ -128,8 +128,7 @@ def test_weights_of_another_model_and_options_that_are_off(two: Make, tmp_path: 
 
 def test_tensors_that_a_trainer_sends(two: Make) -> None:
     first, second = two("qwen3", "")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     sent = load_file(second / "model.safetensors")
 
     def train() -> None:

@@ -14,6 +14,8 @@ import pytest
 from quire.config import env
 from quire.entry.cli.main import main
 
+from ...support.addresses import free_port
+
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
@@ -226,8 +228,7 @@ class raw_server:  # noqa: N801  reads as a function
 
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     assert main(["chat", "--url", f"localhost:{port}", "-q", "hi"]) == 1
     assert f"no server listens at http://localhost:{port}: start `quire serve`" in capsys.readouterr().err
 

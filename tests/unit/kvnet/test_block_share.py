@@ -22,6 +22,7 @@ from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
 from quire.kvstore.shards import PageFiles, Range, Shard
 
+from ...support.addresses import free_port
 from ...support.planted_faults import PAGE_FAULTS, PHASES, plant_lines
 
 KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
@@ -78,12 +79,6 @@ class Node:
     def told(self) -> list[tuple[str, bool]]:
         queue = self.store.sharing.told
         return [queue.get() for _ in range(queue.qsize())]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def until(true: Callable[[], Any]) -> None:

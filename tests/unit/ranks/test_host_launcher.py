@@ -27,6 +27,7 @@ from quire.ranks.messages import RankStep
 from quire.ranks.watch import RankTimes
 
 from ...support import template_process
+from ...support.addresses import free_port
 from ...support.started_ranks import ENV, MODULE, ROOT, exists, nothing_left, plan, until
 
 KEY = "the key of these tests"
@@ -240,8 +241,7 @@ def test_a_killed_master_leaves_nothing() -> None:
 
 
 def test_an_agent_that_comes_first_waits_for_the_master() -> None:
-    with listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     made = Cluster.__new__(Cluster)
     made.port, made.agents = port, {}
     made.agent(1)
