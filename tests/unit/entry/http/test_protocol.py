@@ -105,6 +105,15 @@ def test_a_body_that_does_not_say_its_length_is_counted(serve_echo: Start) -> No
     assert live.traffic.uploading == 0
 
 
+@pytest.mark.parametrize("chunks, status", [(100, 200), (101, 413)])
+def test_the_number_of_chunks_is_bounded(serve_echo: Start, chunks: int, status: int) -> None:
+    """A body of 8 MB in chunks of one byte took seconds of the event loop."""
+    live = serve_echo(max_chunks=101)
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    answer = live.ask(head, b"1\r\nx\r\n" * chunks, b"0\r\n\r\n")
+    assert int(answer.split()[1]) == status
+
+
 def test_an_expected_body_that_is_too_large_is_never_sent(serve_echo: Start) -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 9000000\r\n\r\n"
     answer = serve_echo().ask(head)
