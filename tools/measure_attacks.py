@@ -218,6 +218,7 @@ def _wide() -> bytes:
 
 
 TRICKLE = request(body=b"", key="sk-flood").replace(b"Content-Length: 0", b"Content-Length: 1000000")
+BODY_WITHOUT_KEY = request(body=b" " * 200_000)
 LONG = {"prompt": list(range(100, 3000)), "max_tokens": 1000, "ignore_eos": True, "stream": True}
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nx: "
 # Name -> function that makes the attacker, and factor of its time: limits on time are seen when they have passed.
@@ -225,8 +226,9 @@ ATTACKS: dict[str, tuple[Callable[[], Attacker], float]] = {
     "none": (lambda: many(lambda: b"", 0), 1),
     "1,000 keys with limits": (lambda: many(_of_a_key, 64), 1),
     "keys that do not exist": (lambda: many(lambda: request(body=completion(), key=f"no-{random.random()}"), 64), 1),
+    "bodies of 200 KB without a key": (lambda: many(lambda: BODY_WITHOUT_KEY, 64), 1),
     "token flood": (lambda: many(flood(**LONG), 512), 2),
-    "token flood, key of 8 at once": (lambda: many(flood("sk-bounded", **LONG), 512), 2),
+    "token flood, key with limits": (lambda: many(flood("sk-bounded", **LONG), 512), 2),
     "texts of 8 MB": (lambda: many(flood(prompt="word " * (BODY // 6)), 4), 1),
     "slow readers": (lambda: slow(flood(max_tokens=4000, ignore_eos=True, stream=True)(), b"", 48, 4096), 3),
     "slow headers": (lambda: slow(HALF_HEAD, b"a", 1000), 3),
@@ -325,7 +327,7 @@ def key_file(folder: str) -> str:
     limits = {"requests_per_minute": 2, "tokens_per_minute": 200, "concurrency": 2}
     keys = {f"k{i}": {"key": f"sk-{i}", **limits} for i in range(KEYS)}
     keys |= {name: {"key": f"sk-{name}"} for name in ("user", "flood")}
-    keys["bounded"] = {"key": "sk-bounded", "concurrency": 8}
+    keys["bounded"] = {"key": "sk-bounded", "concurrency": 8, "requests_per_minute": 600}
     path = Path(folder, "keys.json")
     path.write_text(json.dumps({"keys": keys}))
     return str(path)

@@ -288,6 +288,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_upload()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """Drop what nobody has read of the body: the request lives until the next garbage collection."""
+        self.cycle.body = bytearray()
+        super().on_response_complete()
+
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @property
