@@ -110,7 +110,7 @@ class Metrics(Collector):
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": ENGINE}
         self._stats = StepStats()
         self._adapters = AdapterStats()
-        self._num_blocks = 0
+        self._num_blocks = self._num_slots = 0
         self._cache_info: dict[str, str] = {}
         self._pids = {"http": os.getpid()}
         self._busy_since: float | None = None  # time of the core's last message while there is work
@@ -137,6 +137,7 @@ class Metrics(Collector):
     def engine_ready(
         self,
         *,
+        num_slots: int,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
@@ -145,7 +146,7 @@ class Metrics(Collector):
         core_pid: int | None = None,
     ) -> None:
         """Record that the core is loaded, with these sizes, in process `core_pid` (None: this process)."""
-        self._num_blocks = num_blocks
+        self._num_slots, self._num_blocks = num_slots, num_blocks
         self._size_lengths(max_model_len)
         self._cache_info = {
             "block_size": str(block_size),
@@ -285,6 +286,19 @@ class Metrics(Collector):
         return 1.0 - self._stats.num_free_blocks / self._num_blocks if self._num_blocks and self._num_steps else 0.0
 
     @property
+    def _load(self) -> float:
+        """Return how many engines of this size the requests would fill.
+
+        - by slots: (running + waiting) / slots
+        - by KV blocks: share of them that requests hold * (running + waiting) / running
+
+        The larger one counts. The second one takes a waiting request for as large as those that run.
+        """
+        running, slots = self._stats.num_running, self._num_slots
+        wanted = running + self._stats.num_waiting
+        return max(wanted / slots if slots else 0.0, self._kv_usage * wanted / running if running else 0.0)
+
+    @property
     def _num_prompt_tokens(self) -> int:
         return self._phase_tokens["prefill"] + self._stats.prefix.hits
 
@@ -297,6 +311,7 @@ class Metrics(Collector):
         runs, drafts, *accepted = s.drafts or (0, 0)
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
         return {
+            "engine_load": self._load,
             "num_requests_running": s.num_running,
             "num_requests_running_by_replica": {str(number): count for number, count in s.replicas.items()},
             "num_requests_waiting": s.num_waiting,

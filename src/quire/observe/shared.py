@@ -90,7 +90,7 @@ class SharedMetrics(Metrics):
         whole._registry = CollectorRegistry(auto_describe=False)  # without the numbers of one process of several
         whole._registry.register(whole)
         whole._stats, whole._adapters = self._stats, self._adapters
-        whole._num_blocks, whole._cache_info = self._num_blocks, self._cache_info
+        whole._num_slots, whole._num_blocks, whole._cache_info = self._num_slots, self._num_blocks, self._cache_info
         whole._busy_since = self._busy_since
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last

@@ -1,7 +1,11 @@
 """Completion scripts are made from the parser; each is tried in its shell, where that is installed."""
 
+import os
+import pty
 import re
+import select
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -12,7 +16,8 @@ from quire.entry.cli.main import COMMANDS, build_parser, main
 
 ASKING = {  # a line in which everything but the last word is typed -> how a shell is made to offer words for it
     "bash": "COMP_WORDS=({words})\nCOMP_CWORD={last}\n_quire\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n",
-    "zsh": '_describe() {{ print -l -- "${{(@P)3}}" }}\n_files() {{ }}\nwords=({words})\nCURRENT={last}+1\n_quire\n',
+    "zsh": '_describe() {{ [[ $1 == -* ]] || print -l -- "${{(@P)2}}" }}\n_files() {{ }}\nwords=({words})\n'
+    "CURRENT={last}+1\n_quire\n",
     "fish": "function commandline; switch $argv[1]; case -opc; printf '%s\\n' {before}; case -ct; echo {current}; end; "
     "end\n_quire\n",
 }
@@ -68,6 +73,36 @@ def test_what_is_offered(shell: str, line: str, offered: set[str], tmp_path: Pat
 def test_help_is_shown_with_a_word(shell: str, tmp_path: Path) -> None:
     assert complete(shell, "quire serve --max-m", tmp_path)["--max-model-len"].startswith("context length in tokens (")
     assert complete(shell, "quire do", tmp_path)["doctor"].startswith("check this machine")
+
+
+def test_zsh_completes_at_the_first_tab_when_the_script_lies_in_its_folder_of_functions(tmp_path: Path) -> None:
+    """In a terminal. zsh takes the file for the body of `_quire`, which must call the function that it defines."""
+    found = shutil.which("zsh")
+    if found is None:
+        pytest.skip("there is no zsh")
+    (tmp_path / "_quire").write_text(script("zsh", build_parser()))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(found, ["zsh", "-f", "-i"], {"TERM": "dumb", "PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    try:
+        os.write(
+            terminal, f"fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -D; print -r R''EADY\n".encode()
+        )
+        read_until(terminal, b"READY")
+        os.write(terminal, b"quire do\t")
+        read_until(terminal, b"doctor")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def read_until(terminal: int, words: bytes) -> None:
+    """Read what a terminal shows until it has shown these words."""
+    shown = b""
+    while words not in shown:
+        assert select.select([terminal], [], [], 30)[0], shown
+        shown += os.read(terminal, 65536)
 
 
 def test_bash_offers_folders_for_a_model(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ import yaml
 
 import rules
 from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
+from quire.observe.metrics import FAMILIES
 
 from ...support.documented import quire_commands, refusal
 
 DEPLOY = rules.ROOT / "deploy"
-SETS = [DEPLOY / "kubernetes" / name for name in ("engine", "replicas", "apart")]
+SETS = [DEPLOY / "kubernetes" / name for name in ("engine", "replicas", "scaled", "apart")]
+MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
 DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
+PROXIES = sorted((DEPLOY / "proxies").iterdir())
 UNIT = DEPLOY / "systemd" / "quire.service"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -42,7 +45,7 @@ def value_of(flag: str, words: list[str]) -> str:
     return next(word.partition("=")[2] for word in words if word.startswith(f"{flag}="))
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.relative_to(DEPLOY).as_posix())
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.relative_to(DEPLOY).as_posix())
 def test_a_manifest_is_read(path: Path) -> None:
     """A Kustomization names files that exist; containers run command lines of Quire."""
     found = objects(path.read_text())
@@ -65,6 +68,11 @@ def test_what_would_be_applied(folder: Path) -> None:
             len([pod for pod in pods(found) if service["selector"].items() <= pod["metadata"]["labels"].items()]) == 1
         )
     engines, asked, shared, read = set(), set(), set(), set()
+    most = {
+        one["spec"]["scaleTargetRef"]["name"]: one["spec"]["maxReplicas"]
+        for one in found
+        if one["kind"] == "HorizontalPodAutoscaler"
+    }
     for one in found:
         if one["kind"] == "StatefulSet":
             name, service, words = (
@@ -74,7 +82,9 @@ def test_what_would_be_applied(folder: Path) -> None:
             )
             port = value_of("--port", words)
             assert services[service]["ports"][0]["port"] == int(port)
-            engines |= {f"http://{name}-{i}.{service}:{port}" for i in range(one["spec"]["replicas"])}
+            number = most.get(name) or one["spec"]["replicas"]
+            assert (name in most) != ("replicas" in one["spec"])
+            engines |= {f"http://{name}-{i}.{service}:{port}" for i in range(number)}
     for pod in pods(found):
         words, (container,) = words_of(pod), pod["spec"]["containers"]
         assert refusal(words) == "" and container["image"].startswith("registry.example/quire:")
@@ -86,6 +96,33 @@ def test_what_would_be_applied(folder: Path) -> None:
         assert pod["spec"]["terminationGracePeriodSeconds"] > int(value_of("--shutdown-timeout", words))
     routed = any(words_of(pod)[0] == "route" for pod in pods(found))
     assert asked == (engines if routed else set()) and shared == read
+
+
+def test_autoscalers_ask_for_a_metric_that_there_is() -> None:
+    """The adapter's rule names a metric of the registry as the autoscaler does; KEDA scales in the same way."""
+    (scaler,), (keda,), (rules_of,), (monitor,) = (
+        objects((DEPLOY / "kubernetes" / "scaled" / f"{name}.yaml").read_text())
+        for name in ("autoscaler", "keda", "adapter", "monitor")
+    )
+    (metric,), (trigger,) = scaler["spec"]["metrics"], keda["spec"]["triggers"]
+    (rule,) = yaml.safe_load(rules_of["data"]["config.yaml"])["rules"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"] == rule["seriesQuery"].split("{")[0].replace(":", "_")
+    kinds = {f"quire:{family.name}": family.kind for family in FAMILIES}
+    for query in (rule["seriesQuery"], trigger["metadata"]["query"]):
+        assert [kinds[name] for name in re.findall(r"quire:\w+", query)] == ["gauge"]
+    assert float(metric["pods"]["target"]["averageValue"].removesuffix("m")) == 1000 * float(
+        trigger["metadata"]["threshold"]
+    )
+    assert scaler["spec"]["scaleTargetRef"] == keda["spec"]["scaleTargetRef"]
+    assert scaler["spec"]["maxReplicas"] == keda["spec"]["maxReplicaCount"]
+    assert scaler["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    engine = objects((DEPLOY / "kubernetes" / "engine" / "engine.yaml").read_text())
+    (pod,), (endpoint,) = pods(engine), monitor["spec"]["podMetricsEndpoints"]
+    (container,) = pod["spec"]["containers"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    read = {tuple(one["valueFrom"]["secretKeyRef"][word] for word in ("name", "key")) for one in container["env"][3:]}
+    assert tuple(endpoint["authorization"]["credentials"][word] for word in ("name", "key")) in read
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -122,8 +159,8 @@ def test_the_unit_of_systemd(tmp_path: Path) -> None:
 def test_the_page_says_of_each_file_whether_it_ran() -> None:
     page = (rules.ROOT / "docs" / "deploying.md").read_text()
     said = dict(re.findall(r"^\| `deploy/([^`]+)` \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
-    files = {path.relative_to(DEPLOY).as_posix() for path in (*DOCKERFILES, UNIT, *SETS)}
+    files = {path.relative_to(DEPLOY).as_posix() for path in (*DOCKERFILES, UNIT, *SETS, *PROXIES, DEPLOY / "grafana")}
     assert said.keys() == files
-    assert {path.relative_to(DEPLOY).parts[:2] for path in DEPLOY.rglob("*.yaml")} == {
+    assert {path.relative_to(DEPLOY).parts[:2] for path in MANIFESTS} == {
         ("kubernetes", folder.name) for folder in SETS
     }

@@ -46,7 +46,9 @@ STEP = StepStats(
 
 def ready(prefix: str = "quire") -> Metrics:
     metrics = Metrics(prefix, "some/model")
-    metrics.engine_ready(num_blocks=100, block_size=16, max_model_len=1000, cache_dtype="bfloat16", core_pid=None)
+    metrics.engine_ready(
+        num_slots=8, num_blocks=100, block_size=16, max_model_len=1000, cache_dtype="bfloat16", core_pid=None
+    )
     return metrics
 
 
@@ -137,6 +139,26 @@ def test_a_step_is_counted() -> None:
     for direction, number in (("load", 5), ("store", 8)):
         labels = {("tier", "host"), ("direction", direction)}
         assert samples["quire:state_tier_copied_checkpoints_total", frozenset(labels)] == number
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "free", "load"),
+    [
+        (0, 0, 100, 0.0),
+        (2, 0, 90, 0.25),  # 2 of 8 slots
+        (2, 0, 40, 0.6),  # 60 of 100 blocks
+        (8, 0, 50, 1.0),
+        (8, 4, 50, 1.5),  # 12 requests for 8 slots
+        (2, 2, 10, 1.8),  # 90 blocks for 2 requests, so 180 for 4
+        (0, 8, 100, 1.0),
+    ],
+)
+def test_load_is_the_number_of_engines_that_the_requests_would_fill(
+    running: int, waiting: int, free: int, load: float
+) -> None:
+    metrics = ready()
+    metrics.step(StepStats(step=1, num_running=running, num_waiting=waiting, num_free_blocks=free), 1)
+    assert value(metrics, "engine_load") == pytest.approx(load)
 
 
 def test_outputs_without_a_step_change_the_state_only() -> None:

@@ -26,7 +26,7 @@ def samples(metrics: SharedMetrics) -> dict[str, float]:
 def play(every: list[SharedMetrics]) -> None:
     """A step with a token for the request of each process; only the first counts the step."""
     for number, metrics in enumerate(every):
-        metrics.engine_ready(num_blocks=10, block_size=16, max_model_len=64)
+        metrics.engine_ready(num_slots=8, num_blocks=10, block_size=16, max_model_len=64)
         metrics.request_started(SamplingParams(max_tokens=4))
         metrics.step(
             StepStats(**STATE, step=-1 if number else 0, num_tokens=18, num_prefill_tokens=15, execute_s=0.1),

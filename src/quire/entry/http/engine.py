@@ -154,6 +154,7 @@ class ServedEngine:
             await self._client.close()
             raise
         self._metrics.engine_ready(
+            num_slots=ready.num_slots,
             num_blocks=ready.num_blocks,
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,

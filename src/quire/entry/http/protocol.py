@@ -42,6 +42,7 @@ class ConnectionLimits:
 
     body_rate   minimum bytes per second of an upload, measured over each `body_timeout`
     stall       seconds after which a client that does not read its answer is disconnected
+    max_chunks  maximum chunks of a body without a length: each one costs a call, however small it is
     uploads     maximum sum of all request bodies that are arriving at one moment
     """
 
@@ -50,6 +51,7 @@ class ConnectionLimits:
     max_body_bytes: int
     max_url_bytes: int = 16 * 2**10
     max_connections: int = 16_384
+    max_chunks: int = 2**16
     uploads: int = 512 * 2**20
     head_timeout: float = 10.0
     body_timeout: float = 30.0
@@ -152,7 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _Reading.IDLE
         self._closing = False  # the connection closes after the current answer; further data is dropped
         self._unparsed = 0  # bytes received since the parser last completed an element
-        self._head_bytes = self._num_headers = self._body_bytes = 0  # of the message being read
+        self._head_bytes = self._num_headers = self._body_bytes = self._num_chunks = 0  # of the message being read
         self._body_bytes_before = 0  # value of `_body_bytes` when the body's timer was last set
         self._watch: asyncio.TimerHandle | None = None  # ends a head or a body that takes too long
         self._stall: asyncio.TimerHandle | None = None
@@ -215,7 +217,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Early
         super().on_message_begin()
         self._reading = _Reading.HEAD
-        self._head_bytes = self._num_headers = self._body_bytes = self._body_bytes_before = 0
+        self._head_bytes = self._num_headers = self._body_bytes = self._body_bytes_before = self._num_chunks = 0
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the URL."""
@@ -259,6 +261,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {DIRECT_BODY: ChunkedBody(self.cycle)}  # type: ignore[dict-item]
         self._reading = _Reading.BODY
 
+    def on_chunk_header(self) -> None:
+        """Begin a chunk of the body."""
+        self._num_chunks += 1
+        if self._num_chunks > (most := self._limits.max_chunks):
+            raise _Refused(413, f"the body has more than {most} chunks: send larger ones.", "body_too_large")
+
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._unparsed = 0
@@ -279,6 +287,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _Reading.IDLE
         self._end_upload()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Drop what nobody has read of the body: the request lives until the next garbage collection."""
+        self.cycle.body = bytearray()
+        super().on_response_complete()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,20 @@ def test_bodies_are_json(engine: FakeEngine, content_type: str) -> None:
             assert (call(app, path, method, **headers).status == 415) == bool(content_type)  # says it has one; has none
 
 
+@pytest.mark.parametrize(
+    ("coding", "refused"),
+    [("gzip", True), ("GZIP, gzip", True), ("br", True), ("x", True), ("Identity", False), ("", False)],
+)
+def test_bodies_are_not_compressed(engine: FakeEngine, coding: str, refused: bool) -> None:
+    """A server that read them would have to bound what they become."""
+    app, headers = make(engine), {"content_type": "application/json", "content_encoding": coding}
+    for method, path in every_route(app):
+        if method == "POST" and path not in OPEN_PATHS:
+            answer = call(app, path, method, b"{}", **headers)
+            assert (answer.status == 415) == refused, path
+            assert not refused or "Content-Encoding" in answer.error["message"]
+
+
 def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngine) -> None:
     app = make(engine)
     answer = call(app, "/chat/completions", "POST", b"{}", content_type="application/json")

@@ -105,6 +105,33 @@ def test_a_body_that_does_not_say_its_length_is_counted(serve_echo: Start) -> No
     assert live.traffic.uploading == 0
 
 
+@pytest.mark.parametrize("chunks, status", [(100, 200), (101, 413)])
+def test_the_number_of_chunks_is_bounded(serve_echo: Start, chunks: int, status: int) -> None:
+    """A body of 8 MB in chunks of one byte took seconds of the event loop."""
+    live = serve_echo(max_chunks=101)
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    answer = live.ask(head, b"1\r\nx\r\n" * chunks, b"0\r\n\r\n")
+    assert int(answer.split()[1]) == status
+
+
+def test_a_body_that_nobody_reads_is_dropped_with_the_answer(serve_echo: Start) -> None:
+    """A request is part of a cycle. Refused requests without a key held 200 KB each until the garbage collection."""
+    cycles = []
+
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        cycles.append(scope["extensions"][DIRECT_BODY]._cycle)
+        assert cycles[-1].body == b"abc"
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    live = serve_echo(refuses)
+    with live.connect() as peer:
+        peer.sendall(post(b"abc"))
+        read_until(peer, b"content-length: 0\r\n\r\n")
+    until(lambda: cycles[-1].response_complete)
+    assert not cycles[-1].body
+
+
 def test_an_expected_body_that_is_too_large_is_never_sent(serve_echo: Start) -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 9000000\r\n\r\n"
     answer = serve_echo().ask(head)

@@ -84,13 +84,17 @@ class OwnNames:
 
 
 def json_only(scope: Scope) -> Response | None:
-    """Answer 415 to a request with a body that is not declared as `application/json`. Without a body: no check.
+    """Answer 415 to a request with a body that is compressed, or not declared as `application/json`. Without a body: no
+    check.
     This protects servers on a visitor's machine: a browser lets any web page send them a body of another type, or of no
     type, without asking; for JSON it asks the server first (CORS preflight)."""
     if scope["method"] not in WITH_BODY or scope["path"] in OPEN_PATHS:
         return None
     headers: dict[bytes, bytes] = dict(scope["headers"])
-    given = headers.get(b"content-type", b"")
+    given, coded = headers.get(b"content-type", b""), headers.get(b"content-encoding", b"identity")
+    if coded.strip().lower() not in (b"", b"identity"):
+        words = f"Content-Encoding is {shown(coded.decode('latin-1'))}: send the body as it is, without compression."
+        return error_answer(415, words, "unsupported_media_type")
     empty = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
     if given.partition(b";")[0].strip().lower() == b"application/json" or (empty and not given):
         return None

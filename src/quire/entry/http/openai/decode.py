@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter, listed, shown
 from quire.contracts.unknown_fields import Refused, read_refused
+from quire.entry.http.access.body_shape import MAX_DEPTH, MAX_PARTS, depth, num_parts
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, json_fault, not_implemented
@@ -49,8 +49,6 @@ JSON_KINDS = {
     "object": "an object",
 }
 MAX_LOGGED = 100  # names of unknown fields in the log, so that a client cannot fill it
-MAX_DEPTH = 128  # nested lists and objects: templates and grammar compilation recurse for each
-NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -131,11 +129,14 @@ class RequestDecoder(Generic[T]):
         model, for messages that name every wrong token id.
         Raises `HttpError` 400 for invalid JSON or a feature that is not implemented, `InvalidParameter` for a field of
         the wrong type or out of its range."""
+        if num_parts(body) > MAX_PARTS:
+            words = f"the body has more than {MAX_PARTS:,} fields, lists and objects: send fewer."
+            raise HttpError(400, words, code="invalid_json")
         try:
             names = NAMES.decode(body)
             self._refuse(names)
             request = self._decoded(body, names)
-            if _depth(body) > MAX_DEPTH:
+            if depth(body) > MAX_DEPTH:
                 raise RecursionError
         except msgspec.ValidationError as error:
             fault = self.explain(str(error))
@@ -242,16 +243,6 @@ def _is_structural(value: Any) -> bool:
     return isinstance(value, dict) and (
         value.get("type") == "structural_tag" or value.get("structural_tag") is not None
     )
-
-
-def _depth(body: bytes) -> int:
-    """Return the nesting depth of valid JSON, or an upper bound where that is at most MAX_DEPTH."""
-    if (most := body.count(b"[") + body.count(b"{")) <= MAX_DEPTH:
-        return most
-    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, NO_MARKS), np.uint8)
-    quotes, steps = marks == ord('"'), (marks & 2).astype(np.int8) - 1  # bit 1 is set in [ and {, not in ] and }
-    steps[quotes | (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool)] = 0
-    return int(np.cumsum(steps, dtype=np.int32).max())
 
 
 def _reason(text: str) -> str:

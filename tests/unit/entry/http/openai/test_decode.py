@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import InvalidParameter
+from quire.entry.http.access import body_shape
 from quire.entry.http.errors import HttpError
+from quire.entry.http.openai import decode
 from quire.entry.http.openai.decode import ELSEWHERE, IGNORED, REFUSED, RequestDecoder
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest
 
@@ -182,6 +184,25 @@ def test_depth_is_bounded_before_anybody_walks_it(depth: int, opening: str, clos
             continue
         with pytest.raises(HttpError, match="nested too deeply: at most 128"):
             COMPLETION.decode(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ('{"prompt": "a"}', 2),
+        ('{"prompt": "[{:"}', 2),
+        (r'{"prompt": "a\\\"[{:\\", "x": [[], {"k": 1}]}', 7),
+    ],
+)
+def test_parts_are_counted_before_they_are_decoded(body: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 8 MB with a million fields took half a second of the event loop. Marks inside texts do not count."""
+    for most in (parts, parts - 1):
+        monkeypatch.setattr(body_shape, "MAX_PARTS", most)
+        monkeypatch.setattr(decode, "MAX_PARTS", most)
+        if most == parts:
+            COMPLETION.decode(body.encode())
+    with pytest.raises(HttpError, match=f"more than {parts - 1} fields, lists and objects"):
+        COMPLETION.decode(body.encode())
 
 
 def test_many_lists_side_by_side_are_not_deep() -> None:
