@@ -4,6 +4,7 @@ One at a time, bounded in steps, seconds and slices. Functions are wrapped while
 end. An idle core looks at the time twice a second.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from quire.procs.live_feed import living
 from quire.procs.messages import Control, FromCore, Reply
 from quire.procs.request_trace import core_stops
 
+LOG = logging.getLogger("quire")
 PROFILE = "profile"  # name of the `Control`
 BUSY = "profile_runs"
 MOST_SLICES = 200_000  # of all ranks together; as many again in the core
@@ -73,7 +75,7 @@ class StepProfile:
         if busy or self.active:
             self._send(Reply(message.id, msgspec.json.encode({"refused": BUSY}).decode()))
             return
-        self._asked, self._token, self._steps = message.id, args["token"], []
+        self._asked, self._token, self._steps, self._begin = message.id, args["token"], [], time.time_ns()
         self._until, self._left = self._clock() + args["seconds"], args["steps"]
         self.active = True
         try:
@@ -82,7 +84,6 @@ class StepProfile:
         except Exception as error:  # the caller is told; the engine goes on
             self._stop()
             self._send(Reply(self._asked, error=f"there is no profile: {type(error).__name__}: {error}"))
-        self._begin = time.time_ns()
 
     def stepped(self, begun: int, stats: StepStats) -> None:
         """Note a step that has just ended. begun: nanoseconds since 1970"""
@@ -127,7 +128,10 @@ class StepProfile:
         if self._times is not None:
             self._times.__exit__(None, None, None)
             self._times = None
-            self._control(on=False)
+            try:
+                self._control(on=False)
+            except Exception:  # the engine goes on; a dead one is found by its next step
+                LOG.exception("the profile of a model runner could not be ended")
 
     def _control(self, *, on: bool) -> dict[str, tuple[list[Slice], int]]:
         """Begin or end the profiles of all model runners. Return name of the runner -> slices, number of lost ones."""
