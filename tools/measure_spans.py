@@ -128,8 +128,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print every round as JSON")
     args = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
-    for _ in range(args.rounds):
-        for name in CASES:
+    names = [*CASES]
+    for first in range(args.rounds):
+        for name in names[first % len(names) :] + names[: first % len(names)]:  # each case is first once
             found[name].append(measure(name, args.streams, args.tokens, args.requests))
     if args.json:
         print(json.dumps(found, indent=1))
