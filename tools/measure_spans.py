@@ -1,4 +1,4 @@
-"""What spans cost a server: processor time of its HTTP process per event and per request, and of its core per step.
+"""Cost of spans to a server: processor time of its HTTP process per event and per request, and of its core per step.
 
     python tools/measure_spans.py [--rounds 3] [--streams 64] [--tokens 200] [--requests 400] [--json]
 
