@@ -114,6 +114,13 @@ def test_the_plan_and_the_metrics(inside: Inside) -> None:
     assert len(plan["runner"]) == 2 and all(runner["parts"] for runner in plan["runner"])
     assert sum(inside.server.metric("quire:generation_tokens_total").values()) == 8
     assert inside.server.ask("/health").status == 200
+    assert profiled(inside.server) == {"requests", "engine core", "rank 0", "rank 1"}
+
+
+def profiled(server: Server) -> set[str]:
+    """The parts of the engine that a profile of a moment has; each is a process of the trace."""
+    events = server.ask("/debug/profile?seconds=0.05").json()["traceEvents"]
+    return {event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
 @pytest.fixture
@@ -140,6 +147,8 @@ def test_replicas_share_many_requests(replicas: Inside) -> None:
     assert [after - first for after, first in zip(arrived, before, strict=True)] == [6, 6]
     wait_until(lambda: sum(replicas.server.metric("quire:num_requests_running").values()) == 0, "the end")
     assert set(replicas.server.metric("quire:num_requests_running_by_replica").values()) == {0}
+    runners = {f"model runner of replica {number}" for number in range(2)}
+    assert profiled(replicas.server) == {"requests", "engine core", *runners}
 
 
 def test_replicas_have_caches_of_one_size(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.server import BEFORE_ROUTES
 from quire.observe.metrics import Metrics
+from quire.observe.tracing import open_tracer
 from quire.procs.messages import CoreStart
 
 from ..support.core_thread import CoreThread
@@ -56,9 +57,10 @@ def running_inside(**options: Any) -> Iterator[Inside]:
             return made[-1]
 
         metrics = Metrics("quire", "mock")
+        tracer = open_tracer(config.tracing, metrics.trace_spans)
         engine = ServedEngine(config, metrics=metrics, launch=launch)
         http = HttpListener(
-            build_app(engine, config, metrics),
+            build_app(engine, config, metrics, tracer=tracer),
             config.http,
             listener,
             partial(metrics.http, BEFORE_ROUTES, method="any"),
@@ -75,6 +77,8 @@ def running_inside(**options: Any) -> Iterator[Inside]:
         finally:
             await engine.close()
             await http.stop(1.0)
+            if tracer is not None:
+                tracer.close()
 
     def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

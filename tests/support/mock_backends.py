@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from quire.config.serve import HttpConfig
+from quire.config.serve import HttpConfig, TracingConfig
 from quire.entry.http.listener import HttpListener
-from quire.router.app import RouterApp
+from quire.router.app import NO_TRACING, RouterApp
 from quire.router.settings import router_config
 
 BLOCK = 16  # tokens of a KV block; a token is a byte of the prompt's text
@@ -164,14 +164,18 @@ async def mock_backends(count: int, **settings: Any) -> AsyncIterator[list[MockB
 
 @asynccontextmanager
 async def routed(
-    backends: list[MockBackend], prefills: tuple[MockBackend, ...] = (), **settings: Any
+    backends: list[MockBackend],
+    prefills: tuple[MockBackend, ...] = (),
+    *,
+    tracing: TracingConfig = NO_TRACING,
+    **settings: Any,
 ) -> AsyncIterator[tuple[RouterApp, str]]:
-    """A router in front of backends, and its URL, for the time of a `with`."""
+    """A router in front of backends, and its URL, for the time of a `with`. `tracing`: its collector of spans."""
     urls = {"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills]}
     patient = {"health_interval": 0.05, "connect_timeout": 30.0}
-    router = RouterApp(router_config(urls | patient | {"policy": "round-robin"} | settings))
+    router = RouterApp(router_config(urls | patient | {"policy": "round-robin"} | settings), tracing=tracing)
     listening = socket.create_server(("127.0.0.1", 0))
-    listener = HttpListener(router, HttpConfig(), listening, router.refused)
+    listener = HttpListener(router.traced, HttpConfig(), listening, router.refused)
     await router.start()
     listener.start()
     try:

@@ -28,8 +28,8 @@ from quire.weights.cache_scales import Scales
 from quire.weights.digest import fact
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.worker.call_trace import controls_of
 from quire.worker.construct import make_runner
+from quire.worker.profile import controls_of
 
 
 def load_without_triton(

@@ -39,8 +39,8 @@ from quire.plan.tiers import resolve_offload
 from quire.platforms.cuda import CudaFacts
 from quire.procs.async_executor import LaunchingExecutor
 from quire.weights.cache_scales import Scales
-from quire.worker.call_trace import controls_of
 from quire.worker.construct import make_runner
+from quire.worker.profile import controls_of
 from quire.worker.runner import StepRunner
 
 DEPTH = 2

@@ -28,6 +28,7 @@ from quire.plan.weight_bytes import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
 from quire.ranks.server import LoadedRank, RunningRank
 from quire.worker.call_trace import StepTrace
+from quire.worker.profile import RunnerProfile
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -194,7 +195,8 @@ class ChildRunner(RunningRank):
     def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
         assert parts.worker is not None
         self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
-        self._trace, self._collecting = StepTrace(parts.worker, groups), False
+        self._trace, self._profile = StepTrace(parts.worker, groups), RunnerProfile(parts.worker, groups)
+        self._collecting = False
         self.depth = parts.depth
 
     @property
@@ -227,6 +229,7 @@ class ChildRunner(RunningRank):
         own: dict[str, Callable[..., object]] = {
             "describe": self._runner.describe,
             "trace": self._trace.control,
+            "profile": self._profile.control,
             "attach": self._attach,
         }
         controls = own | self._runner.features.controls

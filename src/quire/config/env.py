@@ -8,6 +8,8 @@
     QUIRE_CLUSTER_KEY key that the hosts of an engine share (default: the file cluster_key in QUIRE_CACHE_DIR)
     CC                the C compiler that Triton uses
     TRITON_CACHE_DIR  folder of compiled Triton kernels (default: triton in QUIRE_CACHE_DIR)
+    OTEL_BSP_MAX_QUEUE_SIZE, OTEL_BSP_MAX_EXPORT_BATCH_SIZE   spans that wait, and spans of one message; OpenTelemetry's
+                      SDK reads its other OTEL_ variables itself, once it is loaded
     HF_TOKEN          token for gated repositories on the hub
     OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` send, unless QUIRE_API_KEY is set
 
@@ -61,6 +63,15 @@ def peer_texts(options: Iterable[str]) -> dict[str, str]:
 def hf_token() -> str | None:
     """Return the token for the Hugging Face hub from HF_TOKEN; None when the variable is not set or empty."""
     return os.environ.get("HF_TOKEN") or None
+
+
+def span_limits(waiting: int, at_once: int) -> tuple[int, int]:
+    """Return how many spans may wait for a collector, and how many go at once, by OpenTelemetry's variables.
+    waiting, at_once: where a variable is not set, or no positive number"""
+    names = {"OTEL_BSP_MAX_QUEUE_SIZE": waiting, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": at_once}
+    texts = {name: os.environ.get(name, "") for name in names}
+    most, batch = (int(text) if (text := texts[name]).isdecimal() and int(text) else names[name] for name in names)
+    return most, min(batch, most)
 
 
 def client_key() -> str | None:

@@ -15,6 +15,7 @@ WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (t
 LEAST_WAITING = 1_024  # with few slots, so that any single request within the schema's bounds fits
 HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}  # of Python's `logging`
+COLLECTOR = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -129,6 +130,24 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """Spans of requests, for OpenTelemetry. The SDK's own variables apply, too: OTEL_SERVICE_NAME and so on."""
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector that gets a span of each request, by OTLP over HTTP: http://host:4318; needs the "
+        "extra quire[otel]",
+    )
+    otlp_traces_sample_rate: float | None = option(
+        None,
+        "share of requests that are traced, 0 to 1, where the caller's traceparent does not decide (default: as "
+        "OTEL_TRACES_SAMPLER says, else all)",
+        least=0,
+    )
+    otlp_traces_content: bool = option(False, "put the texts of prompts and answers into spans")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Complete configuration of a server."""
 
@@ -139,6 +158,7 @@ class ServerConfig:
     serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
     lora: NamedAdapterConfig = NamedAdapterConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def max_waiting(self) -> int:
@@ -211,6 +231,7 @@ def check_server(config: ServerConfig) -> None:
                 "give several as several values."
             )
     check_names(config)
+    check_tracing(config.tracing)
     if not all(serve.served_model_name):
         raise ConfigError("served_model_name: a name must not be empty: give a name, or leave the option out.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
@@ -218,6 +239,23 @@ def check_server(config: ServerConfig) -> None:
             f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
             "and not begin with a digit."
         )
+
+
+def check_tracing(tracing: TracingConfig) -> None:
+    """Raise `ConfigError` for a collector that cannot be one, and for options that do nothing without a collector."""
+    endpoint, rate = tracing.otlp_traces_endpoint, tracing.otlp_traces_sample_rate
+    if endpoint is None:
+        for name, value in (("sample_rate", rate), ("content", tracing.otlp_traces_content or None)):
+            if value is not None:
+                raise ConfigError(f"otlp_traces_{name} needs otlp_traces_endpoint: name the collector, too.")
+        return
+    if not COLLECTOR.fullmatch(endpoint):
+        raise ConfigError(
+            "otlp_traces_endpoint: must be like http://host:4318 or https://host/v1/traces, without a query: spans go "
+            "by OTLP over HTTP, not over gRPC. Give credentials in OTEL_EXPORTER_OTLP_HEADERS."
+        )
+    if rate is not None and rate > 1:
+        raise ConfigError(f"otlp_traces_sample_rate={rate}: must be in 0..1: 0.01 traces one request of a hundred.")
 
 
 def check_names(config: ServerConfig) -> None:

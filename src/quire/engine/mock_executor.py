@@ -196,8 +196,8 @@ class MockExecutor(Executor):
         return self._facts
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Return no calls for "trace". Refuse every other name: the mock has no operations."""
-        if name == "trace":
+        """Return no calls for "trace" and "profile". Refuse every other name: the mock has no operations."""
+        if name in ("trace", "profile"):
             return []
         raise ConfigError(f"unknown control {name!r}.")
 

@@ -126,6 +126,7 @@ class Metrics(Collector):
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
+        self.trace_spans = Tally(limit=3)  # by what became of them
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -350,6 +351,7 @@ class Metrics(Collector):
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
             "internal_messages_dropped": self._dropped.counts,
+            "trace_spans": self.trace_spans.counts,
             "key_requests": self.key_requests.counts,
             "key_tokens": self.key_tokens.counts,
             "key_refusals": self.key_refusals.counts,

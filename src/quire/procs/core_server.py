@@ -4,6 +4,7 @@ Knows sockets, messages and one `EngineCore`. Knows nothing of processes, nor of
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -39,6 +40,7 @@ from quire.procs.messages import (
     Watched,
 )
 from quire.procs.request_trace import TRACE, RequestTrace
+from quire.procs.step_profile import PROFILE, StepProfile
 from quire.procs.step_watch import HANG_SECONDS, StepWatch, plan_words
 from quire.procs.wire import TO_CORE, encode
 
@@ -165,14 +167,18 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
-    ones, a frame of the live view when one is due, and a trace when it is complete. Without requests it waits for
-    messages, and checks every 0.5 s that the executor is alive. `watch` is told of every step.
+    ones, a frame of the live view when one is due, and a trace or a profile when it is complete. Without requests it
+    waits for messages, and checks every 0.5 s that the executor is alive. `watch` is told of every step.
     """
     watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
-    feed, trace = LiveFeed(core, send), RequestTrace(core, send)
+    feed, trace, profile = LiveFeed(core, send), RequestTrace(core, send), StepProfile(core, send)
 
     def step() -> None:
-        send(Outputs(watch.run(core.step, in_flight)))
+        begun = time.time_ns() if profile.active else 0
+        outputs = watch.run(core.step, in_flight)
+        send(Outputs(outputs))
+        if profile.active:
+            profile.stepped(begun, outputs.stats)
 
     life = Life(core, step)
     try:
@@ -184,7 +190,9 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
                 if isinstance(message, NextFrame):
                     feed.ask(message.place)
                 elif isinstance(message, Control) and message.name == TRACE:
-                    trace.ask(message)
+                    trace.ask(message, busy=profile.active)
+                elif isinstance(message, Control) and message.name == PROFILE:
+                    profile.ask(message, busy=trace.active)
                 else:
                     if trace.active and isinstance(message, Add):
                         trace.begin(message)
@@ -197,6 +205,8 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
                 feed.tell()
             if trace.active:
                 trace.tell()
+            if profile.active:
+                profile.tell()
     except Exception as fault:  # any fault: every waiting client must be told
         _log("the engine stopped", fault)
         send(failed(fault))

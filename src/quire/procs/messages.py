@@ -53,6 +53,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     check                True when the records of requests and KV blocks are consistent; else an error names the fault
     check_adapter        the reason why an adapter does not fit the model, or ""
     trace_request        `TracedRequest` as JSON, of the next request; or, in `refused`, why there is none
+    profile              `StepProfiled` as JSON, once it is complete; or, in `refused`, why there is none
     pause, sleep, ...    see `Life.operations`
     plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 

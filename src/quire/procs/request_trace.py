@@ -80,13 +80,14 @@ class RequestTrace:
         self._decodes, self._folded = MOST_DECODES, True
         self._recording: _Recording | None = None
 
-    def ask(self, message: Control) -> None:
+    def ask(self, message: Control, *, busy: bool = False) -> None:
         """Trace the next request of `tenant`, and reply when it is traced. Arguments of the message:
 
         on        False: who asked for that has left
         record    of a live request as in `/debug/requests`: trace it, not the next one
         decodes   the last decode of the request to trace (default: `MOST_DECODES`)
         folded    False: with the calls inside those that are `alike`
+        busy      True: a profile of the core's calls runs
         """
         tenant: str = message.args["tenant"]
         if not message.args["on"]:
@@ -94,7 +95,7 @@ class RequestTrace:
                 self._end()
             self._send(Reply(message.id, True))
             return
-        if self._recording is not None:
+        if self._recording is not None or busy:
             self._send(Reply(message.id, _refused(BUSY)))
             return
         if self.active:

@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from quire.config.serve import TracingConfig
 from quire.contracts.errors import RequestError, shown
+from quire.observe.tracing import open_tracer
 from quire.router.backends import Backend, check, watch
 from quire.router.events import KVIndex, follow
 from quire.router.exchange import Asked, Forwarder, Send, WholeAnswer, asked_for, refusal, request_id_of
@@ -28,10 +30,12 @@ from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser
 from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
+from quire.router.spans import TracedRoutes
 
 LOG = logging.getLogger("quire")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+NO_TRACING = TracingConfig()
 RESPONSES = "/v1/responses"
 ROUTES = {
     **dict.fromkeys(
@@ -62,9 +66,10 @@ class RouterApp:
     """A router: an ASGI application. `start` checks the backends first; `drain`, `idle` and `close` end it.
 
     num_live   requests that are being answered
+    traced     the application with a span for each request, if there is a collector; else the router itself
     """
 
-    def __init__(self, config: RouterConfig, *, web: bool = True) -> None:
+    def __init__(self, config: RouterConfig, *, web: bool = True, tracing: TracingConfig = NO_TRACING) -> None:
         """web: pass the live view on, too."""
         addresses = (*config.backend, *config.prefill_backend)
         self.backends = [Backend(number, address, config) for number, address in enumerate(addresses)]
@@ -76,6 +81,8 @@ class RouterApp:
         self._forwarder = Forwarder(config, own, self.backends[len(own) :], self._chooser, self.metrics)
         self._live, self._web = LiveStreams(self.backends, config.first_byte_timeout), web
         self._tasks: list[asyncio.Task[None]] = []
+        self._tracer = open_tracer(tracing, self.metrics.trace_spans, "quire-router")
+        self.traced = self if self._tracer is None else TracedRoutes(self, self._tracer)
         self.num_live = 0
         self._draining = False
 
@@ -119,6 +126,8 @@ class RouterApp:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for backend in self.backends:
             backend.pool.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""

@@ -12,13 +12,15 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.contracts.error_bodies import MESSAGES_PATHS, messages_body, openai_body
+from quire.observe.tracing import ServerSpan, own
 from quire.router.backends import Backend, Load
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser, Sight
@@ -55,7 +57,8 @@ class WholeAnswer:
 
 @dataclass(kw_only=True)
 class Asked:
-    """A request as it goes to backends. `data`: the body to send; it and `body` are let go when an answer begins."""
+    """A request as it goes to backends. `data`: the body to send; it and `body` are let go when an answer begins.
+    `span`: None without tracing."""
 
     method: bytes
     path: str
@@ -65,6 +68,21 @@ class Asked:
     body: RoutedBody
     data: bytes
     direct: Any = None
+    span: ServerSpan | None = None
+
+    def note(self, **facts: str | int) -> None:
+        """Note facts for the span, if there is one."""
+        if self.span is not None:
+            self.span.notes |= own(**facts)
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[list[Header]]:
+        """Context manager: another request to a backend for this one. Its headers, with a span of its own below."""
+        if self.span is None:
+            yield self.headers
+            return
+        with self.span.below(name, calls=True) as span:
+            yield span.headers(self.headers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +121,20 @@ def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
     if not any(name == b"x-request-id" for name, _ in headers):
         headers.append((b"x-request-id", request_id.encode()))
     query = scope.get("query_string", b"")
+    span: ServerSpan | None = scope.get("state", {}).get("span")
+    if span is not None:
+        span.rename(f"POST {scope['path']}")
+        span.notes |= {"http.route": scope["path"], "gen_ai.request.id": request_id}
     return Asked(
         method=scope["method"].encode(),
         path=scope["path"],
         request_id=request_id,
-        headers=headers,
+        headers=headers if span is None else span.headers(headers),
         body=body,
         data=body.data,
         target=scope["raw_path"] + (b"?" + query if query else b""),
         direct=scope.get("extensions", {}).get(DIRECT_BODY),
+        span=span,
     )
 
 
@@ -150,6 +173,7 @@ class Forwarder:
             # Only the first try waits for a prefill: its blocks are promised to one backend.
             asked.data = await self._prefill(asked, sight, backend) if fault is None else asked.body.data
             self._chooser.sent(asked.body, backend)
+            asked.note(backend=backend.name, tries=len(tried))
             # An answer that is no stream begins at its end: nobody sees when its prompt is computed.
             computes = asked.data is asked.body.data and asked.body.text("stream") == b"true"
             with Load(backend, sight.total, sight.of(backend) if computes else sight.total) as load:
@@ -189,8 +213,9 @@ class Forwarder:
             return asked.body.data
         chosen = self._chooser.pick(sight, able)
         self._chooser.sent(asked.body, chosen)
-        with Load(chosen, sight.total, sight.of(chosen)):
-            data = await prefilled(chosen, asked.target, asked.headers, asked.body, self._config.first_byte_timeout)
+        with Load(chosen, sight.total, sight.of(chosen)), asked.calling("prefill") as headers:
+            data = await prefilled(chosen, asked.target, headers, asked.body, self._config.first_byte_timeout)
+        asked.note(prefill="failed" if data is None else chosen.name)
         self._metrics.count("prefills", "failed" if data is None else "remote")
         return asked.body.data if data is None else data
 
@@ -251,6 +276,8 @@ class Forwarder:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamError as error:
             self._metrics.count("broken_answers", backend.name)
+            if asked.span is not None:
+                asked.span.error = FAILED
             backend.failed(error)
             kinds = dict(connection.headers)
             events = b"event-stream" in kinds.get(b"content-type", b"") and b"content-encoding" not in kinds

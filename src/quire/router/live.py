@@ -17,7 +17,11 @@ from quire.router.exchange import Asked, Send, WholeAnswer, refusal
 from quire.router.upstream import LEFT_OUT, UpstreamError, read_all
 
 LIVE, MODELS = "/debug/live", "/v1/models"
-OF_ONE = ("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/trace", "/debug/requests")  # also below the last
+# paths of one backend; also those below the last
+OF_ONE = (
+    *("/debug/blocks", "/debug/plan", "/debug/meetings", "/debug/trace", "/debug/profile"),
+    "/debug/requests",
+)
 RETRY_SECONDS = 2.0  # between two tries to watch a backend
 MOST_WAITING = 8  # events of a backend that wait for a slow reader
 MOST_EVENT = 1 << 24  # bytes of an event; a backend that sends more is no server of ours

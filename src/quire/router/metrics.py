@@ -16,7 +16,7 @@ from quire.router.events import KVIndex
 
 PREFIX = "quire_router"
 FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
-COUNTS = ("requests", "refusals", "retries", "broken_answers", "prefills")
+COUNTS = ("requests", "refusals", "retries", "broken_answers", "prefills", "trace_spans")
 
 
 class RouterMetrics(Collector):
@@ -28,6 +28,7 @@ class RouterMetrics(Collector):
     def __init__(self, backends: Sequence[Backend], indexes: Mapping[int, KVIndex]) -> None:
         self._backends, self._indexes = backends, indexes
         self._counts = {name: Tally(limit=1_024) for name in COUNTS}
+        self.trace_spans = self._counts["trace_spans"]
         self._seen = {f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES if f.bounds}
         self.choice, self.piece = self._seen["choice_seconds"], self._seen["piece_seconds"]
         self.disconnects = self.prompt_tokens = self.prefix_hit_tokens = 0

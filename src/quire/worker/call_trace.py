@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -48,13 +48,6 @@ class StepTrace:
             return list(found)
         shown: Shown = set()
         return [fold(span, shown) for span in found]
-
-
-def controls_of(worker: StepRunner) -> dict[str, Callable[..., object]]:
-    """Return the operations of the executor of an engine on one device. "trace" returns the calls as a list by rank."""
-    trace = StepTrace(worker)
-    own = {"describe": worker.describe, "trace": lambda **given: [trace.control(**given)]}
-    return own | worker.features.controls
 
 
 def without_recordings(recorder: CallRecorder, worker: StepRunner) -> None:

@@ -59,8 +59,10 @@ def run_python(code: str) -> str:
 
 
 def loads_torch(modules: list[str]) -> str:
+    """True if importing these modules imports torch, or OpenTelemetry, which only servers with a collector need."""
     load = f"for name in {modules}: importlib.import_module(name)"
-    return run_python(f"import importlib, sys\n{load}\nprint('torch' in sys.modules)").strip()
+    found = "'torch' in sys.modules or 'opentelemetry' in sys.modules"
+    return run_python(f"import importlib, sys\n{load}\nprint({found})").strip()
 
 
 def test_importing_the_package_and_the_brain_leaves_torch_out(sources: list[rules.Source]) -> None:

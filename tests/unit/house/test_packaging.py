@@ -11,7 +11,7 @@ import quire
 import rules
 
 PROJECT = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())
-IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "flash-attn-4": "flash_attn"}
+IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "flash-attn-4": "flash_attn", "opentelemetry-sdk": "opentelemetry"}
 
 
 def import_name(requirement: str) -> str:

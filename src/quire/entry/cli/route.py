@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from quire.config import flags
-from quire.config.serve import HttpConfig, ServerConfig, is_loopback
+from quire.config.serve import HttpConfig, ServerConfig, TracingConfig, is_loopback
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.router.settings import RouterConfig, router_config
@@ -18,18 +18,10 @@ from quire.router.settings import RouterConfig, router_config
 LOG = logging.getLogger("quire")
 SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
 KEYS = "a router has no keys: it passes those of clients on, and the backends check them (`quire serve --api-key`)"
-LISTENER = (
-    "host",
-    "port",
-    "uds",
-    "allowed_hosts",
-    "ssl_keyfile",
-    "ssl_certfile",
-    "max_body_bytes",
-    "max_header_bytes",
-    "max_headers",
-    "web",
-)  # options of `quire serve` that a router has, too
+OWN = (
+    "host port uds allowed_hosts ssl_keyfile ssl_certfile max_body_bytes max_header_bytes max_headers web "
+    "otlp_traces_endpoint otlp_traces_sample_rate"
+).split()  # options of `quire serve` that a router has, too
 
 
 def configure(parser: flags.FlagParser) -> None:
@@ -38,7 +30,7 @@ def configure(parser: flags.FlagParser) -> None:
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
-    flags.add_flags(parser, ((title, o) for title, o in flags.options_of(HttpConfig) if o.name in LISTENER))
+    flags.add_flags(parser, (o for o in flags.options_of(HttpConfig, TracingConfig) if o[1].name in OWN))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.http.server import run_loop
 
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
-    http = ServerConfig.from_flat(**{name: given[name] for name in LISTENER if name in given}).http
+    own = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
+    http = own.http
     logging.basicConfig(format="quire: %(message)s")
     if http.uds is None and not is_loopback(http.host):
         LOG.warning(
@@ -56,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
             http.port,
         )
     raise_on_interrupt()
-    return run_loop(_route(config, http))
+    return run_loop(_route(config, http, own.tracing))
 
 
-async def _route(config: RouterConfig, http: HttpConfig) -> int:
+async def _route(config: RouterConfig, http: HttpConfig, tracing: TracingConfig) -> int:
     """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
     from quire.entry.http.access.auth import Guard, OwnNames, json_only
     from quire.entry.http.listener import HttpListener
@@ -69,11 +62,11 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     from quire.entry.signals import StopRequests
     from quire.router.app import RouterApp
 
-    router, admin = RouterApp(config, web=http.web), HttpConfig(port=config.admin_port or 0)
+    router, admin = RouterApp(config, web=http.web, tracing=tracing), HttpConfig(port=config.admin_port or 0)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
     own = OwnNames(http.host, http.allowed_hosts, keyed=False)
-    whole = Guard(router, ServesPage()) if http.web else router
+    whole = Guard(router.traced, ServesPage()) if http.web else router.traced
     sides = [(Guard(whole, own) if private else whole, http)]
     if config.admin_port is not None:
         sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host, keyed=False)), admin))

@@ -1,6 +1,7 @@
 """The ASGI application: routes, and the middleware that every request passes, from the outside to the inside.
 
 RequestScope    request id, counts, access log, 500 for unexpected exceptions
+TracedRequests  spans for OpenTelemetry; only with --otlp-traces-endpoint
 own_errors      Anthropic's error format on Anthropic's routes
 OwnNames        403 for a foreign Host header; only without API keys and on a loopback address; not for probes
 ServesPage      the page of the live view, without a key: it holds no facts of the engine
@@ -36,6 +37,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, http_error
 from quire.entry.http.life.routes import OFF, life_routes
+from quire.entry.http.observed.spans import TracedRequests
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
@@ -44,6 +46,7 @@ from quire.entry.http.request_scope import AccessLog, RequestScope
 from quire.entry.http.web.page import ServesPage
 from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics
+from quire.observe.tracing import Tracer
 
 UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}
 CORS: dict[str, Any] = {
@@ -62,7 +65,11 @@ def make_context(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -
 
 
 def build_app(
-    engine: ServedEngine, config: ServerConfig, metrics: Metrics, context: ServerContext | None = None
+    engine: ServedEngine,
+    config: ServerConfig,
+    metrics: Metrics,
+    context: ServerContext | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """Return the ASGI application of an engine: routes and middleware. The engine may still be starting.
     Raises `ConfigError` for a file of API keys that cannot be used."""
@@ -83,6 +90,7 @@ def build_app(
             paths=paths,
             access_log=AccessLog(config.log),
         ),
+        *([] if tracer is None else [Middleware(TracedRequests, tracer=tracer)]),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         Middleware(Guard, refusal=ServesPage(on=http.web)),

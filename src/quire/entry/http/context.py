@@ -18,6 +18,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import PERMISSION, HttpError
 from quire.entry.http.freed_memory import FreedMemory
 from quire.entry.http.kept.store import ResponseStore
+from quire.entry.http.observed.spans import note_model, note_running
 from quire.entry.http.text_work import TextWork
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
@@ -106,6 +107,7 @@ class ServerContext:
         caller = caller_of(scope)
         with self.in_flight.hold(caller.owner, request_id), self.limits.hold(caller) as ticket:
             ticket.deadlines = caller.rules.deadlines(self.config.deadlines)
+            note_running(scope, ticket)
             yield ticket
 
     def _key_table(self) -> KeyTable:
@@ -149,6 +151,7 @@ class ServerContext:
         Raises 403 when the key of the request may not use it."""
         await self.engine.adapters.find(name)
         model, caller = self.model(name), caller_of(scope)
+        note_model(scope, model)
         if not caller.rules.may_use(model):
             self.metrics.key_refusals.add(caller.name, "model")
             words = f"the key {caller.name!r} may not use the model {shown(model)}: /v1/models lists those that it may."

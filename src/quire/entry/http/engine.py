@@ -26,7 +26,7 @@ from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
 from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines
 from quire.entry.http.lora.served import ServedAdapters, checked
-from quire.entry.http.request_metrics import count_finished, count_refusal, count_step, request_record
+from quire.entry.http.observed.request_metrics import count_finished, count_refusal, count_step, request_record
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.web.live_hub import LiveHub
 from quire.entry.obtain import obtain_model

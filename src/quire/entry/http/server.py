@@ -39,6 +39,7 @@ from quire.observe.log_lines import JSON, notice, set_up_logging
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
+from quire.observe.tracing import open_tracer
 from quire.procs.front_ends import FrontPlace, start_front
 
 LOG = logging.getLogger("quire")
@@ -83,11 +84,12 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
     `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
     shared = {"number": place.number, "count": place.count, "again": place.again}
     metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], **shared)
+    tracer = open_tracer(config.tracing, metrics.trace_spans)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
     context = make_context(engine, config, metrics)
     http = HttpListener(
-        build_app(engine, config, metrics, context),
+        build_app(engine, config, metrics, context, tracer),
         config.http,
         listener,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
@@ -105,6 +107,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
+            if tracer is not None:
+                tracer.close()
 
 
 class _Life:

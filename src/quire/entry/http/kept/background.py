@@ -10,6 +10,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import http_error
 from quire.entry.http.kept.routes import follow
 from quire.entry.http.kept.store import Kept, Running
+from quire.entry.http.observed.spans import in_own_span
 from quire.entry.http.request_response import ClientGone, Exchange
 
 
@@ -62,7 +63,7 @@ async def in_background(
     state = exchange.scope.get("state", {}) | {"request_id": name}
     alone = Exchange({**exchange.scope, "state": state, "extensions": {}}, receive, send)
     alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, exchange.words
-    task = asyncio.ensure_future(answering(alone))
+    task = asyncio.create_task(in_own_span(alone.scope, answering(alone)))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()  # raises at once if the request is invalid or the engine's queue is full

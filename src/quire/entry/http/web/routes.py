@@ -4,6 +4,7 @@
 /debug/live            server-sent events: facts of the engine, then frames
 /debug/blocks          the map of KV blocks, with the requests that hold them
 /debug/requests/{id}   the timeline of a request
+/debug/profile         some steps, as a trace for Perfetto: `observed/profile.py`
 /debug/trace           the calls of the steps of one request: the caller's next one, or that of ?request=ID
 /debug/meetings        the table of what works with what
 """
@@ -25,6 +26,7 @@ from quire.contracts.live import BlockMap
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, error_json
+from quire.entry.http.observed.profile import FOREIGN, ProfileRoute
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 from quire.entry.http.web.live_hub import event
@@ -38,7 +40,6 @@ PER_TOKEN = "token"  # `Collective.per` of messages that grow with the tokens of
 
 UNKNOWN = "no live request and none of the last 256 has this id: /debug/requests lists them."
 ANSWER = re.compile("^(chatcmpl|cmpl)-")
-FOREIGN = ("cross-site", "same-site")  # values of the header Sec-Fetch-Site
 REFUSED = '{"refused"'
 NO_TRACE = {
     NOBODY: (504, f"no request of your key came within {PATIENCE:.0f} s: ask for a trace, then send a request."),
@@ -57,6 +58,7 @@ def live_routes(engine: ServedEngine, config: ServerConfig) -> list[Route]:
         "/debug/blocks": BlockMapRoute(engine).answer,
         "/debug/requests/{request_id:path}": _timelines(engine),
         "/debug/trace": TraceRoute(engine),
+        "/debug/profile": ProfileRoute(engine),
         "/debug/meetings": _meetings,
     }
     return [Route(path, _off if not config.http.web else paths[path], methods=["GET"]) for path in paths]
