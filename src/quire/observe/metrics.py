@@ -42,6 +42,7 @@ REQUEST_TIMES = tuple(
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
 MOST_KEYS = 4096  # series of a metric of API keys; further ones are counted as "other"
 ENGINE = "0"  # vLLM's label for the data-parallel rank
+END_MARKS = (("killed by", "killed"), ("exited with", "exited"), ("stopped", "stopped"))  # in a sentence -> its label
 COPIED = {
     "copied_blocks": ("num_loaded", "num_stored"),
     "copied_bytes": ("loaded_bytes", "stored_bytes"),
@@ -126,6 +127,8 @@ class Metrics(Collector):
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
+        self.restarts = Tally(limit=16)
+        self._lost_at: float | None = None  # monotonic time of the death of a core that is started again
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -155,6 +158,22 @@ class Metrics(Collector):
         }
         if core_pid is not None:
             self._pids["core"] = core_pid
+        if self._lost_at is not None:
+            self._seen["restart_seconds"].observe(time.monotonic() - self._lost_at)
+            self._lost_at = None
+
+    def engine_lost(self, reason: str) -> None:
+        """Record that the engine has died, and starts again. What the core counts begins anew.
+        reason: sentence of the error; "": another process counts it"""
+        if reason:
+            self._lost_at = time.monotonic()
+            self.restarted("rank" if reason.startswith("rank ") else "core", reason)
+        self._stats, self._busy_since = StepStats(), None
+        self._last_line = (time.monotonic(), self._num_prompt_tokens, self._generated, 0, 0)
+
+    def restarted(self, part: str, reason: str) -> None:
+        """Count the restart of a part ("core", "rank", "http"). reason: sentence about its end; see `END_MARKS`"""
+        self.restarts.add(part, next((label for mark, label in END_MARKS if mark in reason), "failed"))
 
     def step(self, stats: StepStats, num_tokens: int, adapters: AdapterStats | None = None) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
@@ -334,6 +353,7 @@ class Metrics(Collector):
             "request_aborts": self._aborts.counts,
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
+            "restarts": self.restarts.counts,
             "internal_messages_dropped": self._dropped.counts,
             "key_requests": self.key_requests.counts,
             "key_tokens": self.key_tokens.counts,

@@ -18,7 +18,17 @@ from quire.observe.series import Histogram, Tally
 
 LOG = logging.getLogger("quire")
 INTERVAL = 1.0  # seconds between two writes
-TALLIES = ("_finished", "_aborts", "_rejections", "_http", "_dropped", "key_requests", "key_tokens", "key_refusals")
+TALLIES = (
+    "_finished",
+    "_aborts",
+    "_rejections",
+    "_http",
+    "_dropped",
+    "key_requests",
+    "key_tokens",
+    "key_refusals",
+    "restarts",
+)
 NUMBERS = ("_num_steps", "_generated", "_delivered")
 
 

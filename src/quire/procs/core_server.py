@@ -61,17 +61,17 @@ class CoreSockets:
     def __init__(self, start: CoreStart) -> None:
         self._context = zmq.Context(io_threads=1)
         self._receiver = self._context.socket(zmq.PULL)
-        self._senders = {number: self._context.socket(zmq.PUSH) for number in range(len(start.from_core))}
+        self._places = {place.number: place for place in start.places}
+        self._senders = {number: self._context.socket(zmq.PUSH) for number in self._places}
         self._count = len(self._senders)
-        self._places = {place.number: place for place in FrontPlace(count=self._count).every()}
         self._ready = b""
         for socket in (self._receiver, *self._senders.values()):
             socket.set_hwm(0)
         self._num_dropped = 0
         self._receiver.rcvtimeo = IDLE_MS
-        self._receiver.bind(start.to_core)
-        for number, address in enumerate(start.from_core):
-            self._senders[number].connect(address)
+        self._receiver.bind(start.places[0].to_core)
+        for number, place in self._places.items():
+            self._senders[number].connect(place.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
         """Return the next message to the core, or None. With `wait`, wait up to `IDLE_MS` milliseconds for a message.

@@ -8,6 +8,7 @@ from starlette.types import Scope
 
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
+from quire.entry.http.life.asleep import WAKING, asleep
 
 KEPT = ("/v1/responses/", "/debug/live", "/debug/blocks", "/debug/requests/")  # paths, and paths below those with a /
 RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, drains or is dead
@@ -17,7 +18,7 @@ RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, dr
 class Readiness:
     """Readiness of the server. `reason`: a sentence for people; "" when ready.
 
-    status   ready, starting, draining, dead or hung
+    status   ready, starting, restarting, draining, dead or hung
     """
 
     status: str
@@ -31,14 +32,17 @@ class Readiness:
     @property
     def alive(self) -> bool:
         """True while the engine runs; it may be hung or draining."""
-        return self.status not in ("starting", "dead")
+        return self.status not in ("starting", "restarting", "dead")
 
 
 def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
     """Return the readiness of `engine`. It counts as hung after `hang_timeout` seconds without a finished step."""
+    last = engine.loading
+    share = f", {100 * last.done // last.total} %" if last.total else ""
+    if engine.state is EngineState.RESTARTING:
+        how = "POST /wake_up starts it again." if asleep(engine) else f"It is started again ({last.phase}{share})."
+        return Readiness(status="restarting", reason=f"{engine.loss} {how}")
     if engine.state is EngineState.STARTING:
-        last = engine.loading
-        share = f", {100 * last.done // last.total} %" if last.total else ""
         return Readiness(status="starting", reason=f"the engine is being loaded ({last.phase}{share}).")
     if engine.state is EngineState.DEAD:
         return Readiness(status="dead", reason=f"the engine stopped: {engine.failure}")
@@ -64,6 +68,7 @@ class Gate:
             self._engine.state is EngineState.READY
             or scope["path"] in self._always
             or (draining and scope["path"].startswith(KEPT))
+            or (scope["path"] in WAKING and asleep(self._engine))
         ):
             return None
         now = readiness(self._engine, float("inf"))

@@ -45,7 +45,7 @@ LOG = logging.getLogger("quire")
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
 BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
-FRONT_MODULE = "quire.entry.http.further_process"  # of each HTTP process but the first
+FRONT_MODULE = "quire.entry.http.life.further_process"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
