@@ -42,7 +42,12 @@ REQUEST_TIMES = tuple(
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
 MOST_KEYS = 4096  # series of a metric of API keys; further ones are counted as "other"
 ENGINE = "0"  # vLLM's label for the data-parallel rank
-END_MARKS = (("killed by", "killed"), ("exited with", "exited"), ("stopped", "stopped"))  # in a sentence -> its label
+END_MARKS = (
+    ("killed by", "killed"),
+    ("exited with", "exited"),
+    ("was stopped", "stopped"),
+    ("is stopped", "stopped"),
+)  # in a sentence about an end -> label; without one "failed"
 COPIED = {
     "copied_blocks": ("num_loaded", "num_stored"),
     "copied_bytes": ("loaded_bytes", "stored_bytes"),

@@ -241,8 +241,8 @@ class CoreClient:
             self._lose(message.reason)
             return self._await_core(message.core)
         if isinstance(message, Failed) and (self._ready or self.restarts.count) and self.restarts.most:
-            self._fault = message.message
-            return self._lose(message.message) if not self.restarts.lost and not self._draining else None
+            self._fault = f"{message.message.rstrip('.')}."
+            return self._lose(self._fault) if not self.restarts.lost and not self._draining else None
         if isinstance(message, Ready):
             self.restarts.served(time.monotonic())
             self._ready = True

@@ -151,6 +151,7 @@ class FakeEngine:
     text: Any = None
     failure: Exception | None = None
     loading: Loading = Loading("starting")
+    loss: str = ""
     num_live: int = 0
     last_step_age: float | None = None
     adapters: ServedAdapters = field(default_factory=lambda: ServedAdapters(ServerConfig(), unchecked))

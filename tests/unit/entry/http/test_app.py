@@ -129,6 +129,7 @@ def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> No
     [
         (EngineState.READY, 200, 200, None),
         (EngineState.DRAINING, 200, 503, "engine_draining"),
+        (EngineState.RESTARTING, 503, 503, "engine_restarting"),
         (EngineState.DEAD, 503, 503, "engine_dead"),
     ],
 )
