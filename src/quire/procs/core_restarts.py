@@ -10,7 +10,8 @@ from pathlib import Path
 
 from quire.procs.child_process import PROC
 
-FIRST_WAIT = 0.5  # seconds from the end of a core to the start of the next; it doubles with each end
+FIRST_WAIT = 0.5  # seconds from the end of a core to the start of the next; it doubles with each end in a row
+CALM_SECONDS = 30.0  # of service, after which an end is the first in a row
 MOST_WAIT = 30.0
 SERVED_SECONDS = 600.0  # of service, after which earlier ends are forgotten
 ASLEEP = "asleep"  # file of the sockets' folder: the engine sleeps
@@ -28,6 +29,7 @@ class CoreRestarts:
         self.most, self.count = most, 0
         self.lost: float | None = None
         self._served: float | None = None
+        self._row = 0  # ends without `CALM_SECONDS` of service between them
 
     def served(self, now: float) -> None:
         """Note that the engine serves. `now`: monotonic time"""
@@ -36,11 +38,13 @@ class CoreRestarts:
     def ended(self, now: float) -> float | None:
         """Note the end of a core, also of one that has not served. Return the seconds to wait before the next core
         starts; None: there were too many."""
-        if self._served is not None and now - self._served >= SERVED_SECONDS:
-            self.count = 0
+        served = 0.0 if self._served is None else now - self._served
+        self.count = 0 if served >= SERVED_SECONDS else self.count
+        self._row = 0 if served >= CALM_SECONDS else self._row
         self._served, self.lost = None, now if self.lost is None else self.lost
         self.count += 1
-        return min(MOST_WAIT, FIRST_WAIT * 2 ** (self.count - 1)) if self.count <= self.most else None
+        self._row += 1
+        return min(MOST_WAIT, FIRST_WAIT * 2 ** (self._row - 1)) if self.count <= self.most else None
 
 
 class Offspring:

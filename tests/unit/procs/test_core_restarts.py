@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from quire.procs.core_restarts import FIRST_WAIT, MOST_WAIT, SERVED_SECONDS, CoreRestarts, Offspring
+from quire.procs.core_restarts import CALM_SECONDS, FIRST_WAIT, MOST_WAIT, SERVED_SECONDS, CoreRestarts, Offspring
 
 
 def test_each_restart_waits_longer_up_to_a_cap_and_service_forgives() -> None:
     restarts, now, waits = CoreRestarts(9), 100.0, list[float | None]()
-    for _ in range(10):
+    for seconds in (CALM_SECONDS, *[1.0] * 7, CALM_SECONDS, 1.0):
         restarts.served(now)
-        waits.append(restarts.ended(now + SERVED_SECONDS / 2))
-    assert waits == [min(MOST_WAIT, FIRST_WAIT * 2**n) for n in range(9)] + [None] and waits[8] == MOST_WAIT
-    assert restarts.lost == now + SERVED_SECONDS / 2
+        waits.append(restarts.ended(now + seconds))
+    assert waits == [*(min(MOST_WAIT, FIRST_WAIT * 2**n) for n in range(8)), FIRST_WAIT, None] and waits[7] == MOST_WAIT
+    assert restarts.lost == now + 1.0
     restarts.served(now)
     assert restarts.lost is None and restarts.ended(now + SERVED_SECONDS) == FIRST_WAIT
     assert CoreRestarts(0).ended(now) is None
