@@ -158,7 +158,7 @@ class Clients:
             await asyncio.sleep(wait)
 
     async def _try(self, body: dict[str, Any], tokens: list[int], began: float) -> float | None:
-        """Ask once, the first time at `began`. Return the seconds to wait before the next try, or None when the request has ended."""
+        """Ask once. Return the seconds to wait before the next try, or None at the end. began: time of the first try"""
         ends, found, connection = self.tally.ends, list[int](), None
         try:
             connection = await Connection.open(self._proxy.port)

@@ -154,19 +154,22 @@ def run_core(start: CoreStart, build: Build) -> int:
         try:
             watch = StepWatch("the engine", start.hang_timeout)
             with watch.looking():
-                return serve_core(core, sockets.receive, sockets.send, watch)
+                return serve_core(core, sockets.receive, sockets.send, watch, renews=start.config.life.restart > 0)
         finally:
             core.shutdown()
     finally:
         sockets.close()
 
 
-def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None = None) -> int:
+def serve_core(
+    core: Core, receive: Receive, send: Send, watch: StepWatch | None = None, *, renews: bool = False
+) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
     ones, a frame of the live view when one is due, and a trace when it is complete. Without requests it waits for
     messages, and checks every 0.5 s that the executor is alive. `watch` is told of every step.
+    renews: another core follows this one, so that it ends when it has no request and lacks a replica
     """
     watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
     feed, trace = LiveFeed(core, send), RequestTrace(core, send)
@@ -191,6 +194,10 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
                     _obey(core, life, message, send)
             if not core.has_work:
                 core.executor.check_alive()
+                if renews and not core.handles and isinstance(core, Replicas) and len(core.live) < len(core.cores):
+                    raise EngineDead(
+                        "rank that died before: no request runs now, so its replica comes back with all others."
+                    )
             if core.has_work or (life.held and core.handles):  # requests that are held hear that the core is alive
                 step()
             if feed.active:
