@@ -39,7 +39,7 @@ ROUNDS = (("core of a server", 0, "core"), ("HTTP process", 1, "front"), ("whole
 CALM = 0.15  # share of the run before the first kill, with a proxy that harms nothing
 LOOK_SECONDS = 2.0
 MOST_GROWTH = 1024.0  # KiB an hour, in runs of an hour or more
-IDLE_SECONDS = 60.0  # until the servers must be idle after the last client
+IDLE_SECONDS = 120.0  # until the servers must be idle after the last client; kept connections last 75 s
 
 
 def main() -> int:
