@@ -189,7 +189,7 @@ def test_an_end_at_once_is_told_to_the_clients_of_all_processes(second: bool) ->
 
 
 def test_a_killed_core_is_started_again_for_all_processes_and_a_loop_ends_the_server() -> None:
-    """One of them dies while there is no core; responses stay; what runs fails alone, what waits is served later."""
+    """A process dies while there is no core; responses stay; what runs fails alone, what waits is served later."""
     with serving(*SLOW, "--restart", "1", "--max-num-seqs", str(COUNT)) as (server, fronts, core):
         kept = server.ask("/v1/responses", {"input": "Once", "max_output_tokens": 4}).json()
         running = streams_of_each(server, fronts, FOR_LONG)

@@ -58,7 +58,7 @@ class Tally:
 
 
 class Connection:
-    """One HTTP exchange on a connection of its own."""
+    """HTTP exchange on a connection of its own."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer

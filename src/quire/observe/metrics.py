@@ -25,6 +25,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.contracts.text_table import read_rows
 from quire.observe.process import resident_bytes
+from quire.observe.restarts import RestartTally
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
 DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine reports its context length
@@ -42,12 +43,6 @@ REQUEST_TIMES = tuple(
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
 MOST_KEYS = 4096  # series of a metric of API keys; further ones are counted as "other"
 ENGINE = "0"  # vLLM's label for the data-parallel rank
-END_MARKS = (
-    ("killed by", "killed"),
-    ("exited with", "exited"),
-    ("was stopped", "stopped"),
-    ("is stopped", "stopped"),
-)  # in a sentence about an end -> label; without one "failed"
 COPIED = {
     "copied_blocks": ("num_loaded", "num_stored"),
     "copied_bytes": ("loaded_bytes", "stored_bytes"),
@@ -132,8 +127,7 @@ class Metrics(Collector):
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
-        self.restarts = Tally(limit=16)
-        self._lost_at: float | None = None  # monotonic time of the death of a core that is started again
+        self.restarts = RestartTally(limit=16)
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -163,22 +157,8 @@ class Metrics(Collector):
         }
         if core_pid is not None:
             self._pids["core"] = core_pid
-        if self._lost_at is not None:
-            self._seen["restart_seconds"].observe(time.monotonic() - self._lost_at)
-            self._lost_at = None
-
-    def engine_lost(self, reason: str) -> None:
-        """Record that the engine has died, and starts again. What the core counts begins anew.
-        reason: sentence of the error; "": another process counts it"""
-        if reason:
-            self._lost_at = time.monotonic()
-            self.restarted("rank" if reason.startswith("rank ") else "core", reason)
-        self._stats, self._busy_since = StepStats(), None
-        self._last_line = (time.monotonic(), self._num_prompt_tokens, self._generated, 0, 0)
-
-    def restarted(self, part: str, reason: str) -> None:
-        """Count the restart of a part ("core", "rank", "http"). reason: sentence about its end; see `END_MARKS`"""
-        self.restarts.add(part, next((label for mark, label in END_MARKS if mark in reason), "failed"))
+        if (seconds := self.restarts.served()) is not None:
+            self._seen["restart_seconds"].observe(seconds)
 
     def step(self, stats: StepStats, num_tokens: int, adapters: AdapterStats | None = None) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
@@ -273,7 +253,7 @@ class Metrics(Collector):
         """Return the next periodic line of statistics, with rates since the last call."""
         stats = self._stats
         now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix.queries, stats.prefix.hits)
-        seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
+        seconds, prompt, generated, queries, hits = (max(a - b, 0) for a, b in zip(now, self._last_line, strict=True))
         self._last_line = now
         seconds = max(seconds, 1e-9)
         earlier, self._last_drafts = self._last_drafts or (0,) * len(stats.drafts), stats.drafts

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts import errors
+from quire.contracts.output import StepStats
 from quire.contracts.request import NO_ACCOUNT, Account
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
@@ -93,7 +94,7 @@ class ServedEngine:
         self._log_format = config.log.log_format
         self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
-        heard = Heard(self._take, self._die, self._lose, partial(metrics.restarted, "http"))
+        heard = Heard(self._take, self._die, self._lose, partial(metrics.restarts.ended, "http"))
         self._client = CoreClient(heard, launch=launch, place=place, more=more)
         self.loss = ""
         self._unsent = Unsent(on=config.engine.life.restart > 0)
@@ -162,8 +163,7 @@ class ServedEngine:
         return ready
 
     def _front_of(self, text: TextSide, ready: messages.Ready) -> FrontEnd:
-        tokenizer, width = text.tokenizer, text.pooling.width
-        return FrontEnd.of(self.config, ready, tokenizer, text.eos_ids, self.place, width=width)
+        return FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=text.pooling.width)
 
     def _serve_now(self, ready: messages.Ready) -> None:
         """Take requests. The core is loaded."""
@@ -428,7 +428,9 @@ class ServedEngine:
             return self._die(error)
         if self.state is EngineState.READY:
             self.state, self.loss, self.loading = EngineState.RESTARTING, str(error), messages.Loading("waiting")
-            self._metrics.engine_lost(self.loss if self.place.number == 0 else "")
+            self._metrics.step(StepStats(step=-1), 0)
+            if self.place.number == 0:
+                self._metrics.restarts.lost(self.loss)
             words = f"{error} It is started again: send the request again."
             self._fail_all(errors.EngineDead(words), "engine", self._unsent.keeps)
 

@@ -11,7 +11,7 @@ from quire.procs.messages import Add
 
 
 @dataclass
-class _Held:
+class _Waiting:
     adds: Sequence[Add]
     again: bool = False
 
@@ -20,12 +20,12 @@ class Unsent:
     """The streams without a token, with the messages that began them. on: False = it keeps none"""
 
     def __init__(self, *, on: bool) -> None:
-        self._on, self._held = on, dict[RequestStream, _Held]()
+        self._on, self._held = on, dict[RequestStream, _Waiting]()
 
     def hold(self, stream: RequestStream, adds: Sequence[Add]) -> None:
         """Note a stream that is sent to the core."""
         if self._on and adds:
-            self._held[stream] = _Held(adds)
+            self._held[stream] = _Waiting(adds)
 
     def drop(self, stream: RequestStream) -> None:
         """Forget a stream: it has a token, or it has ended."""
