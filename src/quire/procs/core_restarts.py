@@ -11,7 +11,7 @@ from pathlib import Path
 from quire.procs.child_process import PROC
 
 FIRST_WAIT = 0.5  # seconds from the end of a core to the start of the next; it doubles with each end in a row
-CALM_SECONDS = 30.0  # of service, after which an end is the first in a row
+CALM_SECONDS = 10.0  # of service, after which an end is the first in a row
 MOST_WAIT = 30.0
 SERVED_SECONDS = 600.0  # of service, after which earlier ends are forgotten
 ASLEEP = "asleep"  # file of the sockets' folder: the engine sleeps

@@ -67,6 +67,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     from quire.entry.http.sockets import listen, release, url_of
     from quire.entry.http.web.page import ServesPage
     from quire.entry.signals import StopRequests
+    from quire.observe.process import collect_garbage
     from quire.router.app import RouterApp
 
     router, admin = RouterApp(config, web=http.web), HttpConfig(port=config.admin_port or 0)
@@ -84,6 +85,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
             listeners.append(HttpListener(app, address, socket, router.refused, files=2))
         await router.start()
         settle_memory()
+        collecting = asyncio.create_task(collect_garbage())
         purposes = (f"{config.policy}, backends: {len(config.backend)}", "operators")
         for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
@@ -101,5 +103,6 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
         await first_of(second, late, asyncio.create_task(router.idle()))
         for listener in listeners:
             await listener.stop(FLUSH_GRACE)
+        collecting.cancel()
         await router.close()
         return (stop.code if second.done() else DONE) if first.done() else FAILED

@@ -37,7 +37,7 @@ from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
 from quire.observe.log_lines import JSON, notice, set_up_logging
 from quire.observe.metrics import Metrics
-from quire.observe.process import keep_little_memory, watch_event_loop
+from quire.observe.process import collect_garbage, keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
 from quire.procs.front_ends import FrontPlace, start_front
 
@@ -131,6 +131,7 @@ class _Life:
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))
         watching = asyncio.create_task(watch_event_loop(metrics.loop_lag))
+        collecting = asyncio.create_task(collect_garbage())
         sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
@@ -141,7 +142,7 @@ class _Life:
                 return await self._die(dead.result())
             return self._listener_failed()
         finally:
-            for task in (ticking, watching, dead, first, sharing):
+            for task in (ticking, watching, collecting, dead, first, sharing):
                 task.cancel()
 
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
