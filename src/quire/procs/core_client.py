@@ -45,7 +45,6 @@ TOLD = float("inf")  # for a time: the user knows
 LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ended
 STOP_SECONDS = 3.0  # to wait for a core to end by itself; its ranks have `RankTimes.stop`
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
-
 LEAVE_SECONDS = 1.5  # to wait for the other front ends, which tell their clients that the server ends
 
 Launch = Callable[[CoreStart], ChildProcess]
@@ -119,6 +118,7 @@ class CoreClient:
             self._free()
             raise
         self._watcher = asyncio.get_running_loop().create_task(self._watch(start))
+        self._watcher.add_done_callback(self._watched)
         return self.place
 
     def send(self, message: ToCore) -> None:
@@ -279,8 +279,14 @@ class CoreClient:
                 "%s It is started again in %g s (%d of %d).", reason, wait, self.restarts.count, self.restarts.most
             )
             await self._start_again(start, reason, wait)
-            if self._draining:
+            if self._draining or self._over:
                 return
+
+    def _watched(self, done: "asyncio.Task[None]") -> None:
+        """End the server when the watch has failed, by a fault of ours: no request may wait for ever."""
+        if not done.cancelled() and (fault := done.exception()) is not None:
+            LOG.error("the watch over the engine failed", exc_info=fault)
+            self._die(f"the watch over the engine failed: {type(fault).__name__}: {fault}")
 
     async def _end_of_core(self) -> str:
         """Wait until the core has ended, or must be ended. Return the way of it, as a sentence."""
@@ -326,7 +332,12 @@ class CoreClient:
         while not self._draining:
             self._watch_others()
             if time.monotonic() >= due and not sleeps(self.place.folder):
-                return self._start_core(start)
+                try:
+                    return self._start_core(start)
+                except OSError as fault:  # no memory for a process
+                    if (wait := self.restarts.ended(time.monotonic())) is None:
+                        return self._die(f"the engine process cannot be started: {fault.strerror or fault}.")
+                    due = time.monotonic() + wait
             await asyncio.sleep(WATCH_SECONDS / 4)
 
     async def _gone(self, core: ChildProcess) -> list[int]:

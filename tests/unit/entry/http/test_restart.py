@@ -117,6 +117,26 @@ def test_a_request_that_ends_every_core_gets_one_further_try_and_a_loop_ends_the
     run(work())
 
 
+@pytest.mark.parametrize("fault", [OSError(12, "Cannot allocate memory"), ZeroDivisionError()])
+def test_a_core_that_cannot_be_started_again_ends_the_server(fault: Exception) -> None:
+    async def work() -> None:
+        async with Restarted(restart=2) as server:
+
+            def refuse(start: Any) -> Any:
+                server.cores.append(server.cores[0])
+                raise fault
+
+            server.engine._client._launch = refuse
+            server.end_core()
+            waiting = asyncio.create_task(read(open_one(server.engine, 8)))
+            cause = str(await asyncio.wait_for(server.engine.closed(), PATIENCE))
+            assert ("Cannot allocate memory" in cause) == isinstance(fault, OSError) == (len(server.cores) == 3), cause
+            with pytest.raises(EngineDead):
+                await waiting
+
+    run(work())
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_signal_during_a_restart_ends_all_that_waits(asleep: bool) -> None:
     async def work() -> None:
