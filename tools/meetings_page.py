@@ -60,6 +60,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "routing": {"routing": "uniform", "load_format": "dummy"},
     "sleep": {"enable_sleep_mode": True},
     "new weights": {"weight_transfer_config": {"backend": "files"}},
+    "restarts": {"restart": 3},
     "collective checks": {"check_collectives": True, "enforce_eager": True, "tensor_parallel_size": 2},
 }  # fmt: skip
 LAST = "KV events"

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,42 @@ def test_an_end_at_once_is_told_to_the_clients_of_all_processes(second: bool) ->
             assert b'"error"' in response.read()
         assert server.exit_code() == (0 if second else 1)
         assert not any(map(is_running, [*fronts, core]))
+
+
+def test_a_killed_core_is_started_again_for_all_processes_and_a_loop_ends_the_server() -> None:
+    """A process dies while there is no core; responses stay; what runs fails alone, what waits is served later."""
+    with serving(*SLOW, "--restart", "1", "--max-num-seqs", str(COUNT)) as (server, fronts, core):
+        kept = server.ask("/v1/responses", {"input": "Once", "max_output_tokens": 4}).json()
+        running = streams_of_each(server, fronts, FOR_LONG)
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(server.complete, max_tokens=4) for _ in range(4)]
+            wait_until(lambda: server.metric("quire:num_requests_waiting").popitem()[1] == 4, "requests do not wait")
+            os.kill(core, signal.SIGKILL)
+            os.kill(fronts[2], signal.SIGKILL)
+            for _, response in running[:2]:
+                assert b"It is started again: send the request again." in response.read()
+            wait_until(lambda: server.ask("/health").status == 503, "the loss is not told")
+            refused = server.complete()
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+            for one in waiting:
+                with suppress(http.client.HTTPException, ConnectionError):  # a client of the dead process
+                    assert one.result().events()[-1] == "[DONE]" and one.result().error() is None
+        wait_until(lambda: len(every(server)) == COUNT, "a process is missing")
+        for pid in every(server):
+            wait_until(lambda pid=pid: listens(pid), "a process does not listen")
+
+            def served(pid: int = pid) -> bool:
+                with only(pid, every(server)):
+                    answer = server.complete(max_tokens=4)
+                    return answer.status == 200 and answer.error() is None
+
+            wait_until(served, "a process does not serve")
+        assert server.ask(f"/v1/responses/{kept['id']}").json() == kept
+        (again,) = {*children(server.process.pid)} - {*every(server)}
+        wait_until(lambda: len(server.metric("quire:restarts_total")) == 2, "restarts are not counted")
+        os.kill(again, signal.SIGKILL)
+        assert server.exit_code() == 1 and "has not served for 600 s since" in server.stderr
+        assert not any(map(is_running, [*fronts, core, again]))
 
 
 def test_nothing_outlives_the_first_process() -> None:

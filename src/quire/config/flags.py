@@ -15,7 +15,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, flat_names
 from quire.config.env import environment_warnings
 from quire.config.option_parsers import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.config.peer_flags import abbreviated
@@ -27,6 +27,7 @@ from quire.contracts.text_table import read_rows
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
 IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # options of a server that have no effect in `LLM`
+SERVED = ("restart",)  # options of an engine that only a server has, and that the plan of an engine knows
 ARGUMENTS: dict[str, dict[str, Any]] = {  # kind of value in a table of flags -> settings for argparse
     "switch": {"action": "store_true"},
     "text": {},
@@ -319,7 +320,8 @@ def engine_config(namespace: argparse.Namespace) -> EngineConfig:
 def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration for the arguments of `LLM` or `AsyncLLM`. Raises `ConfigError` for a wrong argument."""
     settings = from_keywords(given, [option for _, option in engine_options()])
-    for option in [option for _, option in options_of(*server_parts().values()) if option.name in settings.values]:
+    of_server = [option for _, option in server_options() if option.name in SERVED or option.name not in flat_names()]
+    for option in [option for option in of_server if option.name in settings.values]:
         value = settings.values.pop(option.name)
         if value in (None, option.default):
             continue

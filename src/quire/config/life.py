@@ -1,4 +1,4 @@
-"""Options of the life of an engine: sleep, and weights that are replaced while it runs."""
+"""Options of the life of an engine: sleep, weights that are replaced while it runs, and restarts after a fault."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class LifeConfig:
-    """Sleep, and weights that are replaced."""
+    """Sleep, weights that are replaced, and restarts."""
 
     enable_sleep_mode: bool = option(
         False, "let /sleep and LLM.sleep free the memory of weights and KV cache, and /wake_up bring both back"
@@ -24,6 +24,12 @@ class LifeConfig:
         None,
         'let /update_weights and LLM.update_weights replace the weights, as JSON: {"backend": "files"}; files = from a '
         "folder of safetensors; gloo = from a process of a group that torch.distributed makes",
+    )
+    restart: int = option(
+        0,
+        "times that a server starts a dead engine core again, with its ranks; they are forgotten when the engine has "
+        "served for ten minutes; 0: the server ends with its engine",
+        least=0,
     )
 
     @property

@@ -43,8 +43,7 @@ def main() -> int:
     logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
     logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
     logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
-    folder = Path(start.to_core.removeprefix("ipc://")).parent
-    end_with_parent(partial(shutil.rmtree, folder, ignore_errors=True))
+    end_with_parent(partial(shutil.rmtree, Path(start.places[0].folder), ignore_errors=True))
     return run_core(start, _build_to_stay)
 
 

@@ -1,5 +1,6 @@
 """Finds, or downloads, the model of a server before the core's process starts. No torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from quire.assemble.obtain import obtain_weights, read_model
@@ -29,3 +30,13 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
             config, folder, args, dtype, cpu.free_memory if device == "cpu" else None, quantization=quantization.config
         )
     return folder, tokenizer_folder
+
+
+def core_config(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of the core's process: no chat template, no downloads, no progress bar.
+    No tokenizer at the start either: the front end tokenizes. The core loads one when a request has a grammar."""
+    return replace(
+        config,
+        model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
+        load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False),
+    )

@@ -25,6 +25,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.contracts.text_table import read_rows
 from quire.observe.process import resident_bytes
+from quire.observe.restarts import RestartTally
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
 DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine reports its context length
@@ -127,6 +128,7 @@ class Metrics(Collector):
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
         self.trace_spans = Tally(limit=3)  # by what became of them
+        self.restarts = RestartTally(limit=16)
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -157,6 +159,8 @@ class Metrics(Collector):
         }
         if core_pid is not None:
             self._pids["core"] = core_pid
+        if (seconds := self.restarts.served()) is not None:
+            self._seen["restart_seconds"].observe(seconds)
 
     def step(self, stats: StepStats, num_tokens: int, adapters: AdapterStats | None = None) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
@@ -251,7 +255,7 @@ class Metrics(Collector):
         """Return the next periodic line of statistics, with rates since the last call."""
         stats = self._stats
         now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix.queries, stats.prefix.hits)
-        seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
+        seconds, prompt, generated, queries, hits = (max(a - b, 0) for a, b in zip(now, self._last_line, strict=True))
         self._last_line = now
         seconds = max(seconds, 1e-9)
         earlier, self._last_drafts = self._last_drafts or (0,) * len(stats.drafts), stats.drafts
@@ -350,6 +354,7 @@ class Metrics(Collector):
             "request_aborts": self._aborts.counts,
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
+            "restarts": self.restarts.counts,
             "internal_messages_dropped": self._dropped.counts,
             "trace_spans": self.trace_spans.counts,
             "key_requests": self.key_requests.counts,

@@ -5,12 +5,14 @@ Reads /proc; without /proc the usage is unknown (None). Knows nothing of metrics
 
 import asyncio
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+GARBAGE_SECONDS = 60.0  # 0.25 µs for each object that lives or is freed: 15 ms with 60,000
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -60,3 +62,14 @@ async def watch_event_loop(report: Callable[[float], None], interval: float = 0.
         asked = time.perf_counter() + interval
         await asyncio.sleep(interval)
         report(max(0.0, time.perf_counter() - asked))
+
+
+async def collect_garbage() -> None:
+    """Free objects that refer to each other, every `GARBAGE_SECONDS` until cancelled.
+
+    A closed connection leaves some 40 of them: transports of asyncio, parsers, cycles of uvicorn. Those that Python has
+    moved to its older generations would wait for millions of others, and the process would grow for days.
+    """
+    while True:
+        await asyncio.sleep(GARBAGE_SECONDS)
+        gc.collect()

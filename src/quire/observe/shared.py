@@ -20,7 +20,7 @@ LOG = logging.getLogger("quire")
 INTERVAL = 1.0  # seconds between two writes
 TALLIES = (
     *("_finished", "_aborts", "_rejections", "_http", "_dropped"),
-    *("key_requests", "key_tokens", "key_refusals", "trace_spans"),
+    *("key_requests", "key_tokens", "key_refusals", "trace_spans", "restarts"),
 )
 NUMBERS = ("_num_steps", "_generated", "_delivered")
 

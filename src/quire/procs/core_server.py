@@ -63,17 +63,17 @@ class CoreSockets:
     def __init__(self, start: CoreStart) -> None:
         self._context = zmq.Context(io_threads=1)
         self._receiver = self._context.socket(zmq.PULL)
-        self._senders = {number: self._context.socket(zmq.PUSH) for number in range(len(start.from_core))}
+        self._places = {place.number: place for place in start.places}
+        self._senders = {number: self._context.socket(zmq.PUSH) for number in self._places}
         self._count = len(self._senders)
-        self._places = {place.number: place for place in FrontPlace(count=self._count).every()}
         self._ready = b""
         for socket in (self._receiver, *self._senders.values()):
             socket.set_hwm(0)
         self._num_dropped = 0
         self._receiver.rcvtimeo = IDLE_MS
-        self._receiver.bind(start.to_core)
-        for number, address in enumerate(start.from_core):
-            self._senders[number].connect(address)
+        self._receiver.bind(start.places[0].to_core)
+        for number, place in self._places.items():
+            self._senders[number].connect(place.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
         """Return the next message to the core, or None. With `wait`, wait up to `IDLE_MS` milliseconds for a message.
@@ -156,19 +156,23 @@ def run_core(start: CoreStart, build: Build) -> int:
         try:
             watch = StepWatch("the engine", start.hang_timeout)
             with watch.looking():
-                return serve_core(core, sockets.receive, sockets.send, watch)
+                return serve_core(core, sockets.receive, sockets.send, watch, renews=start.config.life.restart > 0)
         finally:
             core.shutdown()
     finally:
         sockets.close()
 
 
-def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None = None) -> int:
+def serve_core(
+    core: Core, receive: Receive, send: Send, watch: StepWatch | None = None, *, renews: bool = False
+) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
     ones, a frame of the live view when one is due, and a trace or a profile when it is complete. Without requests it
     waits for messages, and checks every 0.5 s that the executor is alive. `watch` is told of every step.
+
+    renews: another core follows this one, so that it ends when it has no request and lacks a replica
     """
     watch, in_flight = watch or StepWatch("the engine", HANG_SECONDS), partial(_in_flight, core)
     feed, trace, profile = LiveFeed(core, send), RequestTrace(core, send), StepProfile(core, send)
@@ -199,6 +203,10 @@ def serve_core(core: Core, receive: Receive, send: Send, watch: StepWatch | None
                     _obey(core, life, message, send)
             if not core.has_work:
                 core.executor.check_alive()
+                if renews and not core.handles and isinstance(core, Replicas) and len(core.live) < len(core.cores):
+                    raise EngineDead(
+                        "rank that died before: no request runs now, so its replica comes back with all others."
+                    )
             if core.has_work or (life.held and core.handles):  # requests that are held hear that the core is alive
                 step()
             if feed.active:

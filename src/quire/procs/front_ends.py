@@ -24,12 +24,14 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     folder   folder of the sockets; "": not made yet
     again    number of processes that had this place before
+    core     number of cores that the server had before
     """
 
     number: int = 0
     count: int = 1
     folder: str = ""
     again: int = 0
+    core: int = 0
 
     @property
     def first(self) -> int:
@@ -48,12 +50,17 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def to_core(self) -> str:
         """Address of the socket to the core."""
-        return f"ipc://{self.folder}/to"
+        return f"ipc://{self.folder}/to{self._of_core}"
 
     @property
     def from_core(self) -> str:
         """Address of the socket from the core to this front end."""
-        return f"ipc://{self.folder}/from{self.number or ''}{f'.{self.again}' * bool(self.again)}"
+        return f"ipc://{self.folder}/from{self.number or ''}{f'.{self.again}' * bool(self.again)}{self._of_core}"
+
+    @property
+    def _of_core(self) -> str:
+        """End of the names of sockets. Nothing that waits in a socket of a dead core reaches the next one."""
+        return f"_{self.core}" * bool(self.core)
 
     @property
     def next(self) -> "FrontPlace":
@@ -63,6 +70,10 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
     def every(self) -> "list[FrontPlace]":
         """Return the places of all front ends."""
         return [msgspec.structs.replace(self, number=number) for number in range(self.count)]
+
+    def of_core(self, core: int) -> "FrontPlace":
+        """Return the place of the same process in front of another core."""
+        return msgspec.structs.replace(self, core=core)
 
 
 ALONE = FrontPlace()

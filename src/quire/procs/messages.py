@@ -2,6 +2,7 @@
 
 to the core      Add, Abort, Control, NextFrame, Gone, Back, Stop
 from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply, Watched; at a fault Failed; Dropped
+for the core     Lost, from the first front end to the others
 """
 
 from typing import Annotated, Any
@@ -18,15 +19,13 @@ from quire.procs.front_ends import FrontPlace
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of an engine core: a line (`start_line`) on the standard input of its process.
 
-    to_core     ZeroMQ address of the one-way socket to the core; the reader binds a socket, the writer connects
-    from_core   addresses of the sockets from the core, one for each front end
+    places      the front ends, in order; they name the sockets
     hang_timeout   seconds after which the core logs where a step hangs
     log_format   "text" or "json"
     """
 
     config: EngineConfig
-    to_core: str
-    from_core: tuple[str, ...]
+    places: tuple[FrontPlace, ...]
     hang_timeout: float = 60.0
     log_format: str = "text"
 
@@ -178,5 +177,16 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """The engine core is dead.
+
+    reason   sentence for people
+    core     number of the next core (`FrontPlace.core`); 0: there is none
+    """
+
+    reason: str
+    core: int = 0
+
+
 ToCore = Add | Abort | Control | NextFrame | Gone | Back | Stop
-FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped
+FromCore = Loading | Ready | Outputs | Rejected | Reply | Watched | Failed | Dropped | Lost

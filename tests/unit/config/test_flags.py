@@ -51,7 +51,7 @@ FLAGS = """
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
---enable-sleep-mode --no-enable-sleep-mode --weight-transfer-config
+--enable-sleep-mode --no-enable-sleep-mode --weight-transfer-config --restart
 --enable-lora --no-enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules
 --fully-sharded-loras --no-fully-sharded-loras
 --nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl

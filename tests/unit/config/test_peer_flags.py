@@ -213,6 +213,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
         ),
         ({"enable_prompt_adapter": "yes"}, "enable-prompt-adapter: must be true or false"),
         ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
+        ({"restart": 1}, "Quire has no option 'restart' here: it belongs to the server. Use `quire serve`"),
         ({"port": 1}, "Quire has no option 'port' here: it belongs to the server. Use `quire serve`"),
         ({"zzz": 1}, "`quire serve --help` lists what there is"),
     ],

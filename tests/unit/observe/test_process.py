@@ -1,14 +1,17 @@
 """Facts about processes, and the lag of an event loop that something keeps."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
+from quire.observe import process
 from quire.observe.process import age, resident_bytes, watch_event_loop
 
 
@@ -35,6 +38,24 @@ def test_a_process_that_is_gone_has_no_usage() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert resident_bytes(child.pid) is None
+
+
+def test_objects_that_refer_to_each_other_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connection:
+        pass
+
+    async def work() -> None:
+        collecting, connection = asyncio.create_task(process.collect_garbage()), Connection()
+        connection.parser = connection  # type: ignore[attr-defined]
+        gc.collect(1)  # it is older than the youngest
+        left = weakref.ref(connection)
+        del connection
+        while left() is not None:
+            await asyncio.sleep(0.001)
+        collecting.cancel()
+
+    monkeypatch.setattr(process, "GARBAGE_SECONDS", 0.0)
+    asyncio.run(asyncio.wait_for(work(), 60.0))
 
 
 def test_a_loop_that_is_kept_is_noticed() -> None:

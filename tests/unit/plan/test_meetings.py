@@ -232,6 +232,8 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ),
     (LIFE | MOVES, {}, {(one, "EPLB") for one in ("sleep", "new weights")}),
     (LIFE | {"cpu_offload_gb": 1.0}, {}, {("weights in host memory", other) for other in ("new weights", "sleep")}),
+    (EXAMPLES["restarts"] | EXAMPLES["new weights"], {}, {("restarts", "new weights")}),
+    (EXAMPLES["restarts"] | EXAMPLES["hosts"], {}, {("restarts", "hosts or Ray")}),
     (LIFE, {"device": "mock"}, {("mock", "sleep"), ("mock", "new weights")}),
     (
         {"gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8},

@@ -18,6 +18,7 @@ from quire.procs.core_server import serve_core
 from quire.procs.messages import Abort, Add, Control, Failed, FromCore, Outputs, Rejected, Reply, Stop, ToCore
 
 from ...support.mock_tokens import mock_tokens
+from ...support.replica_rig import ReplicaRig
 
 
 def make_core(**options: Any) -> EngineCore:
@@ -168,6 +169,16 @@ def test_a_fault_of_a_step_is_told_and_is_the_end() -> None:
     assert isinstance(failed, Failed) and failed.kind == "EngineDead"
     assert "OSError: device lost" in failed.message and "Traceback" in failed.details
     assert len(caller.tokens()[0]) == 2
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_an_idle_engine_ends_for_a_dead_replica_if_another_one_follows(renews: bool) -> None:
+    rig = ReplicaRig(2, lockstep=False)
+    rig.mocks[0].fault = "planted"
+    caller, looks = Caller(), iter([None, None, Stop()])
+    assert serve_core(rig.core, lambda wait: next(looks), caller.send, renews=renews) == int(renews)
+    ends = [message.message for message in caller.of(Failed)]
+    assert ends == ["rank that died before: no request runs now, so its replica comes back with all others."] * renews
 
 
 def test_other_controls_are_the_executor_s() -> None:

@@ -89,11 +89,7 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
     for receiver, place in zip(receivers, places, strict=True):
         receiver.bind(place.from_core)
         receiver.rcvtimeo = 200
-    sockets = CoreSockets(
-        CoreStart(
-            config=EngineConfig(), to_core=places[0].to_core, from_core=tuple(place.from_core for place in places)
-        )
-    )
+    sockets = CoreSockets(CoreStart(config=EngineConfig(), places=tuple(places)))
     speaker.connect(places[0].to_core)
 
     def told(message: FromCore) -> list[FromCore | None]:

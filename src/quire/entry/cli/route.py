@@ -60,6 +60,7 @@ async def _route(config: RouterConfig, http: HttpConfig, tracing: TracingConfig)
     from quire.entry.http.sockets import listen, release, url_of
     from quire.entry.http.web.page import ServesPage
     from quire.entry.signals import StopRequests
+    from quire.observe.process import collect_garbage
     from quire.router.app import RouterApp
 
     router, admin = RouterApp(config, web=http.web, tracing=tracing), HttpConfig(port=config.admin_port or 0)
@@ -77,6 +78,7 @@ async def _route(config: RouterConfig, http: HttpConfig, tracing: TracingConfig)
             listeners.append(HttpListener(app, address, socket, router.refused, files=2))
         await router.start()
         settle_memory()
+        collecting = asyncio.create_task(collect_garbage())
         purposes = (f"{config.policy}, backends: {len(config.backend)}", "operators")
         for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
@@ -94,5 +96,6 @@ async def _route(config: RouterConfig, http: HttpConfig, tracing: TracingConfig)
         await first_of(second, late, asyncio.create_task(router.idle()))
         for listener in listeners:
             await listener.stop(FLUSH_GRACE)
+        collecting.cancel()
         await router.close()
         return (stop.code if second.done() else DONE) if first.done() else FAILED

@@ -17,24 +17,33 @@ from typing import Any
 
 import msgspec
 
-from quire.config.engine import EngineConfig
 from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts import errors
-from quire.contracts.request import NO_ACCOUNT, Account, check_fits
+from quire.contracts.output import StepStats
+from quire.contracts.request import NO_ACCOUNT, Account
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
-from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines
+from quire.entry.http.access.room import check_room
+from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines, too_late
+from quire.entry.http.life.pending import PendingOperations
+from quire.entry.http.life.unsent import Unsent
 from quire.entry.http.lora.served import ServedAdapters, checked
-from quire.entry.http.observed.request_metrics import count_finished, count_refusal, count_step, request_record
+from quire.entry.http.observed.request_metrics import (
+    count_dropped,
+    count_finished,
+    count_refusal,
+    count_step,
+    request_record,
+)
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.web.live_hub import LiveHub
-from quire.entry.obtain import obtain_model
+from quire.entry.obtain import core_config, obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
 from quire.procs.child_process import ChildProcess
-from quire.procs.core_client import CoreClient, Launch, LaunchFront
+from quire.procs.core_client import CoreClient, Heard, Launch, LaunchFront
 from quire.procs.failures import rebuilt
 from quire.procs.front_ends import ALONE, FrontPlace
 from quire.procs.parent import start_line
@@ -52,6 +61,7 @@ class EngineState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -67,6 +77,7 @@ class ServedEngine:
     signal_others        function that sends a signal to the other front ends
     live, adapters       the watchers of the live view; the adapters by name
     failure              reason of the state DEAD: the engine could not start, died or was closed
+    loss                 reason of the state RESTARTING, a sentence
     """
 
     def __init__(
@@ -89,7 +100,10 @@ class ServedEngine:
         self._log_format = config.log.log_format
         self.adapters = ServedAdapters(config, partial(checked, self.control))
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, start_line(start)))
-        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
+        heard = Heard(self._take, self._die, self._lose, partial(metrics.restarts.ended, "http"))
+        self._client = CoreClient(heard, launch=launch, place=place, more=more)
+        self.loss = ""
+        self._unsent = Unsent(on=config.engine.life.restart > 0)
         self.signal_others = self._client.signal_others
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
@@ -97,8 +111,7 @@ class ServedEngine:
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
         self._deadlines = Deadlines(self._late)
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
-        self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._num_controls = place.first
+        self._operations = PendingOperations(self._client.send, place.first)
         self.live = LiveHub(lambda: self._client.send(messages.NextFrame(place.number)), lambda: self.requests(None))
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -144,8 +157,7 @@ class ServedEngine:
             text = text.with_parsers(serve.tool_call_parser, serve.reasoning_parser, serve.default_chat_template_kwargs)
             note = text.styles.why if text.chat_template is not None else NO_CHAT
             self.text, self.ready = text, (ready := msgspec.structs.replace(ready, notes=(*ready.notes, note)))
-            width = text.pooling.width
-            self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=width)
+            self.front = self._front_of(text, ready)
             await self.adapters.start()
         except BaseException as error:
             starting.cancel()
@@ -153,6 +165,14 @@ class ServedEngine:
             self._die(error if isinstance(error, errors.QuireError) else errors.EngineClosed(words))
             await self._client.close()
             raise
+        self._serve_now(ready)
+        return ready
+
+    def _front_of(self, text: TextSide, ready: messages.Ready) -> FrontEnd:
+        return FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=text.pooling.width)
+
+    def _serve_now(self, ready: messages.Ready) -> None:
+        """Take requests. The core is loaded."""
         self._metrics.engine_ready(
             num_slots=ready.num_slots,
             num_blocks=ready.num_blocks,
@@ -163,7 +183,6 @@ class ServedEngine:
             core_pid=self._client.core.pid if self._client.core is not None else None,
         )
         self.state = EngineState.READY
-        return ready
 
     def open(
         self,
@@ -192,7 +211,7 @@ class ServedEngine:
         try:
             front = self._open_front()
             assert self.ready is not None
-            self._check_room(len(prompts), params, len(front), self.ready.num_slots)
+            check_room(len(prompts), params, len(front), self.ready.num_slots, self._bound)
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(
                     prompt,
@@ -223,19 +242,13 @@ class ServedEngine:
     async def control(self, name: str, /, **args: Any) -> bool | int | str | None:
         """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
-        self._num_controls += 1
-        number = self._num_controls
-        self._replies[number] = reply = asyncio.get_running_loop().create_future()
-        try:
-            self._client.send(messages.Control(number, name, args))
-            answer: bool | int | str | None = await reply
-            return answer
-        finally:
-            del self._replies[number]
+        return await self._operations.run(name, args)
 
     def drain(self) -> None:
         """Take no new requests, here and in the other front ends. Running requests go on."""
-        if self.state is EngineState.READY:
+        if self.state in (EngineState.READY, EngineState.RESTARTING):
+            if self.state is EngineState.RESTARTING:
+                self._fail_all(errors.EngineClosed("the server is shutting down."), "shutdown")
             self.state = EngineState.DRAINING
             self.live.drain(self._serve.shutdown_timeout)
             self._client.drain()
@@ -264,24 +277,11 @@ class ServedEngine:
             raise rebuilt(type(self.failure).__name__, str(self.failure))
         if self.front is None:
             raise errors.EngineStarting("the engine is being loaded: try again in a few seconds.")
+        if self.state is EngineState.RESTARTING:
+            raise errors.EngineStarting(f"{self.loss} It is started again: try again in a few seconds.")
         if self.state is EngineState.DRAINING and not draining:
             raise errors.EngineClosed("the server is shutting down and takes no new requests: try again later.")
         return self.front
-
-    def _check_room(self, num_prompts: int, params: SamplingParams, num_live: int, num_slots: int) -> None:
-        """Check that queue and slots have room for all completions of a request, beside the `num_live` ones.
-
-        So all prompts of a request are taken, or none. The core checks each prompt again. A request that passes here
-        passes there: a completion ends in the core before it ends here, so the core never has more of them.
-        Raises `InvalidParameter` when the request can never fit, `QueueFull` when it does not fit now.
-        """
-        bound, places = self._bound, num_prompts * params.n
-        check_fits(places, bound, num_slots, "n" if params.n > 1 else "prompt")
-        if num_live + places > bound + num_slots:
-            raise errors.QueueFull(
-                f"{num_live} completions run or wait already (max_num_seqs={num_slots}, "
-                f"max_waiting={bound}) and {places} more do not fit: try again later."
-            )
 
     def _admit(self, stream: RequestStream, adds: Sequence[messages.Add], deadlines: DeadlineConfig) -> None:
         now = time.monotonic()
@@ -294,6 +294,7 @@ class ServedEngine:
         if adds:
             self._idle.clear()
             self._deadlines.begin(stream, deadlines)
+            self._unsent.hold(stream, adds)
         for add in adds:
             self._client.send(add)
 
@@ -308,6 +309,7 @@ class ServedEngine:
         assert self.front is not None
         stream.cause = cause or ""
         self._deadlines.end(stream)
+        self._unsent.drop(stream)
         dropped: list[int] = []
         for generation in stream.generations:
             if self._live.pop(generation.completions[0].handle, None) is not None:
@@ -327,15 +329,8 @@ class ServedEngine:
 
     def _late(self, stream: RequestStream, kind: str, seconds: float) -> None:
         """End a stream that waited too long for its start or its first token."""
-        waited, cause = f"request {stream.request_id} waited {seconds:g} s and", f"{kind}_timeout"
-        error: errors.RequestError = errors.QueueTimeout(
-            f"{waited} did not start, because the server is busy: try again later."
-        )
-        if kind == FIRST_TOKEN:
-            words = f"{waited} had no first token: try again later, or send a shorter prompt."
-            error = errors.RequestFailed(words, code=cause)
-        self._metrics.rejected(cause)
-        self._fail(stream, error, cause)
+        self._metrics.rejected(f"{kind}_timeout")
+        self._fail(stream, too_late(stream.request_id, kind, seconds), f"{kind}_timeout")
 
     # --- what the core says -------------------------------------------------------------------------------------
 
@@ -347,25 +342,17 @@ class ServedEngine:
         elif isinstance(message, messages.Rejected):
             self._take_rejection(message)
         elif isinstance(message, messages.Reply):
-            reply = self._replies.get(message.id)
-            if reply is not None and not reply.done():
-                reply.set_result(message.value) if message.error is None else reply.set_exception(
-                    errors.EngineError(message.error)
-                )
+            self._operations.take(message)
         elif isinstance(message, messages.Loading):
             self.loading = message
             self._on_loading(message)
         elif isinstance(message, messages.Ready):
             if self._starting is not None and not self._starting.done():
                 self._starting.set_result(message)
+            elif self.state is EngineState.RESTARTING:
+                self._go_on(message)
         elif isinstance(message, messages.Dropped):
-            self._metrics.dropped(message.direction)
-            if message.num == 1:
-                LOG.warning(
-                    "the internal socket %s got data that is no message: another process writes to it. Such "
-                    "data is dropped; this is logged once.",
-                    message.direction,
-                )
+            count_dropped(self._metrics, message)
         elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
@@ -384,6 +371,7 @@ class ServedEngine:
         for generation in taken.started:
             if (found := live.get(generation.completions[0].handle)) is not None:
                 self._deadlines.end(found[0], FIRST_TOKEN)
+                self._unsent.drop(found[0])
         streams: dict[RequestStream, None] = {}
         for generation in taken.touched:
             if (found := live.get(generation.completions[0].handle)) is not None:
@@ -402,6 +390,7 @@ class ServedEngine:
             found = self._live.pop(generation.completions[0].handle, None)
             if found is not None:
                 self._deadlines.end(found[0])
+                self._unsent.drop(found[0])
                 found[0].end_one(found[1])
                 first = generation.completions[0]
                 self._count_end(generation, first.finish_reason or "abort", first.error or "")
@@ -425,24 +414,44 @@ class ServedEngine:
         self.state, self.failure = EngineState.DEAD, error
         self.live.end(str(error))
         self._deadlines.close()
-        words, kind = str(error), errors.EngineClosed if isinstance(error, errors.EngineClosed) else errors.EngineDead
-        for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
-            self._fail(stream, kind(words), "shutdown" if kind is errors.EngineClosed else "engine")
-        for waiting in (self._starting, *self._replies.values()):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(error)
+        closed = isinstance(error, errors.EngineClosed)
+        self._fail_all(error if closed else errors.EngineDead(str(error)), "shutdown" if closed else "engine")
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(error)
         self._dead.set()
+
+    def _fail_all(
+        self, error: errors.QuireError, cause: str, kept: Callable[[RequestStream], bool] | None = None
+    ) -> None:
+        """End all streams with an error, but for those that are kept, and all operations."""
+        for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
+            if kept is None or not kept(stream):
+                self._fail(stream, type(error)(str(error)), cause)
+        self._operations.fail(error)
+
+    def _lose(self, error: errors.EngineDead) -> None:
+        """The core has died, and another one follows. End the requests whose first token has come; others wait."""
+        if self.state is EngineState.DRAINING or (self.state is EngineState.STARTING and self.front is not None):
+            return self._die(error)
+        if self.state is EngineState.READY:
+            self.state, self.loss, self.loading = EngineState.RESTARTING, str(error), messages.Loading("waiting")
+            self._metrics.step(StepStats(step=-1), 0)
+            if self.place.number == 0:
+                self._metrics.restarts.lost(self.loss)
+            words = f"{error} It is started again: send the request again."
+            self._fail_all(errors.EngineDead(words), "engine", self._unsent.keeps)
+
+    def _go_on(self, ready: messages.Ready) -> None:
+        """Serve with the next core."""
+        assert self.front is not None and self.text is not None and self.ready is not None
+        self.ready = msgspec.structs.replace(ready, notes=self.ready.notes)
+        self.front.limits = self._front_of(self.text, self.ready).limits
+        self._last_sign = time.monotonic()
+        self._serve_now(self.ready)
+        for add in self._unsent.adds():
+            self._client.send(add)
+        self.live.go_on()
 
     def _tell_idle(self) -> None:
         if not self._live:
             self._idle.set()
-
-
-def core_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the core's process: no chat template, no downloads, no progress bar.
-    No tokenizer at the start either: the front end tokenizes. The core loads one when a request has a grammar."""
-    return replace(
-        config,
-        model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
-        load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False),
-    )

@@ -25,12 +25,11 @@ from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_json
-from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
+from quire.entry.http.readiness import Readiness, readiness
 from quire.observe.metrics import Metrics
 
 ENTRIES = ("/v1/models", "/health", "/metrics", "/version", "/openapi.json")  # paths that `/` lists
 ALWAYS = OPEN_PATHS | {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # served in every engine state
-RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
 def ops_routes(
@@ -47,7 +46,7 @@ def ops_routes(
             if may_ask(now):
                 return _json(content)
             error = msgspec.json.decode(error_json(503, now.reason, f"engine_{now.status}"))
-            return _json(content | error, 503, headers=RETRY_HEADERS)
+            return _json(content | error, 503, headers={"retry-after": str(now.retry_after)})
 
         return answer
 

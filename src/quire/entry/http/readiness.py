@@ -8,20 +8,24 @@ from starlette.types import Scope
 
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
+from quire.entry.http.life.asleep import WAKING, asleep
 
 KEPT = ("/v1/responses/", "/debug/live", "/debug/blocks", "/debug/requests/")  # paths, and paths below those with a /
-RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, drains or is dead
+RETRY_AFTER = 5  # least seconds in the Retry-After header while the server starts, drains or is dead
+MOST_RETRY_AFTER = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
     """Readiness of the server. `reason`: a sentence for people; "" when ready.
 
-    status   ready, starting, draining, dead or hung
+    status   ready, starting, restarting, draining, dead or hung
+    retry_after   seconds after which clients may try again
     """
 
     status: str
     reason: str
+    retry_after: int = RETRY_AFTER
 
     @property
     def ready(self) -> bool:
@@ -31,14 +35,19 @@ class Readiness:
     @property
     def alive(self) -> bool:
         """True while the engine runs; it may be hung or draining."""
-        return self.status not in ("starting", "dead")
+        return self.status not in ("starting", "restarting", "dead")
 
 
 def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
     """Return the readiness of `engine`. It counts as hung after `hang_timeout` seconds without a finished step."""
+    last = engine.loading
+    share = f", {100 * last.done // last.total} %" if last.total else ""
+    if engine.state is EngineState.RESTARTING:
+        how = "POST /wake_up starts it again." if asleep(engine) else f"It is started again ({last.phase}{share})."
+        took = sum(engine.ready.phases.values()) if engine.ready is not None else 0.0  # the last start
+        retry_after = round(min(max(took, RETRY_AFTER), MOST_RETRY_AFTER))
+        return Readiness(status="restarting", reason=f"{engine.loss} {how}", retry_after=retry_after)
     if engine.state is EngineState.STARTING:
-        last = engine.loading
-        share = f", {100 * last.done // last.total} %" if last.total else ""
         return Readiness(status="starting", reason=f"the engine is being loaded ({last.phase}{share}).")
     if engine.state is EngineState.DEAD:
         return Readiness(status="dead", reason=f"the engine stopped: {engine.failure}")
@@ -64,8 +73,9 @@ class Gate:
             self._engine.state is EngineState.READY
             or scope["path"] in self._always
             or (draining and scope["path"].startswith(KEPT))
+            or (scope["path"] in WAKING and asleep(self._engine))
         ):
             return None
         now = readiness(self._engine, float("inf"))
-        headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
+        headers = {"retry-after": str(now.retry_after), "connection": "close"}
         return error_answer(503, now.reason, f"engine_{now.status}", headers=headers)

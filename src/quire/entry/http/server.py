@@ -37,7 +37,7 @@ from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
 from quire.observe.log_lines import JSON, notice, set_up_logging
 from quire.observe.metrics import Metrics
-from quire.observe.process import keep_little_memory, watch_event_loop
+from quire.observe.process import collect_garbage, keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
 from quire.observe.tracing import open_tracer
 from quire.procs.front_ends import FrontPlace, start_front
@@ -46,7 +46,7 @@ LOG = logging.getLogger("quire")
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
 BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
-FRONT_MODULE = "quire.entry.http.further_process"  # of each HTTP process but the first
+FRONT_MODULE = "quire.entry.http.life.further_process"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
@@ -135,6 +135,7 @@ class _Life:
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))
         watching = asyncio.create_task(watch_event_loop(metrics.loop_lag))
+        collecting = asyncio.create_task(collect_garbage())
         sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
@@ -145,7 +146,7 @@ class _Life:
                 return await self._die(dead.result())
             return self._listener_failed()
         finally:
-            for task in (ticking, watching, dead, first, sharing):
+            for task in (ticking, watching, collecting, dead, first, sharing):
                 task.cancel()
 
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:

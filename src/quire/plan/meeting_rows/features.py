@@ -351,6 +351,7 @@ OTHERS: Mapping[str, Feature] = {
     ),
     "sleep": Feature(given("enable_sleep_mode"), "sleep", "--enable-sleep-mode"),
     "new weights": Feature(given("weight_transfer_config"), "new weights", "--weight-transfer-config"),
+    "restarts": Feature(given("restart"), "restarts", "--restart"),
     "mock": Feature(lambda i: i.device == "mock", "the mock device", "--device mock"),
     "KV tiers": Feature(_any_tier, "tiers of KV blocks"),
     "chunks": Feature(lambda i: bool(i.request.chunks), "parts that reuse KV", "kv_chunks"),

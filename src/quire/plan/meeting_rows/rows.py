@@ -228,6 +228,11 @@ LIFE: tuple[Row, ...] = (
     Row("sleep", "layers of transformers", MISSING, "no such model was tried", "leave it out"),
     Row("weights in host memory", "new weights", MISSING, "the copies would stay behind", "leave out --cpu-offload-gb"),
     Row("weights in host memory", "sleep", MISSING, "the copies have no part in it", "leave out --cpu-offload-gb"),
+    Row("restarts", "new weights", REFUSED,
+        "restart: the next core would have the weights of the files, not those that came",
+        "leave out --restart, or --weight-transfer-config"),
+    Row("restarts", "hosts or Ray", MISSING, "ranks of other hosts end with the core that started them",
+        "leave out --restart, and start all hosts again"),
     Row("mock", "new weights", REFUSED, "weight_transfer_config: device=mock has no weights", "leave it out"),
     Row("mock", "sleep", REFUSED, "enable_sleep_mode: device=mock has no memory to free", "leave it out"),
 )  # fmt: skip

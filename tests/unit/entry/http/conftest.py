@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import uvicorn
 
+from quire.config.engine import EngineConfig
 from quire.config.serve import HttpConfig, ServerConfig
 from quire.contracts.adapters import Adapter
 from quire.entry.http.engine import EngineState
 from quire.entry.http.lora.served import ServedAdapters
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
+from quire.procs.front_ends import ALONE
 from quire.procs.messages import Loading, Ready
 
 
@@ -144,10 +146,12 @@ class FakeEngine:
     """An engine for routes and the gate, each value as a test sets it."""
 
     state: EngineState = EngineState.READY
+    config, place = EngineConfig(), ALONE
     ready: Ready | None = None
     text: Any = None
     failure: Exception | None = None
     loading: Loading = Loading("starting")
+    loss: str = ""
     num_live: int = 0
     last_step_age: float | None = None
     adapters: ServedAdapters = field(default_factory=lambda: ServedAdapters(ServerConfig(), unchecked))

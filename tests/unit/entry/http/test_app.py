@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> No
     [
         (EngineState.READY, 200, 200, None),
         (EngineState.DRAINING, 200, 503, "engine_draining"),
+        (EngineState.RESTARTING, 503, 503, "engine_restarting"),
         (EngineState.DEAD, 503, 503, "engine_dead"),
     ],
 )
@@ -143,6 +145,10 @@ def test_probes_by_state(engine: FakeEngine, state: EngineState, health: int, re
         assert answer.json()["error"]["code"] == code
         refused = call(app, "/v1/completions", "POST", b"{}", content_type="application/json")
         assert refused.status == 503 and refused.error["code"] == code and "retry-after" in refused.headers
+    if state is EngineState.RESTARTING:  # it takes as long as the last start did
+        engine.ready = SimpleNamespace(phases={"weights": 40.4, "engine": 2.0})  # type: ignore[assignment]
+        refused = call(app, "/v1/completions", "POST", b"{}", content_type="application/json")
+        assert refused.headers["retry-after"] == call(app, "/health").headers["retry-after"] == "42"
     if state is EngineState.DEAD:
         assert "SIGKILL" in answer.json()["reason"]
 

@@ -37,6 +37,7 @@ from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
+from quire.observe.restarts import RestartTally
 from quire.procs.core_client import CoreClient
 
 from ....support.core_thread import CoreThread
@@ -51,6 +52,7 @@ class Counted(Metrics):
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Any]] = {}
+        self.restarts = RestartTally()
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("_") or name == "calls" or not hasattr(Metrics, name):

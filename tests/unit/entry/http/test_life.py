@@ -10,8 +10,10 @@ from quire.config.life import LifeConfig, check_life
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import ConfigError, EngineError
 from quire.entry.http.app import build_app
+from quire.entry.http.engine import EngineState
 from quire.entry.http.life.routes import OFF, SLEEP_ROUTES, WEIGHT_ROUTES
 from quire.observe.metrics import Metrics
+from quire.procs.front_ends import FrontPlace
 
 from .conftest import FakeEngine, call
 
@@ -99,6 +101,25 @@ def test_operations_in_order(path: str, body: Any, answers: Any, asked: Any, tol
     sent = b"" if body is None else json.dumps(body).encode()
     answer = call(make(engine, **SLEEPS, **UPDATES), path, "POST", sent, content_type="application/json")
     assert (answer.status, answer.json(), engine.asked) == (200, told, asked)
+
+
+def test_an_engine_that_died_asleep_is_started_again_by_wake_up(tmp_path: Any) -> None:
+    engine = Living(False, True, True)
+    engine.config, engine.place = EngineConfig.from_flat(**SLEEPS, restart=1), FrontPlace(folder=str(tmp_path))
+    app = make(engine, **SLEEPS)
+    assert call(app, "/sleep", "POST").status == 200
+    engine.state, engine.loss = EngineState.RESTARTING, "it was killed."
+    assert call(app, "/is_sleeping").json() == {"is_sleeping": True}
+    assert "it was killed. POST /wake_up starts it again." in call(app, "/health").json()["reason"]
+    assert call(app, "/v1/completions", "POST", b"{}", content_type="application/json").status == 503
+
+    async def come(seconds: float) -> None:
+        engine.state = EngineState.READY
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("quire.entry.http.life.asleep.asyncio.sleep", come)
+        assert call(app, "/wake_up", "POST").json() == {"status": "awake"}
+    assert not list(tmp_path.iterdir()) and [name for name, _ in engine.asked] == ["is_sleeping", "quiet", "sleep"]
 
 
 def test_what_cannot_be_done_is_told_and_nothing_else_is_asked() -> None:

@@ -18,8 +18,9 @@ from starlette.routing import Route
 
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineError
-from quire.entry.http.engine import ServedEngine
+from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import HttpError
+from quire.entry.http.life.asleep import asleep, note, revive
 
 POLL_SECONDS = 0.02  # between two looks at whether the running requests have ended
 SLEEP, WEIGHTS = "--enable-sleep-mode", "--weight-transfer-config"
@@ -49,12 +50,12 @@ class Operations:
     """The operations of `procs.life`, as the routes need them."""
 
     def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     async def run(self, name: str, **args: Any) -> Any:
         """Run an operation in the core. An error is answered 400: the engine goes on as it was, or says why not."""
         try:
-            return await self._engine.control(name, **args)
+            return await self.engine.control(name, **args)
         except EngineError as error:
             if type(error) is not EngineError:
                 raise
@@ -90,16 +91,24 @@ async def _sleep(life: Operations, given: Parameters, body: dict[str, Any]) -> d
     if not await life.run("is_sleeping"):
         await life.quiet("quiet", given.get("mode", "abort"))
     await life.run("sleep", level=int(level))
+    note(life.engine, sleeping=True)
     return {"status": "asleep", "level": int(level)}
 
 
 async def _wake_up(life: Operations, given: Parameters, body: dict[str, Any]) -> dict[str, object]:
+    if life.engine.state is EngineState.RESTARTING:  # the core died asleep
+        await revive(life.engine)
+        return {"status": "awake"}
     tags = [one for part in given.get("tags", "").split(",") if (one := part.strip())]
     await life.run("wake_up", tags=tags or None)
-    return {"status": "asleep" if await life.run("is_sleeping") else "awake"}
+    sleeping = bool(await life.run("is_sleeping"))
+    note(life.engine, sleeping=sleeping)
+    return {"status": "asleep" if sleeping else "awake"}
 
 
 async def _is_sleeping(life: Operations, given: Parameters, body: dict[str, Any]) -> dict[str, object]:
+    if life.engine.state is EngineState.RESTARTING:
+        return {"is_sleeping": asleep(life.engine)}
     return {"is_sleeping": await life.run("is_sleeping")}
 
 

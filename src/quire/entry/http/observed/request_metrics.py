@@ -3,6 +3,7 @@
 Phases of a request: queue, until a step schedules it; prefill, until its first token; decode, until its end.
 """
 
+import logging
 import time
 from typing import Any
 
@@ -11,6 +12,9 @@ from quire.contracts.output import StepOutputs
 from quire.entry.completion import Generation
 from quire.entry.front_end import Taken
 from quire.observe.metrics import Metrics
+from quire.procs.messages import Dropped
+
+LOG = logging.getLogger("quire")
 
 REFUSALS: tuple[tuple[type[Exception], str], ...] = (
     (errors.QueueFull, "queue_full"),
@@ -80,3 +84,14 @@ def _measured(generation: Generation) -> dict[str, Any]:
 def count_refusal(metrics: Metrics, error: Exception) -> None:
     """Count a request that was refused with `error`, under the reason of its class in `REFUSALS`."""
     metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))
+
+
+def count_dropped(metrics: Metrics, message: Dropped) -> None:
+    """Count bytes that are no message, and log the first ones."""
+    metrics.dropped(message.direction)
+    if message.num == 1:
+        LOG.warning(
+            "the internal socket %s got data that is no message: another process writes to it. Such "
+            "data is dropped; this is logged once.",
+            message.direction,
+        )

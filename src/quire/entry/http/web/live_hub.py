@@ -103,6 +103,11 @@ class LiveHub:
         seconds: time that running requests have"""
         self._limit = self._clock() + seconds
 
+    def go_on(self) -> None:
+        """Ask another core for the next frame, in the place of one that has died."""
+        if self._readers:
+            self._ask()
+
     def end(self, reason: str) -> None:
         """End all streams, and take no watcher any more; idempotent."""
         self._closed = self._closed or reason
