@@ -19,7 +19,8 @@ from quire.config.bundled import bundled_model
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import ConfigError, EngineDead, WeightsError
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.entry.http.engine import CORE_MODULE, EngineState, ServedEngine
+from quire.entry.http.engine import CORE_MODULE, ServedEngine
+from quire.entry.http.life.state import EngineState
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from quire.entry.front_end import INTERNAL, FrontEnd, Taken
 from quire.entry.http.access.room import check_room
 from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines, too_late
 from quire.entry.http.life.pending import PendingOperations
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.life.unsent import Unsent
 from quire.entry.http.lora.served import ServedAdapters, checked
 from quire.entry.http.observed.request_metrics import (
@@ -54,16 +54,6 @@ LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"
 RECENT = 256  # finished prompts kept for /debug/requests
 NO_CHAT = "the model has no chat template (a base model?): /v1/completions works, chats need --chat-template"
-
-
-class EngineState(StrEnum):
-    """State of the engine, in the order of its life."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    DRAINING = "draining"
-    DEAD = "dead"
 
 
 class ServedEngine:

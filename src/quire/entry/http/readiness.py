@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer
 from quire.entry.http.life.asleep import WAKING, asleep
+from quire.entry.http.life.state import EngineState
 
 KEPT = ("/v1/responses/", "/debug/live", "/debug/blocks", "/debug/requests/")  # paths, and paths below those with a /
 RETRY_AFTER = 5  # least seconds in the Retry-After header while the server starts, drains or is dead

@@ -16,7 +16,7 @@ import uvicorn
 from quire.config.engine import EngineConfig
 from quire.config.serve import HttpConfig, ServerConfig
 from quire.contracts.adapters import Adapter
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.lora.served import ServedAdapters
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
 from quire.procs.front_ends import ALONE

@@ -15,7 +15,7 @@ from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServeConfig,
 from quire.contracts.errors import EngineDead, QueueFull
 from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.ops import ALWAYS
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Loading

@@ -33,7 +33,8 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry import front_end
 from quire.entry.core_process import build
 from quire.entry.http import engine as module
-from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics

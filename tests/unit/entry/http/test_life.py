@@ -10,8 +10,8 @@ from quire.config.life import LifeConfig, check_life
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import ConfigError, EngineError
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
 from quire.entry.http.life.routes import OFF, SLEEP_ROUTES, WEIGHT_ROUTES
+from quire.entry.http.life.state import EngineState
 from quire.observe.metrics import Metrics
 from quire.procs.front_ends import FrontPlace
 

@@ -10,7 +10,7 @@ import pytest
 import rules
 from quire.config.serve import AccessConfig, HttpConfig, ServerConfig
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.web.page import KINDS, POLICY, STATIC, the_page
 from quire.observe.metrics import Metrics
 

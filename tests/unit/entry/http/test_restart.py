@@ -11,7 +11,8 @@ import pytest
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineDead, EngineStarting
 from quire.entry.core_process import build
-from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.readiness import readiness
 from quire.observe.metrics import Metrics
 from quire.procs import core_client, core_restarts

@@ -15,8 +15,8 @@ from quire.contracts import errors
 from quire.contracts.error_bodies import MESSAGES_PATHS
 from quire.entry.http.access.auth import OPEN_PATHS
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
 from quire.entry.http.errors import ANSWERS, HttpError, http_error
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.protocol import ConnectionLimits
 from quire.observe.metrics import Metrics
 from quire.text.load import TextSide, load_text

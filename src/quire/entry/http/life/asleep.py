@@ -2,7 +2,8 @@
 
 import asyncio
 
-from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.life.state import EngineState
 from quire.procs.core_restarts import note_sleep, sleeps
 
 POLL_SECONDS = 0.02  # between two looks at a core that is started again

@@ -18,9 +18,10 @@ from starlette.routing import Route
 
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineError
-from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
 from quire.entry.http.life.asleep import asleep, note, revive
+from quire.entry.http.life.state import EngineState
 
 POLL_SECONDS = 0.02  # between two looks at whether the running requests have ended
 SLEEP, WEIGHTS = "--enable-sleep-mode", "--weight-transfer-config"

@@ -13,7 +13,7 @@ from quire.engine.mock_core import build_mock_core
 from quire.entry.http.access import limits
 from quire.entry.http.access.limits import REQUESTS, TOKENS, KeyTable
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.observe.metrics import Metrics
 from quire.text.load import load_text
 

@@ -16,7 +16,7 @@ from quire.config.serve import ServerConfig
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.engine.mock_core import build_mock_core
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.observe.metrics import Metrics
 from quire.text.chat import ChatTemplate
 from quire.text.load import TextSide, load_text

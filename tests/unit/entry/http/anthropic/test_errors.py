@@ -8,8 +8,8 @@ import pytest
 
 from quire.contracts.error_bodies import MESSAGES_PATHS
 from quire.entry.http.anthropic.errors import anthropic_error
-from quire.entry.http.engine import EngineState
 from quire.entry.http.errors import error_json
+from quire.entry.http.life.state import EngineState
 
 from ..conftest import Live, call
 from ..openai.conftest import Reply

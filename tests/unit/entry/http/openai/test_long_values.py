@@ -9,7 +9,7 @@ import pytest
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import MAX_SHOWN, listed, shown
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.entry.http.openai.decode import ROUTES
 from quire.observe.metrics import Metrics
 

@@ -13,7 +13,7 @@ import pytest
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QueueFull
 from quire.entry.http.app import build_app
-from quire.entry.http.engine import EngineState
+from quire.entry.http.life.state import EngineState
 from quire.observe.metrics import Metrics
 from quire.text.chat import REASONING, ChatTemplate
 from quire.text.load import TextSide
