@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import quire.observe
 from quire.config.serve import ServerConfig, TracingConfig
 from quire.contracts.errors import ConfigError
 from quire.observe.series import Tally
@@ -29,6 +30,7 @@ def told(counts: Tally) -> dict[str, float]:
 def test_no_collector_is_no_tracer_and_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_tracer(TracingConfig(), Tally()) is None
     monkeypatch.delitem(sys.modules, "quire.observe.otel", raising=False)
+    monkeypatch.delattr(quire.observe, "otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):

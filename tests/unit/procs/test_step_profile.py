@@ -31,9 +31,9 @@ def asking(steps: int) -> Control:
     return Control(7, PROFILE, {"on": True, "token": "x", "seconds": 60.0, "steps": steps})
 
 
-def new() -> Add:
+def new(tokens: int = 8) -> Add:
     ids, sampler = array("I", [1, 2, 3]).tobytes(), SamplerSpec(seed=0, num_prompt=3)
-    return Add((NewRequest(handle=0, request_id="r", token_ids=ids, max_tokens=8, sampler=sampler),))
+    return Add((NewRequest(handle=0, request_id="r", token_ids=ids, max_tokens=tokens, sampler=sampler),))
 
 
 @pytest.mark.parametrize("most", [100_000, 5])
