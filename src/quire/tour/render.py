@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.contracts.errors import ConfigError
 from quire.tour.pages import Code, StopPage
-from quire.tour.texts import WORDS, Tour
+from quire.tour.texts import WORDS, Tour, told
 
 WIDTH = 120  # columns where the output is no terminal
 STAYS = "，。；：、？！）》”,.;:?!)"  # signs that no line begins with
@@ -36,12 +36,13 @@ def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) ->
     yield from ("", f"{words['ran']}  {_ran(page, words)}")
     yield from (f"    {line}" for line in fold(page.shapes, width - 4))
     yield from ("", words["values"])
-    usual, told = dict(page.usual), words["usual"]
-    wide = max((_columns(name) for name in (*dict(page.values), *[told] * bool(usual))), default=0)
-    for name, shown in page.values:
-        yield f"    {name:{wide}}  {shown}"
-        if usual.get(name, shown) != shown:
-            yield f"    {' ' * (wide - _columns(told))}{told}  {usual[name]}"
+    usual, before = dict(page.usual), words["usual"]
+    names = [told(name, language) for name, _ in page.values]
+    wide = max((_columns(name) for name in (*names, *[before] * bool(usual))), default=0)
+    for name, (english, shown) in zip(names, page.values, strict=True):
+        yield f"    {name}{' ' * (wide - _columns(name))}  {told(shown, language)}"
+        if usual.get(english, shown) != shown:
+            yield f"    {' ' * (wide - _columns(before))}{before}  {told(usual[english], language)}"
     yield from ("", words["try"], f"    $ {page.command}") if page.command else ("", words["see"])
     yield from (f"    {line}" for line in fold(page.see, width - 4))
     yield from ("", f"{words['vllm']}  {page.vllm}")
@@ -107,7 +108,8 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
         code = "\n".join(_marked(page.code))
         if page.code.more:
             code += "\n" + words["more"].format(count=page.code.more)
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(shown)}</td></tr>" for name, shown in page.values)
+        values = (tuple(escape(told(one, language)) for one in value) for value in page.values)
+        rows = "".join(f"<tr><th>{name}</th><td>{shown}</td></tr>" for name, shown in values)
         parts.append(
             f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
             f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
