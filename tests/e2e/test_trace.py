@@ -149,8 +149,12 @@ def test_drafts_and_their_acceptance_are_told() -> None:
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     with LLM(async_depth=1, speculative_config=drafting, **OPTIONS) as llm:
         spans = list(flat(trace(llm, [5, 6, 7] * 8, max_tokens=12)))
-    assert {"StepDrafts.inputs", "NgramDrafter.draft"} <= {span.name for span in spans}
-    told = [re.fullmatch(r"(\d+) drafted, (\d+) accepted", s.gives) for s in spans if s.name.endswith(".accept")]
+    assert {"StepDrafts.inputs", "NgramDrafter.draft", "ngram.ref.propose"} <= {span.name for span in spans}
+    told = [
+        re.fullmatch(r"(\d+) drafted, (\d+) accepted; tokens \[(?:\d+(?:, )?)+\]", s.gives)
+        for s in spans
+        if s.name.endswith(".accept")
+    ]
     assert told and all(told)
     counts = [tuple(map(int, one.groups())) for one in told if one]
     assert all(0 <= accepted <= drafted <= 2 for drafted, accepted in counts) and any(drafted for drafted, _ in counts)

@@ -92,7 +92,8 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
     modules |= {worker.programs.operations, sys.modules[HiddenTap.__module__]}  # the tap runs the layers
-    modules |= {value for _, layer in modules_of for value in vars(layer).values() if inspect.ismodule(value)}
+    owners = [*parts, *(layer for _, layer in modules_of)]  # a drafter has kernels of its own, too
+    modules |= {value for owner in owners for value in vars(owner).values() if inspect.ismodule(value)}
     modules |= {
         value
         for module in modules
