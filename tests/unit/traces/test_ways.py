@@ -60,9 +60,14 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert way.field.startswith("LoadConfig.quantization: str | None, default None  config/engine.py:")
     assert any(one.where.startswith("assemble/obtain.py:") for one in way.readers)
     assert any(path == "model.format" and other == "online fp8" for path, _, other in way.changes)
-    for one in way.readers:
+    for one in (reader for reader in way.readers if not reader.depth):
         file, _, line = one.where.partition(":")
         assert ".quantization" in (PACKAGE / file).read_text().splitlines()[int(line) - 1]
+    (run,) = [use for use in way.uses if use.function.endswith(".run")]
+    assert re.fullmatch(r"quire\.kernels\.linear\.\w+\.run", run.function)
+    file, _, line = run.where.partition(":")
+    assert (PACKAGE / file).read_text().splitlines()[int(line) - 1].startswith("def run(")
+    assert any(caller.startswith("Linear.forward (layers/linear.py:") for caller in run.callers)
     assert main(["trace", "--from", "flag", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "--seed = 3, from flag --seed" in out and "changes nothing in the plan" in out
@@ -71,7 +76,7 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_option_of_an_engine_is_read() -> None:
     """A flag that nothing reads would be accepted and ignored; `trace --from flag` would show no reader."""
     found = {one.function for one in readers("scheduler", "SchedulerConfig", "max_num_seqs")}
-    assert found
+    assert {"SchedulerConfig.sequences", "Scheduler.__init__", "Scheduler._step_budget", "Scheduler.plan"} <= found
     assert not list(readers("scheduler", "SchedulerConfig", "no_such_option"))
 
 
