@@ -7,14 +7,17 @@ from quire.config.engine import ParallelConfig
 from quire.config.flags import engine_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.remote import refuse_engine_flags
+from quire.traces.step_words import read_script
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that do not go together, and for a file that cannot be written."""
+    """Raise `ConfigError` for flags that do not go together, a file that cannot be written, and a wrong script."""
     if args.url is not None:
         refuse_engine_flags(vars(args))
     if words := next((words for clash, words in _clashes(args) if clash), ""):
         raise ConfigError(words)
+    if args.script is not None:
+        read_script(args.script)
 
 
 def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
