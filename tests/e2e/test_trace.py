@@ -350,7 +350,9 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
     assert "x[5]: bf16[5,256] has no such place (index 5 is out of bounds for dimension 0 with size 5)." in lines
     assert "x[a]: an index is of numbers: [5], [1,0], [2:4]." in lines
     assert any(re.fullmatch(r"x\[4,:2\] +bf16\[2\]  norm .*", line) for line in lines)
-    assert "c takes no words, and '3' stands behind it: leave it out." in lines and not any("'#'" in one for one in lines)
+    assert "c takes no words, and '3' stands behind it: leave it out." in lines and not any(
+        "'#'" in one for one in lines
+    )
     assert re.search(r"no stop of this model is called 'layers.99.attention', .* Near: layers\.\d\.attention, ", told)
     assert "no stop of this model is called 'kernels/attention/native.py:1', so" in told
     assert "def forward(" in told and any(one.startswith("StepRunner.run  worker/") for one in lines)
