@@ -87,7 +87,8 @@ def flag_way(config: EngineConfig, name: str, origin: str, described: str = "") 
     facts = read_cpu_facts()
     before, after = (plan_engine(one, described, facts=facts).describe() for one in (plain, config))
     kind = type(record)
-    words = f"{kind.__name__}.{name}: {option.type}, default {option.default!r}  {_place(kind, name)}"
+    typed = getattr(option.type, "__name__", option.type)
+    words = f"{kind.__name__}.{name}: {typed}, default {option.default!r}  {_place(kind, name)}"
     found, changes = tuple(readers(part, kind.__name__, name)), tuple(differences(before, after))
     uses = tuple(_uses(before, after))
     return FlagWay(name, getattr(record, name), flag_names(option), origin, words, found, changes, uses)
@@ -106,7 +107,7 @@ def _read(part: str, kind: str, name: str, depth: int, seen: Set[str]) -> Iterat
     found = list[tuple[Path, ast.AST, str, int]]()
     for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: (_room(path) not in RUNNING, path)):
         if (not depth or _room(path) not in SHOWING) and re.search(rf"\.{name}\b", _text(path)):
-            module = ast.parse(_text(path))
+            module = _tree(path)
             found += [(path, module, *one) for one in _once(_reads(module, part, kind, name), depth)]
     methods = {function.rpartition(".")[2] for *_, function, _ in found if function.rpartition(".")[0] == kind}
     for path, tree, function, line in found:
@@ -139,6 +140,11 @@ def _room(path: Path) -> str:
 @cache
 def _text(path: Path) -> str:
     return path.read_text()
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
 
 
 def _reader(path: Path, function: str, line: int, depth: int) -> FlagReader:
@@ -203,7 +209,7 @@ def _uses(before: dict[str, Any], after: dict[str, Any]) -> Iterator[FlagUse]:
         module, _, name = function.rpartition(".")
         file = PACKAGE / f"{module.removeprefix('quire.').replace('.', '/')}.py"
         if file.exists():
-            (line, *_) = [*_lines_of(ast.parse(_text(file)), name), 1]
+            (line, *_) = [*_lines_of(_tree(file), name), 1]
             operation = function.split(".")[2]
             yield FlagUse(function, f"{file.relative_to(PACKAGE)}:{line}", tuple(_callers(operation, name)))
 
@@ -224,7 +230,7 @@ def _callers(operation: str, name: str) -> Iterator[str]:
             *["kernel"] * (path.stem.startswith(operation) or (operation, path.stem) == ("experts", "moe")),
         }
         for owner in own:
-            for function, line in sorted(set(_reads(ast.parse(_text(path)), owner, "", name)), key=lambda one: one[1]):
+            for function, line in sorted(set(_reads(_tree(path), owner, "", name)), key=lambda one: one[1]):
                 yield f"{function} ({path.relative_to(PACKAGE)}:{line})"
 
 

@@ -10,9 +10,10 @@ from quire import LLM
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.entry.cli.main import main
+from quire.explain.describe import plan_engine
 from quire.observe.calls import PACKAGE, Span
 from quire.traces.flag_trace import flag_way, readers
-from quire.traces.load_trace import load_lines
+from quire.traces.load_trace import _ranks, load_lines
 from quire.weights.files import read_checkpoint
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory-bytes", "4M", "--max-model-len", "64")
@@ -47,6 +48,11 @@ def test_a_tensor_ends_in_the_kernel_s_memory() -> None:
     header = read_checkpoint(bundled_model()).tensors[TENSOR + ".weight"]
     assert f"bytes {header.offset:,} to {header.offset + header.num_bytes:,} of {header.file.name}" in lines[0]
     assert "rows 768 to 1,536 of layers.2.mlp.gate_up.weight" in lines[1]
+    whole = EngineConfig.from_flat(model=str(bundled_model()), device="cpu", tensor_parallel_size=2)
+    rows = [*_ranks(plan_engine(whole), "model.layers.0.self_attn.q_proj.weight")]
+    assert rows[1].endswith("reads rows 128 to 256 of 256, for layers.0.attention.qkv.weight, 256x256 on this rank")
+    (columns, _) = _ranks(plan_engine(whole), "model.layers.0.self_attn.o_proj.weight")
+    assert "columns 0 to 128 of 256, for layers.0.attention.output.weight, 256x128" in columns
     assert any(
         re.match(r"  pack  quire\.kernels\.linear\.\w+\.pack_gated  kernels/linear/\w+\.py:\d+", one) for one in lines
     )
@@ -88,6 +94,9 @@ def test_every_option_of_an_engine_is_read() -> None:
         (["--from", "start", "--after", "x"], "a trace of a request"),
         (["--from", "load", "--out", "x.json"], "has no times"),
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
+        (["--from", "load", "--tensor", "q_proj", *SMALL], "Near: model.layers.0.self_attn.q_proj.weight"),
+        (["--from", "load", "--tensor", "layers.0.attention.qkv"], "is made of model.layers.0.self_attn.q_proj.weight"),
+        (["--from", "load", "--tensor", "lm_head"], "the head is tied to the embedding"),
     ],
 )
 def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +107,10 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
 def test_repeated_calls_are_joined() -> None:
     from quire.traces.start_trace import _prune
 
-    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5) for i in range(3)]
-    root = Span("", "", end=100, inside=[*calls, Span("other", "a:2", begin=40, end=41)])
-    _prune(root, 2e-9)
-    (one,) = root.inside
-    assert one.joined == 3 and one.seconds == pytest.approx(15e-9)
+    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5 * (i > 0) + 1) for i in range(3)]  # the first is short
+    between = Span("other", "a:2", begin=18, end=19)
+    reasons = [Span("choose", "a:3", gives="x (why)", begin=40 + i, end=41 + i) for i in range(2)]
+    root = Span("", "", end=100, inside=[calls[0], between, *calls[1:], *reasons])
+    _prune(root, 2e-9, set())
+    one, reason = root.inside
+    assert one.joined == 3 and one.seconds == pytest.approx(13e-9) and not reason.joined

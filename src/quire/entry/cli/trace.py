@@ -101,7 +101,7 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from quire.contracts.adapters import LoRARequest
     from quire.entry.llm import LLM
     from quire.traces.lanes import lane_lines, trace_lanes
-    from quire.traces.load_trace import load_lines
+    from quire.traces.load_trace import check_tensor, load_lines
     from quire.traces.start_trace import start_lines, trace_start
     from quire.traces.step_commands import step_through
     from quire.traces.trace import trace
@@ -110,6 +110,8 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
         llm, found = trace_start(lambda: LLM(**options), "start")
         with llm:
             return _print_calls(args, found, start_lines(found))
+    if args.begin == "load" and args.tensor is not None:
+        check_tensor(engine_config(args), args.tensor)
     with LLM(**options | ({"async_depth": 2} if args.lanes else {"async_depth": 1, "enforce_eager": True})) as llm:
         if args.begin == "load":
             print(*load_lines(llm, args.tensor), sep="\n")
