@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
 from quire.observe.calls import PACKAGE, Span
+from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.flag_trace import flag_way, readers
 from quire.traces.load_trace import _ranks, load_lines
 from quire.weights.files import read_checkpoint
@@ -114,3 +115,21 @@ def test_repeated_calls_are_joined() -> None:
     _prune(root, 2e-9, set())
     one, reason = root.inside
     assert one.joined == 3 and one.seconds == pytest.approx(13e-9) and not reason.joined
+
+
+def test_a_decision_stands_at_functions_that_a_kernel_takes_from_others() -> None:
+    plan = {
+        "memory": {"num_blocks": 1, "block_size": 1, "components": [], "cache_reason": "r"},
+        "model": {"dtype": "bfloat16", "dtype_reason": "r"},
+        "kernels": [{"op": "latent", "name": "native", "reason": "first", "rejected": [["triton", "runs on cuda"]]}],
+        "moe": {
+            "decode": {"experts": "panels", "dispatcher": "none", "decided": "fits", "candidates": [["a", "b", "c"]]}
+        },
+    }
+    root = Span(
+        "", "", inside=[Span("latent.cpu.absorbed", ""), Span("latent.ref.x", ""), Span("experts.panels.run", "")]
+    )
+    latent, other, experts = with_decisions(root, decisions_of(plan)).inside
+    assert latent.decided.startswith("latent: native (first; not triton: runs on cuda), kernels/select.py:")
+    assert not other.decided
+    assert experts.decided == "experts in decode: dispatcher none, kernel panels (fits; not a with b: c)"
