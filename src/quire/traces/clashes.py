@@ -28,6 +28,12 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     for name in ("prompt", "after"):
         yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
+    yield args.request == "", "--request is an empty text: give the id of a request, or leave it out for the next one."
+    yield args.tensor == "", "--tensor is an empty text: give it a name, or leave it out."
+    yield (
+        args.max_tokens < 1,
+        f"--max-tokens {args.max_tokens}: a trace is of a request that makes a token: give 1 or more.",
+    )
     yield args.url is None and (args.request is not None or args.api_key is not None), belongs
     words = "leave --from, --prompt, --after, --adapter and --full out."
     clash = other or args.prompt or args.after or args.adapter or args.full

@@ -92,6 +92,10 @@ def test_every_option_of_an_engine_is_read() -> None:
     [
         (["--from", "flag"], "add one"),
         (["--tensor", "x"], "add --from load"),
+        (["--url", "http://127.0.0.1:1", "--request", ""], "--request is an empty text"),
+        (["--max-tokens", "0"], "give 1 or more"),
+        (["--from", "flag", "--attention-backend", "X"], "--attention-backend changes nothing: Quire chooses kernels"),
+        (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),
         (["--from", "load", "--out", "x.json"], "has no times"),
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),

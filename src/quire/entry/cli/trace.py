@@ -1,6 +1,7 @@
 """`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from quire.config.flags import (
     given_options,
     settings_of,
 )
+from quire.config.peer_flags import add_peer_flags
 from quire.contracts.errors import ModelNotFound
 from quire.entry.cli.remote import RemoteServer
 from quire.entry.keyboard_interrupt import raise_on_interrupt
@@ -60,6 +62,11 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
+    add_peer_flags(parser)
+    parser.elsewhere = {
+        "--enforce-eager": "a trace runs eagerly, and --lanes as the engine does: leave it out",
+        "--async-depth": "a trace has one step in flight, and --lanes two: leave it out",
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.traces.clashes import check_flags
 
     check_flags(args)
+    for note in settings_of(args).notes:
+        print(f"quire: note: {note}", file=sys.stderr)
     if args.begin == "flag":
         from quire.traces.flag_trace import given_flag_lines
 

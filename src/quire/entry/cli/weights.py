@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.config.engine import EngineConfig
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelNotFound
 from quire.entry.cli.table import format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -39,9 +40,16 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tensors of a checkpoint as a table, as a tree or as JSON, or the numbers of one."""
+    try:
+        return _show(args, engine_config(args))
+    except ModelNotFound as error:
+        hint = ' For a tensor of the bundled model: quire weights "" NAME.' * (args.name is None)
+        raise ModelNotFound(f"{error}{hint}") from None
+
+
+def _show(args: argparse.Namespace, config: EngineConfig) -> int:
     from quire.weights.folder import HEADERS, fetch_weights, read_headers, resolve_folders
 
-    config = engine_config(args)
     if args.name is not None:
         if args.tree:
             raise ConfigError("--tree shows all modules: leave NAME out.")
