@@ -274,6 +274,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
         "all".format(**memory),
+        memory["graphs"] and f"CUDA graphs: {memory['graphs']}",
         memory["states"] and f"states of recurrent layers: {state_words(memory['states'])}",
         *map(_tier_words, memory["tiers"]),
         *memory["notes"],

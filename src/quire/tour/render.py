@@ -13,6 +13,7 @@ from quire.tour.pages import Code, StopPage
 from quire.tour.texts import WORDS, Tour, told
 
 WIDTH = 120  # columns where the output is no terminal
+TAGS = {"en": "en", "zh": "zh-CN"}  # of languages in HTML
 STAYS = "，。；：、？！）》”,.;:?!)"  # signs that no line begins with
 OPENS = "（《“"  # signs that no line ends with
 STYLE = """
@@ -45,11 +46,11 @@ def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) ->
             yield f"    {' ' * (wide - _columns(before))}{before}  {told(usual[english], language)}"
     yield from ("", words["try"], f"    $ {page.command}") if page.command else ("", words["see"])
     yield from (f"    {line}" for line in fold(page.see, width - 4))
-    yield from ("", f"{words['vllm']}  {page.vllm}")
+    yield from ("", *fold(f"{words['vllm']}  {page.vllm}", width))
 
 
 def show(tour: Tour, found: Iterable[StopPage], language: str, *, alone: bool = False) -> None:
-    """Print the pages. In a terminal each page waits for Enter; q ends the tour.
+    """Print the pages. In a terminal each page waits for Enter; b goes back, and q ends the tour.
 
     alone   a page is shown by itself, without the introduction
     """
@@ -58,21 +59,26 @@ def show(tour: Tour, found: Iterable[StopPage], language: str, *, alone: bool = 
     if not alone:
         print(tour.title, "", *fold(tour.about, width), sep="\n")
     count = len(tour.stops)
-    for page in found:
-        print(*page_lines(page, count, language, width), sep="\n")
-        if asks and not alone and page.number < count:
+    every, at = tuple(found), 0
+    while at < len(every):
+        print(*page_lines(every[at], count, language, width), sep="\n")
+        at += 1
+        if asks and not alone and at < len(every):
             try:
-                if input(f"\n[{page.number}/{count}] {WORDS[language]['next']} ").strip().lower().startswith("q"):
-                    return
+                typed = input(f"\n[{every[at - 1].number}/{count}] {WORDS[language]['next']} ").strip().lower()[:1]
             except EOFError:
                 return
+            if typed == "q":
+                return
+            if typed == "b":
+                at = max(0, at - 2)
 
 
 def fold(text: str, width: int) -> list[str]:
     """Break a text into lines of at most `width` columns: between words, and between Chinese characters."""
     lines, line = list[str](), ""
     for piece in _pieces(text):
-        if line and _columns(line + piece.rstrip()) > width and piece[0] not in STAYS:
+        if line and _columns(line + piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = ""
         line += piece if line else piece.lstrip()
@@ -80,11 +86,12 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield words, each with the blanks behind it, and wide characters one by one."""
+    """Yield words, each with the blanks behind it, and wide characters one by one, with the signs that stay at each."""
     piece = ""
     for sign in text:
         wide = _columns(sign) == 2
-        if piece and piece[-1] not in OPENS and (wide or piece[-1] == " " != sign or _columns(piece[-1]) == 2):
+        apart = wide or piece[-1:] == " " != sign or _columns(piece[-1:]) == 2
+        if piece and apart and sign not in STAYS and piece[-1] not in OPENS:
             yield piece
             piece = ""
         piece += sign
@@ -102,7 +109,7 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
     drawings   SVG texts by name
     """
     words = WORDS[language]
-    parts = [f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
+    parts = [f'<!doctype html><html lang="{TAGS[language]}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
     parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{_prose(tour.about)}</p>"]
     for page in found:
         code = "\n".join(_marked(page.code))

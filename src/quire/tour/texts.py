@@ -26,7 +26,7 @@ WORDS = {
         "see": "what to see",
         "vllm": "in vLLM",
         "more": "... {count} more lines",
-        "next": "Enter: next stop, q: leave",
+        "next": "Enter: next stop, b: back, q: leave",
     },
     "zh": {
         "code": "代码",
@@ -41,7 +41,7 @@ WORDS = {
         "see": "看什么",
         "vllm": "vLLM 中的名称",
         "more": "... 还有 {count} 行",
-        "next": "Enter：下一站，q：退出",
+        "next": "Enter：下一站，b：上一站，q：退出",
     },
 }
 

@@ -108,7 +108,7 @@ def test_the_language_is_that_of_the_locale(locale: str, language: str) -> None:
     [
         ("one two three", 7, ["one two", "three"]),
         ("键和值在缓存里。", 8, ["键和值在", "缓存里。"]),
-        ("键和值。在", 6, ["键和值。", "在"]),
+        ("键和值。在", 6, ["键和", "值。在"]),
         ("KV 缓存 block", 8, ["KV 缓存", "block"]),
         ("键（和值）在", 5, ["键", "（和", "值）", "在"]),
         ("", 8, []),
@@ -116,6 +116,12 @@ def test_the_language_is_that_of_the_locale(locale: str, language: str) -> None:
 )
 def test_lines_break_between_words_and_between_chinese_characters(text: str, width: int, lines: list[str]) -> None:
     assert fold(text, width) == lines
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    for stop in read_tour("token", "zh").stops:
+        for width in (40, 80):
+            assert all(sum(1 + (ord(sign) > 0x2E80) for sign in line) <= width for line in fold(stop.idea, width))
 
 
 def test_both_languages_have_the_same_words() -> None:
