@@ -23,7 +23,8 @@ from quire.observe.render_calls import events, render
 from quire.procs.messages import Add
 from quire.traces.lanes import lane_lines, trace_lanes
 from quire.traces.step_commands import scripted, step_through, stop_names
-from quire.traces.step_mode import VLLM, Stepper
+from quire.traces.step_mode import Stepper
+from quire.traces.step_words import VLLM
 from quire.traces.trace import engine_stops, recording, trace
 from quire.worker.taps import HiddenTap
 
@@ -322,6 +323,7 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
         "# a comment",
         "b layers.99.attention",
         "b kernels/attention/native.py:1",
+        "b AttentionImpl.forward",
         "w",
         "list",
         "b layers.3.*",
@@ -354,6 +356,7 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
         "'#'" in one for one in lines
     )
     assert re.search(r"no stop of this model is called 'layers.99.attention', .* Near: layers\.\d\.attention, ", told)
+    assert "AttentionImpl.forward is a name of vLLM; here the stop is attention.*.paged_attention: give this." in lines
     assert "no stop of this model is called 'kernels/attention/native.py:1', so" in told
     assert "def forward(" in told and any(one.startswith("StepRunner.run  worker/") for one in lines)
 

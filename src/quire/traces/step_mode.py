@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,16 +23,14 @@ from torch import Tensor
 
 from quire.contracts.errors import QuireError
 from quire.contracts.step import StepPlan
-from quire.contracts.text_table import read_rows
 from quire.engine.core import EngineCore
 from quire.engine.plan_writer import InFlight
 from quire.entry.llm import LLM
 from quire.layers.context import StepContext
 from quire.observe.calls import Span, shapes, words
 from quire.traces.decisions import decisions_of
-from quire.traces.step_words import HELP, StopNames, is_comment, matches, read_command
+from quire.traces.step_words import HELP, VLLM, StopNames, is_comment, matches, read_command
 
-VLLM = [tuple(row) for row in read_rows(Path(__file__).with_name("vllm_stops.txt"))]  # pattern, name in vLLM
 MOST_LINES, MOST_DEPTH = 12, 3  # tensors of a halt; records in records
 MOST_NUMBERS, MOST_COPIED = 1 << 24, 1 << 16  # of a tensor whose norm is shown, and that is copied for its first ones
 FIRST, FIRST_OF_ONE = 4, 32  # numbers of a tensor at a halt, and of one that `p` prints

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.contracts.errors import ConfigError
+from quire.contracts.text_table import read_rows
 
 HELP = """\
 n          run this stop to its end, show what it returns, and halt at the next one
@@ -37,6 +38,7 @@ COMMANDS = {
 }
 TAKING = ("p", "b")  # commands that take a name
 NEAREST = 4
+VLLM = [tuple(row) for row in read_rows(Path(__file__).with_name("vllm_stops.txt"))]  # pattern, name in vLLM
 
 
 class StepCommand(NamedTuple):
@@ -100,6 +102,9 @@ class StopNames:
         every = dict.fromkeys(where if places else name for name, where in self._stops)
         inside = [one for one in every if pattern.strip("*.[]") and pattern.strip("*.[]") in one]
         near = inside[:NEAREST] or get_close_matches(pattern, every, NEAREST, 0.5)
+        theirs = [here for here, name in VLLM if pattern in re.split(r"[ ,]+", name)]
+        if theirs:
+            return f"{pattern} is a name of vLLM; here the stop is {' or '.join(theirs)}: give this."
         said = f" Near: {', '.join(near)}." if near else ""
         return f"no stop of this model is called {pattern!r}, so b would never halt.{said}"
 
