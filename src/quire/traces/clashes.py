@@ -28,6 +28,8 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     for name in ("prompt", "after"):
         yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
+    heated = args.temperature is not None and (args.url is not None or args.begin in ("start", "load", "flag"))
+    yield heated, "--temperature is of a request that the command makes: leave it, or --url and --from out."
     yield args.request == "", "--request is an empty text: give the id of a request, or leave it out for the next one."
     yield args.tensor == "", "--tensor is an empty text: give it a name, or leave it out."
     yield (

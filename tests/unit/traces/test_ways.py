@@ -94,6 +94,7 @@ def test_every_option_of_an_engine_is_read() -> None:
         (["--tensor", "x"], "add --from load"),
         (["--url", "http://127.0.0.1:1", "--request", ""], "--request is an empty text"),
         (["--max-tokens", "0"], "give 1 or more"),
+        (["--temperature", "0", "--from", "load"], "--temperature is of a request"),
         (["--from", "flag", "--attention-backend", "X"], "--attention-backend changes nothing: Quire chooses kernels"),
         (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),

@@ -40,6 +40,9 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="of the request (default: the model's; 0 = greedy)"
+    )
     parser.add_argument("--after", metavar="TEXT", help="answer this text before: the request finds its cache")
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
     parser.add_argument(
@@ -83,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = {"enable_lora": True} if args.adapter else {}
     options |= given_options(args)
+    if args.temperature is not None:
+        given = options.get("override_generation_config") or {}
+        options["override_generation_config"] = {**given, "temperature": args.temperature}
     try:
         if args.url is None and args.begin != "http":
             return _in_process(args, options)
