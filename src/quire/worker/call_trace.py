@@ -85,7 +85,8 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
         worker.model.rotary,
     ]
     parts += [part for feature in worker.features.all for part in (feature, *feature.parts)]
-    modules_of = [(name or type(one).__name__, one) for name, one in worker.model.named_modules()]  # type: ignore[attr-defined]
+    every = worker.model.named_modules()  # type: ignore[attr-defined]
+    modules_of = [(name or type(module).__name__, module) for name, module in every]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
     named += [(name, group) for name, group in vars(groups).items() if group is not None]
     yield from (stop for stop in methods_of(named) if stop[1] != "begin_step")  # it exchanges nothing
