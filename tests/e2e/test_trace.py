@@ -400,10 +400,13 @@ def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixt
         (["--script", "none"], "--script has commands of --step: add --step."),
         (["no-model", "A", "--step", "--script", str(tmp_path / "wrong")], "wrong: c takes no words, and '3' stands"),
         (["-p", ""], "--prompt is an empty text: give it one, or leave it out."),
-        (["--step", "--json"], "leave --from, --url, --json, --out and --full out."),
+        (["--step", "--json"], "--step halts at stops of a request here: leave --json out."),
         (["--step", "-tp", "2"], "--step halts this process, and ranks are processes of their own"),
         (["--lanes", "-dp", "2"], "--lanes shows this process, and ranks are processes of their own"),
-        (["--lanes", "--step"], "leave --from, --url, --step, --adapter, --after and --full out."),
+        (
+            ["--lanes", "--step", "--after", "x"],
+            "--lanes shows the steps of a request here: leave --step and --after out.",
+        ),
     ):
         assert main(["trace", *words]) == 3
         assert said in " ".join(capsys.readouterr().err.split())

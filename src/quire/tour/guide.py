@@ -63,6 +63,8 @@ def guide(
     """
     if keep is not None and keep.exists():
         raise ConfigError(f"--keep: {keep} exists: give the name of a new folder.")
+    if keep is not None and not keep.absolute().parent.is_dir():
+        raise ConfigError(f"--keep: the folder of {keep} does not exist: make it first.")
     stops = importlib.import_module(f"quire.tour.{name}")
     with ExitStack() as stack:
         options = dict(stops.OPTIONS)
