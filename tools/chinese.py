@@ -18,6 +18,7 @@ PAIRS = {
     "README.md": "README.zh-CN.md",
     "docs/tour.md": "docs/zh/tour.md",
     "docs/questions.md": "docs/zh/questions.md",
+    "docs/terms.md": "docs/zh/terms.md",
     LADDER: "docs/zh/ladder.md",
     **{f"src/quire/tour/{name}.md": f"src/quire/tour/{name}.zh.md" for name in ("token", "moe", "ranks")},
 }
@@ -55,7 +56,8 @@ def structure(page: str, text: str) -> Structure:
         if ":" not in link:
             path = ((ROOT / page).parent / path).resolve().relative_to(ROOT).as_posix()
         if path not in twin:
-            links[english.get(path, path) + hash_ + anchor] += 1
+            paired = path in PAIRS or path in english  # its headings differ by language
+            links[english.get(path, path) + (hash_ + anchor) * (not paired)] += 1
     return Structure(
         headings=[len(signs) for signs in re.findall(r"^(#+) ", prose, re.MULTILINE)],
         blocks=BLOCK.findall(text),

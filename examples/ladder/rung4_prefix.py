@@ -5,7 +5,7 @@ whose text begins with the same tokens. A block's name is a hash of its tokens a
 equal names mean equal beginnings, and one lookup per block finds the longest shared one. Blocks whose request has
 ended stay until the room is needed; the one that was used longest ago goes first.
 
-In Quire: `kv/prefix.py` and `kv/hashing.py`; `quire explain` and the live page say why a prefix was not reused.
+In Quire: `kv/prefix.py` and `kv/hashing.py`; `quire trace --after` and the live page say why a prefix was not reused.
 """
 
 # %%

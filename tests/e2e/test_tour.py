@@ -78,11 +78,11 @@ def test_the_tour_of_a_token(
     assert tags.count("section") == 12 and tags.count("svg") == 3 and "script" not in tags
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stdin=terminal))
-    answers = iter(["", "q"])
+    answers = iter(["", "b", "", "q"])
     monkeypatch.setattr("builtins.input", lambda asked: next(answers))
     render.show(english.text, pages, "en")
     out = capsys.readouterr().out
-    assert "2/12" in out and "3/12" not in out and next(answers, None) is None
+    assert out.count("\n2/12  ") == 2 and "3/12" not in out and next(answers, None) is None
 
 
 def test_the_tour_of_experts_on_a_model_that_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,9 @@ def test_the_tour_of_experts_on_a_model_that_is_made_up(tmp_path: Path, capsys: 
     assert "leave them out" in (said := capsys.readouterr().err) and "--set no does not exist" in said
     assert (tmp_path / "small" / "model.safetensors").is_file() and main(["tour", "moe", *keep]) == 3
     assert main(["tour", "moe", "--set", "num_experts_per_tok=9"]) == 3
+    assert main(["tour", "--prompt", ""]) == 3 and main(["tour", "--stop", "13"]) == 3
     said = capsys.readouterr().err
+    assert "--prompt is an empty text" in said and "--stop 13 does not exist: give 1 to 12." in said
     assert "small exists: give the name" in said and "--set makes a model that does not exist: num_experts" in said
 
 

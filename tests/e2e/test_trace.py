@@ -16,14 +16,15 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.assemble import engine as assembly
-from quire.contracts.errors import PromptTooLong
+from quire.contracts.errors import ConfigError, PromptTooLong
 from quire.entry.cli.main import main
 from quire.observe.calls import PACKAGE, Span
 from quire.observe.render_calls import events, render
 from quire.procs.messages import Add
 from quire.traces.lanes import lane_lines, trace_lanes
-from quire.traces.step_commands import scripted, step_through
-from quire.traces.step_mode import VLLM, Stepper
+from quire.traces.step_commands import scripted, step_through, stop_names
+from quire.traces.step_mode import Stepper
+from quire.traces.step_words import VLLM
 from quire.traces.trace import engine_stops, recording, trace
 from quire.worker.taps import HiddenTap
 
@@ -149,8 +150,12 @@ def test_drafts_and_their_acceptance_are_told() -> None:
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     with LLM(async_depth=1, speculative_config=drafting, **OPTIONS) as llm:
         spans = list(flat(trace(llm, [5, 6, 7] * 8, max_tokens=12)))
-    assert {"StepDrafts.inputs", "NgramDrafter.draft"} <= {span.name for span in spans}
-    told = [re.fullmatch(r"(\d+) drafted, (\d+) accepted", s.gives) for s in spans if s.name.endswith(".accept")]
+    assert {"StepDrafts.inputs", "NgramDrafter.draft", "ngram.ref.propose"} <= {span.name for span in spans}
+    told = [
+        re.fullmatch(r"(\d+) drafted, (\d+) accepted; tokens \[(?:\d+(?:, )?)+\]", s.gives)
+        for s in spans
+        if s.name.endswith(".accept")
+    ]
     assert told and all(told)
     counts = [tuple(map(int, one.groups())) for one in told if one]
     assert all(0 <= accepted <= drafted <= 2 for drafted, accepted in counts) and any(drafted for drafted, _ in counts)
@@ -289,7 +294,7 @@ def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None
 def stepped(llm: LLM, commands: list[str], **given: Any) -> list[str]:
     """Lines that step mode prints."""
     lines: list[str] = []
-    trace(llm, PROMPT, stepper=Stepper(llm, scripted(commands), lines.append), **given)
+    trace(llm, PROMPT, stepper=Stepper(llm, stop_names(llm), scripted(commands), lines.append), **given)
     return [line.strip() for line in "\n".join(lines).splitlines() if line.strip()]
 
 
@@ -308,7 +313,19 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
         "c",
         "p kv_slots",
         "p x",
+        "p x[4, :2]",
+        "p x[5]",
+        "p x[a]",
         "p nothing",
+        "p",
+        "p result",
+        "c 3",
+        "# a comment",
+        "b layers.99.attention",
+        "b kernels/attention/native.py:1",
+        "b AttentionImpl.forward",
+        "w",
+        "list",
         "b layers.3.*",
         "b head",
         "s",
@@ -331,6 +348,17 @@ def test_step_mode_shows_values_of_the_engine(llm: LLM) -> None:
     (best,) = (line for line in lines if line.startswith("best tokens of the last row: "))
     assert best.count(", ") >= 4 and "there is no command 'what': h lists them." in lines
     assert "halts at: layers.3.attention, layers.3.*" in lines and "self = LMHead()" in lines
+    assert "p prints a value: give its name, such as p result." in lines and "[4]" in told
+    assert "x[5]: bf16[5,256] has no such place (index 5 is out of bounds for dimension 0 with size 5)." in lines
+    assert "x[a]: an index is of numbers: [5], [1,0], [2:4]." in lines
+    assert any(re.fullmatch(r"x\[4,:2\] +bf16\[2\]  norm .*", line) for line in lines)
+    assert "c takes no words, and '3' stands behind it: leave it out." in lines and not any(
+        "'#'" in one for one in lines
+    )
+    assert re.search(r"no stop of this model is called 'layers.99.attention', .* Near: layers\.\d\.attention, ", told)
+    assert "AttentionImpl.forward is a name of vLLM; here the stop is attention.*.paged_attention: give this." in lines
+    assert "no stop of this model is called 'kernels/attention/native.py:1', so" in told
+    assert "def forward(" in told and any(one.startswith("StepRunner.run  worker/") for one in lines)
 
 
 @pytest.mark.parametrize(("typed", "code"), [("", 0), ("n\nq\n", 0), (None, 130)])
@@ -357,19 +385,28 @@ def test_step_mode_ends_with_its_commands_and_with_ctrl_c(
 
 
 def test_commands_of_a_file(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "commands").write_text("# the last layer\nb layers.7\n\nc\nc\nc\n")
+    (tmp_path / "commands").write_text("# the last layer\nb layers.7\nb KVAllocator.trim\n\nc\nc\nc\n")
+    (tmp_path / "wrong").write_text("n\nc 3\n")
+    (tmp_path / "unmet").write_text("b layers.8\n")
     assert step_through(llm, "The", str(tmp_path / "commands"), max_tokens=2) == 0
     out = capsys.readouterr().out
-    assert out.count("(step) c") == 3 and "(step) #" not in out and out.endswith("the request has ended.\n")
+    assert out.count("(step) c") == 3 and "(step) #" not in out
+    assert out.endswith("the request has ended.\nit did not come to KVAllocator.trim.\n")
+    with pytest.raises(ConfigError, match=r"--script: b layers.8: no stop of this model .* Near: layers\.[0-7]"):
+        step_through(llm, "The", str(tmp_path / "unmet"), max_tokens=2)
     assert len(re.findall(r"^ +layers\.7  layers/decoder\.py:\d+  vLLM: Qwen3DecoderLayer", out, re.M)) == 2
     for words, said in (
         (["--script", "none", "--step"], "--script: none cannot be read (No such file or directory)"),
         (["--script", "none"], "--script has commands of --step: add --step."),
+        (["no-model", "A", "--step", "--script", str(tmp_path / "wrong")], "wrong: c takes no words, and '3' stands"),
         (["-p", ""], "--prompt is an empty text: give it one, or leave it out."),
-        (["--step", "--json"], "leave --from, --url, --json, --out and --full out."),
+        (["--step", "--json"], "--step halts at stops of a request here: leave --json out."),
         (["--step", "-tp", "2"], "--step halts this process, and ranks are processes of their own"),
         (["--lanes", "-dp", "2"], "--lanes shows this process, and ranks are processes of their own"),
-        (["--lanes", "--step"], "leave --from, --url, --step, --adapter, --after and --full out."),
+        (
+            ["--lanes", "--step", "--after", "x"],
+            "--lanes shows the steps of a request here: leave --step and --after out.",
+        ),
     ):
         assert main(["trace", *words]) == 3
         assert said in " ".join(capsys.readouterr().err.split())

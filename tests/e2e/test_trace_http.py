@@ -109,7 +109,7 @@ def test_a_request_of_a_running_server(capsys: Any) -> None:
         for words, said in (
             (["--request", "nobody"], "/debug/requests lists them."),
             (["--request", "a/b", "-q", "fp8"], "-q: with --url the server has its own options"),
-            (["--from", "start"], "leave --from, --prompt, --after, --adapter and --full out."),
+            (["--from", "start", "--full"], "shortened: leave --from and --full out."),
         ):
             assert main(["trace", "--url", url, *words]) != 0
             told = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from quire import LLM
 from quire.observe.calls import Span
 from quire.traces.lanes import lane_lines, trace_lanes
+from quire.traces.step_commands import stop_names
 from quire.traces.step_mode import Stepper
 from quire.traces.trace import trace
 
@@ -37,6 +38,7 @@ def test_step_mode_reads_tensors_of_the_device() -> None:
     lines: list[str] = []
     commands = iter(["b StepRunner.submit", "b head", "c", "c", "s", "n", "n", "b head", "c"])
     with LLM(device="cuda", async_depth=1, enforce_eager=True, kv_cache_memory_bytes=1 << 28) as llm:
-        trace(llm, PROMPT, max_tokens=1, stepper=Stepper(llm, lambda: next(commands, None), lines.append))
+        stepper = Stepper(llm, stop_names(llm), lambda: next(commands, None), lines.append)
+        trace(llm, PROMPT, max_tokens=1, stepper=stepper)
     text = "\n".join(lines)
     assert "tokens 0 to 5, block table: 1" in text and "best tokens of the last row: " in text

@@ -440,7 +440,7 @@ def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tup
     shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
     cache = (*plan.cache.notes, *plan.offload.notes, *slice_notes(params, dtype.dtype))
     notes = [*cache, *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
-    if dtype.dtype != args.dtype:
+    if dtype.dtype not in (args.dtype, config.model.dtype):  # a type that was asked for needs no note
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:
         notes.append("trust_remote_code changes nothing: Quire never runs code from a checkpoint.")

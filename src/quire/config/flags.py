@@ -39,6 +39,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # kind of value in a table of flags ->
     "several": {"nargs": "+", "action": "extend"},
 }
 
+ALIKE = 0.7  # likeness of flags, without their dashes, from which on one is taken for the other
+
 
 class FlagParser(argparse.ArgumentParser):
     """Parser that accepts underscores in flags, takes no abbreviations, and suggests the nearest flag for an error.
@@ -96,8 +98,12 @@ class FlagParser(argparse.ArgumentParser):
             return f"unexpected argument {unknown[0]!r}" + (f": {self.elsewhere['']}." if "" in self.elsewhere else ".")
         if flag in self.elsewhere:
             return f"unknown flag {flag}: {self.elsewhere[flag]}."
-        known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))
-        near = [f"--{whole}"] if f"--{whole}" in known else [] if whole else difflib.get_close_matches(flag, known, n=1)
+        bare = flag.lstrip("-")
+        known, whole = self._option_string_actions, abbreviated(bare)
+        words = {one.lstrip("-"): one for one in known}
+        longer = [one for one in words if one.startswith(f"{bare}-")]
+        close = [words[one] for one in longer[:1] or difflib.get_close_matches(bare, words, 1, ALIKE)]
+        near = [f"--{whole}"] if f"--{whole}" in known else [] if whole else close
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 

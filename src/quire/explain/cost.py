@@ -14,7 +14,7 @@ from quire.plan.kv_geometry import kv_components
 from quire.plan.placement import parallel_sizes
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.reports.engine import PlanReport
-from quire.reports.gpu_rates import GpuRates, rates_of
+from quire.reports.gpu_rates import RATES, GpuRates, rates_of
 from quire.reports.step_costs import StepWork
 from quire.reports.step_kernels import StepForecast, StepKernel, active_parameters, forecast, launches
 from quire.reports.step_time import USUAL, RankSteps
@@ -32,7 +32,7 @@ def describe_cost(
     """Return the costs of a step of decodes, and of one of prompts, as plain values.
 
     requests, context   of a replica in the step of decodes, and tokens of each after it (None: 4096, or the longest)
-    rates         of the GPU; None: a CPU, or none are known, and there are no seconds
+    rates         of the GPU; None: a CPU, or none are known: then all seconds, and what bounds a kernel, are None
     balance       operations of a product for each byte from which on it is bound by operations
     parameters    "all" and "active": those that a token is multiplied with
     experts       [tokens, experts that they hit] in a layer if the router chooses at random; []: none
@@ -58,14 +58,14 @@ def describe_cost(
         "steps": [],
         "layouts": [],
     }
-    if rates is None:
-        return found
+    if layouts and rates is None:
+        raise ConfigError("--layouts compares seconds, and the rates of this device are not known: add --device h200.")
     chunk = min(report.plan.config.scheduler.token_budget(), longest)
     works = ((StepWork(requests, 1, context), False), (StepWork(1, chunk, chunk), True))
     layers, own = list(report.layers()), report.holdings.held[0][0].layers
     counts = tuple(launches(layers, own, prompts) for _, prompts in works)
-    found["steps"] = [_step(one, rates) for one in _forecasts(report, rates, works, counts)]
-    if layouts:
+    found["steps"] = [_step(one, rates) for one in _forecasts(report, rates or RATES[0], works, counts)]
+    if layouts and rates is not None:
         found["layouts"] = list(_layouts(config, described, args, rates, works, counts))
     return found
 
@@ -79,21 +79,16 @@ def _forecasts(report: PlanReport, rates: GpuRates, works: Works, counts: Counts
         yield forecast(made, count, own, prompts=prompts)
 
 
-def _step(made: StepForecast, rates: GpuRates) -> dict[str, Any]:
-    return {
-        "kind": made.kind,
-        **made.work._asdict(),
-        "kernels": [_kernel(one, rates) for one in made.kernels],
-        "launches": made.launches,
-        "gaps": made.gaps,
-        "exchanges": made.exchanges,
-        "copies": made.copies,
-        "floor": made.floor,
-        "seconds": made.seconds,
-    }
+def _step(made: StepForecast, rates: GpuRates | None) -> dict[str, Any]:
+    kernels = [_kernel(one, rates) for one in made.kernels]
+    counted = {"kind": made.kind, **made.work._asdict(), "kernels": kernels, "launches": made.launches}
+    seconds = ("gaps", "exchanges", "copies", "floor", "seconds")
+    return counted | {name: None if rates is None else getattr(made, name) for name in seconds}
 
 
-def _kernel(one: StepKernel, rates: GpuRates) -> dict[str, Any]:
+def _kernel(one: StepKernel, rates: GpuRates | None) -> dict[str, Any]:
+    if rates is None:
+        return one._asdict() | {"floor": None, "seconds": None, "intensity": one.intensity, "bound": None}
     by_bytes = one.num_bytes / rates.memory >= one.floor * (1 - 1e-9)
     return one._asdict() | {"intensity": one.intensity, "bound": "memory" if by_bytes else "operations"}
 

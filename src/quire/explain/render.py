@@ -141,7 +141,9 @@ def _parts(one: Plan) -> str:
 def _origin(one: Plan, layer: str, full: bool) -> Iterator[str]:
     """Yield names and files of a parameter; `layer`: number of the layer that stands for all equal layers, or ""."""
     if full:
-        yield from (f"{name} in {file}" if file else name for name, file in one["stored"].items())
+        for file in dict.fromkeys(one["stored"].values()):  # experts of a file are a line for each of their matrices
+            own = folded(name for name, held in one["stored"].items() if held == file)
+            yield from (f"{name} in {file}" if file else name for name in own)
         return
     files = list(dict.fromkeys(filter(None, one["stored"].values())))
     place = "" if layer or not files else f" in {files[0]}{f' to {files[-1]}' * (len(files) > 1)}"
@@ -274,6 +276,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
         "all".format(**memory),
+        memory["graphs"] and f"CUDA graphs: {memory['graphs']}",
         memory["states"] and f"states of recurrent layers: {state_words(memory['states'])}",
         *map(_tier_words, memory["tiers"]),
         *memory["notes"],

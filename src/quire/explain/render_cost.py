@@ -30,29 +30,32 @@ def _parts(cost: Plan) -> Iterator[RenderableType]:
         )
     if rates is None:
         yield "seconds: the rates of this device are not known; --device h200, h100 or a100 names one"
-        return
-    yield (
-        f"rates of an {rates['name']} ({rates['source']}): {rates['memory'] / 1e12:.2f} TB/s, "
-        f"{rates['products'] / 1e12:,.0f} TFLOP/s of two-byte products. From {cost['balance']:.0f} operations a "
-        "byte on operations are the bound, below it memory. A kernel waits "
-        f"{rates['gap'] * 1e6:.1f} us for the one before it."
-    )
+    else:
+        yield (
+            f"rates of an {rates['name']} ({rates['source']}): {rates['memory'] / 1e12:.2f} TB/s, "
+            f"{rates['products'] / 1e12:,.0f} TFLOP/s of two-byte products. From {cost['balance']:.0f} operations a "
+            "byte on operations are the bound, below it memory. A kernel waits "
+            f"{rates['gap'] * 1e6:.1f} us for the one before it."
+        )
     for step in cost["steps"]:
         yield ""
-        yield _step(step)
-        yield _sum(step)
+        yield _step(step, timed=rates is not None)
+        read, work = (sum(one[key] for one in step["kernels"]) for key in ("num_bytes", "operations"))
+        yield f"in all {size(read)}, {work / 1e9:,.2f} GFLOP, {step['launches']} kernels that wait for each other"
+        if rates is not None:
+            yield _sum(step)
     if cost["layouts"]:
         yield ""
         yield _layouts(cost)
 
 
-def _step(step: Plan) -> Table:
+def _step(step: Plan, *, timed: bool) -> Table:
     each = f"{step['requests']:,} request{'s' * (step['requests'] > 1)}, {step['rows']:,} token"
     words = {"decode": "a decode step", "prompts": "a prompt step"}[step["kind"]]
     title = f"{words}: {each}{'s' * (step['rows'] > 1)} each, context {step['context']:,}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("kernels")
-    for name in ("number", "bytes", "GFLOP", "FLOP/byte", "bound", "floor, us", "forecast, us"):
+    for name in ("number", "bytes", "GFLOP", "FLOP/byte", *["bound", "floor, us", "forecast, us"] * timed):
         table.add_column(name, justify="right", no_wrap=True)
     for one in step["kernels"]:
         table.add_row(
@@ -61,9 +64,7 @@ def _step(step: Plan) -> Table:
             size(one["num_bytes"]),
             f"{one['operations'] / 1e9:,.2f}",
             f"{one['intensity']:,.1f}",
-            one["bound"],
-            f"{one['floor'] * 1e6:,.1f}",
-            f"{one['seconds'] * 1e6:,.1f}",
+            *([one["bound"], f"{one['floor'] * 1e6:,.1f}", f"{one['seconds'] * 1e6:,.1f}"] if timed else []),
         )
     return table
 

@@ -21,6 +21,7 @@ from quire.weights.load import DTYPES, load_weights
 BINS = 21  # of a histogram, an odd number: zero has a bin of its own
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 FAR = 6.0  # standard deviations from the mean, beyond which a number is an outlier
+NEAREST = 3  # names that an error tells
 SHOWN = 5  # outliers that are named
 MOST = 1 << 24  # numbers whose quantiles are exact; of more, every n-th counts
 
@@ -40,7 +41,9 @@ def tensor_values(config: EngineConfig, folder: Path, name: str) -> dict[str, An
     own = [one for one in tensors.values() if one.name == name or one.name.rpartition(".")[0] == module]
     exact = [one for one in own if one.name == name]
     if not own:
-        near = difflib.get_close_matches(name, tensors, 3, 0.5)
+        ends = [one for one in tensors if name and f".{one}".removesuffix(".weight").endswith(f".{module}")]
+        inside = [one for one in tensors if f".{one}".startswith(f".{name}.") or f".{name}." in one]
+        near = (ends or inside)[:NEAREST] or difflib.get_close_matches(name, tensors, NEAREST, 0.5)
         hint = f" Near: {', '.join(near)}." if near else ""
         raise ConfigError(f"{folder} has no tensor or module {name!r}.{hint} `quire weights` lists all.")
     found: dict[str, Any] = {"name": name, "stored": [_stored(one) for one in exact or own], "weight": None}

@@ -4,7 +4,7 @@
     key[0]     = sha256(root     + tokens of block 0 + extras)     tokens: packed little-endian uint32
     key[i]     = sha256(key[i-1] + tokens of block i)              so a key names everything before it, too
     of a group = key[n] + the group's number (group 0: key[n])     n: the block of the chain with which its block ends
-    extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, ...; empty when there are none
+    extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, tenant, embeddings; empty: none
 
 Blocks of the chain have the size that divides the blocks of all groups. The block 0 of a group with twice as many
 tokens ends with block 1 of the chain, and has its key. No two blocks of a group end there, so this names its tokens.

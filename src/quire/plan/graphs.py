@@ -107,7 +107,7 @@ def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
 def decode_sizes(most: int) -> tuple[int, ...]:
     """Return the numbers of sequences, at most `most`, for which decode steps are captured.
 
-    Small sizes lie close together: 40 sizes up to 1,024 sequences.
+    Small sizes lie close together: 35 sizes up to 1,024 sequences.
     """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, 1025, 64), *range(1280, 4097, 256)]
     return (*(size for size in sizes if size < most), *((most,) if most else ()))

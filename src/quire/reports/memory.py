@@ -9,6 +9,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.parallel import Rank
 from quire.contracts.params import Param, first_expert
 from quire.plan.engine import EnginePlan, of_rank
+from quire.plan.graphs import GraphPlan
 from quire.plan.memory import MemoryPlan
 from quire.plan.state_memory import divide_tier
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -68,12 +69,37 @@ def describe_memory(
             "num_tokens": plan.num_tokens,
             "max_model_len": plan.max_model_len,
             "notes": (*plan.notes, *state_notes(whole, plan)),
+            "graphs": graph_words(whole.graphs),
             "sequences": whole.config.scheduler.sequences(),
             "states": describe_states(whole, plan),
             "tiers": _tiers(whole, plan),
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
             "budget": str(plan.budget or ""),
         }
+    )
+
+
+def graph_words(graphs: GraphPlan) -> str:
+    """Return the sizes of the steps that are captured as CUDA graphs, in words; "": none."""
+    drafts = f", also with {' or '.join(map(str, graphs.drafts))} drafts each" * bool(graphs.drafts)
+    parts = (
+        (graphs.sequences, f"decodes of {_runs(graphs.sequences)} requests ({len(graphs.sequences)} sizes){drafts}"),
+        (graphs.tokens, f"prompts of {_runs(graphs.tokens)} tokens ({len(graphs.tokens)} sizes)"),
+    )
+    return "; ".join(words for sizes, words in parts if sizes)
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Return ascending numbers with those at equal distances as one: "1, 2, 4, 8 to 64 by 8"."""
+    runs = list[list[int]]()
+    for size in sizes:
+        if runs and (len(runs[-1]) < 2 or size - runs[-1][-1] == runs[-1][1] - runs[-1][0]):
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    return ", ".join(
+        f"{run[0]:,} to {run[-1]:,} by {run[1] - run[0]:,}" if len(run) > 2 else ", ".join(f"{one:,}" for one in run)
+        for run in runs
     )
 
 

@@ -41,8 +41,6 @@ class Visit(NamedTuple):
         own   words of the command line that change the request: a page of one stop has the values of the tour's own
               request, too, and no command if these words are it
         """
-        if number is not None and not 1 <= number <= len(self.text.stops):
-            raise ConfigError(f"--stop {number} does not exist: give 1 to {len(self.text.stops)}.")
         found = pages(self.live, self.text, self.facts, number)
         if number is None or not own:
             return found
@@ -65,6 +63,8 @@ def guide(
     """
     if keep is not None and keep.exists():
         raise ConfigError(f"--keep: {keep} exists: give the name of a new folder.")
+    if keep is not None and not keep.absolute().parent.is_dir():
+        raise ConfigError(f"--keep: the folder of {keep} does not exist: make it first.")
     stops = importlib.import_module(f"quire.tour.{name}")
     with ExitStack() as stack:
         options = dict(stops.OPTIONS)

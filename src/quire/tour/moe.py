@@ -77,7 +77,7 @@ def _expanded(live: Live, call: SeenCall) -> Values:
         ("queries", shape(call.given["q"])),
         ("up-projection", f"{heads} heads x {width} x {rank}"),
         ("keys and values made of latents", f"{tokens} tokens x {heads} heads x {width} = {tokens * heads * width:,}"),
-        ("result of the last token, head 0", numbers(call.given["out"][-1, 0])),
+        ("result of the last token, head 0", numbers(call.result[-1, 0])),
     ]
 
 

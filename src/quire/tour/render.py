@@ -10,9 +10,10 @@ from pathlib import Path
 
 from quire.contracts.errors import ConfigError
 from quire.tour.pages import Code, StopPage
-from quire.tour.texts import WORDS, Tour
+from quire.tour.texts import WORDS, Tour, told
 
 WIDTH = 120  # columns where the output is no terminal
+TAGS = {"en": "en", "zh": "zh-CN"}  # of languages in HTML
 STAYS = "，。；：、？！）》”,.;:?!)"  # signs that no line begins with
 OPENS = "（《“"  # signs that no line ends with
 STYLE = """
@@ -36,19 +37,20 @@ def page_lines(page: StopPage, count: int, language: str, width: int = WIDTH) ->
     yield from ("", f"{words['ran']}  {_ran(page, words)}")
     yield from (f"    {line}" for line in fold(page.shapes, width - 4))
     yield from ("", words["values"])
-    usual, told = dict(page.usual), words["usual"]
-    wide = max((_columns(name) for name in (*dict(page.values), *[told] * bool(usual))), default=0)
-    for name, shown in page.values:
-        yield f"    {name:{wide}}  {shown}"
-        if usual.get(name, shown) != shown:
-            yield f"    {' ' * (wide - _columns(told))}{told}  {usual[name]}"
+    usual, before = dict(page.usual), words["usual"]
+    names = [told(name, language) for name, _ in page.values]
+    wide = max((_columns(name) for name in (*names, *[before] * bool(usual))), default=0)
+    for name, (english, shown) in zip(names, page.values, strict=True):
+        yield f"    {name}{' ' * (wide - _columns(name))}  {told(shown, language)}"
+        if usual.get(english, shown) != shown:
+            yield f"    {' ' * (wide - _columns(before))}{before}  {told(usual[english], language)}"
     yield from ("", words["try"], f"    $ {page.command}") if page.command else ("", words["see"])
     yield from (f"    {line}" for line in fold(page.see, width - 4))
-    yield from ("", f"{words['vllm']}  {page.vllm}")
+    yield from ("", *fold(f"{words['vllm']}  {page.vllm}", width))
 
 
 def show(tour: Tour, found: Iterable[StopPage], language: str, *, alone: bool = False) -> None:
-    """Print the pages. In a terminal each page waits for Enter; q ends the tour.
+    """Print the pages. In a terminal each page waits for Enter; b goes back, and q ends the tour.
 
     alone   a page is shown by itself, without the introduction
     """
@@ -57,21 +59,26 @@ def show(tour: Tour, found: Iterable[StopPage], language: str, *, alone: bool = 
     if not alone:
         print(tour.title, "", *fold(tour.about, width), sep="\n")
     count = len(tour.stops)
-    for page in found:
-        print(*page_lines(page, count, language, width), sep="\n")
-        if asks and not alone and page.number < count:
+    every, at = tuple(found), 0
+    while at < len(every):
+        print(*page_lines(every[at], count, language, width), sep="\n")
+        at += 1
+        if asks and not alone and at < len(every):
             try:
-                if input(f"\n[{page.number}/{count}] {WORDS[language]['next']} ").strip().lower().startswith("q"):
-                    return
+                typed = input(f"\n[{every[at - 1].number}/{count}] {WORDS[language]['next']} ").strip().lower()[:1]
             except EOFError:
                 return
+            if typed == "q":
+                return
+            if typed == "b":
+                at = max(0, at - 2)
 
 
 def fold(text: str, width: int) -> list[str]:
     """Break a text into lines of at most `width` columns: between words, and between Chinese characters."""
     lines, line = list[str](), ""
     for piece in _pieces(text):
-        if line and _columns(line + piece.rstrip()) > width and piece[0] not in STAYS:
+        if line and _columns(line + piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = ""
         line += piece if line else piece.lstrip()
@@ -79,11 +86,12 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield words, each with the blanks behind it, and wide characters one by one."""
+    """Yield words, each with the blanks behind it, and wide characters one by one, with the signs that stay at each."""
     piece = ""
     for sign in text:
         wide = _columns(sign) == 2
-        if piece and piece[-1] not in OPENS and (wide or piece[-1] == " " != sign or _columns(piece[-1]) == 2):
+        apart = wide or piece[-1:] == " " != sign or _columns(piece[-1:]) == 2
+        if piece and apart and sign not in STAYS and piece[-1] not in OPENS:
             yield piece
             piece = ""
         piece += sign
@@ -101,13 +109,14 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
     drawings   SVG texts by name
     """
     words = WORDS[language]
-    parts = [f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
+    parts = [f'<!doctype html><html lang="{TAGS[language]}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
     parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{_prose(tour.about)}</p>"]
     for page in found:
         code = "\n".join(_marked(page.code))
         if page.code.more:
             code += "\n" + words["more"].format(count=page.code.more)
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(shown)}</td></tr>" for name, shown in page.values)
+        values = (tuple(escape(told(one, language)) for one in value) for value in page.values)
+        rows = "".join(f"<tr><th>{name}</th><td>{shown}</td></tr>" for name, shown in values)
         parts.append(
             f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
             f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"

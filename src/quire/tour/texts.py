@@ -1,11 +1,15 @@
 """Texts of the tours: Markdown files beside this one, `<tour>.md` and `<tour>.zh.md`.
 
 A file has a title, an introduction, and a section for each stop: a heading, the idea, a command, what it shows, and a
-line "vLLM: ...". `{name}` stands for a value of the live trace.
+line "vLLM: ...". `{name}` stands for a value of the live trace. `values.<language>.txt` has names of values.
 """
 
+import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from quire.contracts.text_table import read_rows
 
 LANGUAGES = ("en", "zh")
 WORDS = {
@@ -22,7 +26,7 @@ WORDS = {
         "see": "what to see",
         "vllm": "in vLLM",
         "more": "... {count} more lines",
-        "next": "Enter: next stop, q: leave",
+        "next": "Enter: next stop, b: back, q: leave",
     },
     "zh": {
         "code": "代码",
@@ -37,7 +41,7 @@ WORDS = {
         "see": "看什么",
         "vllm": "vLLM 中的名称",
         "more": "... 还有 {count} 行",
-        "next": "Enter：下一站，q：退出",
+        "next": "Enter：下一站，b：上一站，q：退出",
     },
 }
 
@@ -71,6 +75,31 @@ def read_tour(name: str, language: str = "en") -> Tour:
     ending = "" if language == "en" else f".{language}"
     tour = parse_tour((Path(__file__).parent / f"{name}{ending}.md").read_text(encoding="utf-8"))
     return tour._replace(flag=f" --lang {language}" * bool(ending))
+
+
+def told(words: str, language: str) -> str:
+    """Return the name of a value, or a value, in a language. Without a row in the table it stays as it is."""
+    if (whole := _fitting(words, language)) is not None:
+        return whole
+    return ", ".join(_fitting(part, language) or part for part in words.split(", "))
+
+
+def _fitting(words: str, language: str) -> str | None:
+    for pattern, other in _named(language):
+        if found := pattern.fullmatch(words):
+            return other.format(*found.groups())
+    return None
+
+
+@cache
+def _named(language: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    file = Path(__file__).parent / f"values.{language}.txt"
+    return tuple(_row(*row) for row in read_rows(file)) if file.exists() else ()
+
+
+def _row(english: str, other: str) -> tuple[re.Pattern[str], str]:
+    pattern = re.escape(english).replace(r"\{n\}", r"([\d.,]*\d)").replace(r"\{\}", "(.+)").replace(r"\ ", " +")
+    return re.compile(pattern), other.replace("{n}", "{}")
 
 
 def parse_tour(text: str) -> Tour:

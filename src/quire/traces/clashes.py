@@ -7,14 +7,17 @@ from quire.config.engine import ParallelConfig
 from quire.config.flags import engine_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.remote import refuse_engine_flags
+from quire.traces.step_words import read_script
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that do not go together, and for a file that cannot be written."""
+    """Raise `ConfigError` for flags that do not go together, a file that cannot be written, and a wrong script."""
     if args.url is not None:
         refuse_engine_flags(vars(args))
     if words := next((words for clash, words in _clashes(args) if clash), ""):
         raise ConfigError(words)
+    if args.script is not None:
+        read_script(args.script)
 
 
 def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
@@ -25,16 +28,25 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     for name in ("prompt", "after"):
         yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
+    heated = args.temperature is not None and (args.url is not None or args.begin in ("start", "load", "flag"))
+    yield heated, "--temperature is of a request that the command makes: leave it, or --url and --from out."
+    yield args.request == "", "--request is an empty text: give the id of a request, or leave it out for the next one."
+    yield args.tensor == "", "--tensor is an empty text: give it a name, or leave it out."
+    yield (
+        args.max_tokens < 1,
+        f"--max-tokens {args.max_tokens}: a trace is of a request that makes a token: give 1 or more.",
+    )
     yield args.url is None and (args.request is not None or args.api_key is not None), belongs
-    words = "leave --from, --prompt, --after, --adapter and --full out."
-    clash = other or args.prompt or args.after or args.adapter or args.full
-    yield args.url is not None and bool(clash), f"--url shows a request that the server has, shortened: {words}"
+    clash = _given(args, "begin", "prompt", "after", "adapter", "full")
+    yield (
+        args.url is not None and bool(clash),
+        f"--url shows a request that the server has, shortened: leave {clash} out.",
+    )
     yield args.script is not None and not args.step, "--script has commands of --step: add --step."
-    words = "--step halts at stops of a request here: leave --from, --url, --json, --out and --full out."
-    yield args.step and bool(other or args.url or args.json or out or args.full), words
-    words = "leave --from, --url, --step, --adapter, --after and --full out."
-    clash = other or args.url or args.step or args.adapter or args.after or args.full
-    yield args.lanes and bool(clash), f"--lanes shows the steps of a request here: {words}"
+    clash = _given(args, "begin", "url", "json", "out", "full")
+    yield args.step and bool(clash), f"--step halts at stops of a request here: leave {clash} out."
+    clash = _given(args, "begin", "url", "step", "adapter", "after", "full")
+    yield args.lanes and bool(clash), f"--lanes shows the steps of a request here: leave {clash} out."
     asked = engine_config(args).parallel if args.step or args.lanes else ParallelConfig()
     ranks = asked.tensor_parallel_size * asked.pipeline_parallel_size * asked.data_parallel_size
     words = "this process, and ranks are processes of their own: leave -tp, -pp and -dp out."
@@ -46,3 +58,10 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield args.json and args.begin in ("load", "flag"), lines
     missing = out and not args.out.resolve().parent.is_dir()
     yield missing, f"--out: the folder of {args.out} does not exist: make it first."
+
+
+def _given(args: argparse.Namespace, *names: str) -> str:
+    """Return those flags of `names` that are given, in words; "": none."""
+    given = [name for name in names if getattr(args, name) not in (None, False, "request")]
+    flags = [f"--{'from' if name == 'begin' else name}" for name in given]
+    return " and ".join([", ".join(flags[:-1])] * (len(flags) > 1) + flags[-1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.kernels.select import select
-from quire.observe.calls import Span, place_of
+from quire.observe.calls import PACKAGE, Span, place_of
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.dtype import resolve_dtype
 from quire.plan.memory import resolve_memory
@@ -72,9 +72,34 @@ def _of_plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield r"layers\.\d+", f"{model['dtype']} ({model['dtype_reason']}), {place_of(resolve_dtype)}"
     yield r"layers\.\d+\.attention", f"KV cache {_cache(memory)} ({memory['cache_reason']}), {place_of(choose_cache)}"
     for kernel in plan["kernels"]:
-        names = rf"{kernel['op']}\.{kernel['name']}\.(?!gather)\w+"  # rows of the embedding need no product
+        modules = "|".join(_modules(kernel["op"], kernel["name"]))
+        names = rf"{kernel['op']}\.(?:{modules})\.(?!gather)\w+"  # rows of the embedding need no product
         others = "".join(f"; not {name}: {why}" for name, why in kernel["rejected"])
         yield names, f"{kernel['op']}: {kernel['name']} ({kernel['reason']}{others}), {place_of(select)}"
+    phases = {key: one for key, one in (plan["moe"] or {}).items() if isinstance(one, Mapping) and one.get("experts")}
+    for chosen in {one["experts"]: one for one in reversed(phases.values())}.values():
+        own = [phase for phase, one in phases.items() if one["experts"] == chosen["experts"]]
+        pairs = [(pair, why) for *pair, why in chosen["candidates"] if why]
+        others = "".join(f"; not {pair[0]} with {pair[1] or 'any kernel'}: {why}" for pair, why in pairs)
+        words = f"experts in {' and '.join(own)}: dispatcher {chosen['dispatcher']}, kernel {chosen['experts']}"
+        yield (
+            rf"experts\.(?:{'|'.join(_modules('experts', chosen['experts']))})\.\w+",
+            f"{words} ({chosen['decided']}{others})",
+        )
+
+
+def _modules(operation: str, name: str) -> list[str]:
+    """Return the modules with the functions of a kernel: its own, and those that it takes functions from.
+
+    Read off the sources, since this process may have no PyTorch.
+    """
+    found = [name]
+    for one in found:  # the list grows
+        file = PACKAGE / "kernels" / operation / f"{one}.py"
+        if file.exists():
+            taken = re.findall(rf"^from quire\.kernels\.{operation}\.(\w+) import", file.read_text(), re.MULTILINE)
+            found += [more for more in dict.fromkeys(taken) if more not in found]
+    return found
 
 
 def _cache(memory: Mapping[str, Any]) -> str:

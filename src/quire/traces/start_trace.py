@@ -6,6 +6,7 @@ beforehand. Kept are those that take part of the time, and those that decide: fu
 code down; files, devices and kernels take the time that they always take.
 """
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from quire.observe.calls import PACKAGE, Span
 
 DECIDING = ("plan", "config", "args", "quantization", "platforms")  # rooms whose results may have a reason
 LEAST = 0.004  # share of the whole time that a call takes at least to be kept
+MANY = 5
 WIDEST = 160  # characters of a result
 SKIPPED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -29,9 +31,11 @@ class StartRecorder:
     def __init__(self, name: str) -> None:
         self.root = Span(name, "")
         self._stack, self._codes = [self.root], dict[CodeType, tuple[str, str, bool] | None]()
+        self._collects = gc.isenabled()
         self._depth = list[bool]()  # of each Python function that runs: whether it has a span
 
     def __enter__(self) -> "StartRecorder":
+        gc.disable()  # the spans of a start would bring collections, whose time any call would seem to take
         self.root.begin = perf_counter_ns()
         sys.setprofile(self._event)
         return self
@@ -39,7 +43,9 @@ class StartRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         sys.setprofile(None)
         self.root.end = perf_counter_ns()
-        _prune(self.root, self.root.seconds * LEAST)
+        if self._collects:
+            gc.enable()
+        _prune(self.root, self.root.seconds * LEAST, set())
 
     def _event(self, frame: FrameType, event: str, result: Any) -> None:
         if event == "call":
@@ -84,19 +90,33 @@ def _told(result: Any, decides: bool) -> str:
     return ""
 
 
-def _prune(span: Span, least: float) -> None:
-    """Drop calls that take less than `least` seconds, unless they or calls inside have a reason; join repeated ones."""
+def _prune(span: Span, least: float, told: set[tuple[str, str]]) -> None:
+    """Drop calls of a name if none takes `least` seconds, nor all together MANY times that, unless a reason is told.
+
+    Repeated ones are joined, with their true number.
+
+    told   (name, result) of the reasons that are in the tree already: each is told once
+    """
     for one in span.inside:
-        _prune(one, least)
-    told = list[Span]()
+        _prune(one, least, told)
+    times, shown = dict[tuple[str, str], list[float]](), list[Span]()
     for one in span.inside:
-        if told and (told[-1].name, told[-1].gives) == (one.name, one.gives) and not _decided(one):
-            told[-1].joined = max(1, told[-1].joined) + 1
-            told[-1].end += one.end - one.begin  # a span of several calls has their time
-            told[-1].inside = []
-        elif one.seconds >= least or _decided(one):
-            told.append(one)
-    span.inside = told
+        times.setdefault((one.name, one.gives), []).append(one.seconds)
+    for one in span.inside:
+        key = one.name, one.gives
+        new = _has_reason(one) and key not in told
+        short = max(times[key]) < least and sum(times[key]) < MANY * least
+        if short and not new and not one.inside:
+            continue
+        if new:
+            told.add(key)
+        if shown and (shown[-1].name, shown[-1].gives) == key and not new:
+            shown[-1].joined = max(1, shown[-1].joined) + 1
+            shown[-1].end += one.end - one.begin  # a span of several calls has their time
+            shown[-1].inside = []
+        else:
+            shown.append(one)
+    span.inside = shown
 
 
 def start_lines(span: Span, depth: int = 0) -> Iterator[str]:
@@ -108,8 +128,8 @@ def start_lines(span: Span, depth: int = 0) -> Iterator[str]:
         yield from start_lines(one, depth + 1)
 
 
-def _decided(span: Span) -> bool:
-    return span.gives.endswith(")") or any(map(_decided, span.inside))
+def _has_reason(span: Span) -> bool:
+    return span.gives.endswith(")")
 
 
 def trace_start(build: Callable[[], Any], name: str) -> tuple[Any, Span]:

@@ -1,18 +1,19 @@
 """Step mode of a trace: `quire trace --step` halts at each stop of a request, as a debugger would.
 
 A halt shows the stop's file, its name in vLLM, what decided it, and its tensors by name. Commands come from a terminal,
-from a file or from standard input. `HELP` lists them.
+from a file or from standard input; `step_words.py` has them.
 """
 
 import inspect
+import re
 import signal
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,26 +23,18 @@ from torch import Tensor
 
 from quire.contracts.errors import QuireError
 from quire.contracts.step import StepPlan
-from quire.contracts.text_table import read_rows
 from quire.engine.core import EngineCore
 from quire.engine.plan_writer import InFlight
 from quire.entry.llm import LLM
 from quire.layers.context import StepContext
 from quire.observe.calls import Span, shapes, words
 from quire.traces.decisions import decisions_of
+from quire.traces.step_words import HELP, VLLM, StopNames, is_comment, matches, read_command
 
-HELP = """\
-n          run this stop to its end, show what it returns, and halt at the next one
-s          halt at the next stop, also inside this one
-c          continue to a stop of `b`, or to the end
-p NAME     print an argument, a part of it (p ctx.positions), `result`: what the last stop returned, or `self`
-b NAME     halt at stops of this name, in which * stands for anything (b layers.3.*); again: no more; b: list them
-q          leave; so do the end of the commands and Ctrl-C
-h          this list; an empty line repeats the last command"""
-VLLM = [tuple(row) for row in read_rows(Path(__file__).with_name("vllm_stops.txt"))]  # pattern, name in vLLM
 MOST_LINES, MOST_DEPTH = 12, 3  # tensors of a halt; records in records
 MOST_NUMBERS, MOST_COPIED = 1 << 24, 1 << 16  # of a tensor whose norm is shown, and that is copied for its first ones
 FIRST, FIRST_OF_ONE = 4, 32  # numbers of a tensor at a halt, and of one that `p` prints
+MOST_ROWS, FIRST_OF_ROW = 16, 8  # rows of a matrix that `p` prints, and numbers of each
 BEST = 5  # tokens of logits
 OUTER = 2  # open calls in the outermost one: the root, and `LLM.generate`
 
@@ -55,12 +48,15 @@ class Left(BaseException):
 class Stepper:
     """Halts at stops of a request.
 
+    names      stops that the request can come to
     commands   source of commands
     say        prints a line
+    unmet      names of `b` that the request has not come to
     """
 
-    def __init__(self, llm: LLM, commands: Commands, say: Callable[[str], None]) -> None:
-        self._llm, self._commands, self._say = llm, commands, say
+    def __init__(self, llm: LLM, names: StopNames, commands: Commands, say: Callable[[str], None]) -> None:
+        self._llm, self._names, self._commands, self._say = llm, names, commands, say
+        self.unmet = dict[str, None]()
         self._decisions = decisions_of(msgspec.json.decode(str(llm.engine.core.facts.plans["engine"])))
         self._breaks = dict[str, None]()
         self._mode, self._limit = "s", 0  # the last command that goes on; most calls that a halt of `n` may lie in
@@ -68,6 +64,8 @@ class Stepper:
         self._phase, self._last = "", "n"
         self._values: dict[str, Any] = {}  # by the names of `p`
         self._result: Any = None
+        self._function: Any = None  # of the stop
+        self._open = list[Span]()  # calls that have not ended
         self._halts = False  # functions that a halt calls are no stops of the request
 
     def began(self, open_ones: list[Span], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,8 +75,8 @@ class Stepper:
             return
         asked = self._mode == "s" or (self._mode == "n" and len(open_ones) <= self._limit)
         asked = asked and len(open_ones) > OUTER  # the whole request
-        if asked or self._breaks_at(span.name):
-            self._values = _arguments(function, args, kwargs)
+        if self._breaks_at(span) or asked:
+            self._values, self._function, self._open = _arguments(function, args, kwargs), function, open_ones[1:]
             self._halted.append(span)
             self._halts = True
             self._show(span, open_ones)
@@ -98,8 +96,11 @@ class Stepper:
             self._tensors("", result)
             self._halts = False
 
-    def _breaks_at(self, name: str) -> bool:
-        return any(fnmatch(name, one) or fnmatch(name, f"*.{one}") for one in self._breaks)
+    def _breaks_at(self, span: Span) -> bool:
+        met = [one for one in self._breaks if matches(one, span.name, span.where)]
+        for one in met:
+            self.unmet.pop(one, None)
+        return bool(met)
 
     def _show(self, span: Span, open_ones: list[Span]) -> None:
         phase = next((one.phase for one in open_ones if one.phase), "")
@@ -112,7 +113,11 @@ class Stepper:
             if told:
                 self._say(f"    decided from: {told}")
         for name, value in self._values.items():
-            if name != "self":
+            if isinstance(value, bool | int | float | str):
+                self._say(
+                    f"    {name:<28} {str(value)[:80]!r}" if isinstance(value, str) else f"    {name:<28} {value}"
+                )
+            elif name != "self":
                 self._tensors(name, value)
                 self._requests(value)
 
@@ -123,9 +128,14 @@ class Stepper:
                 line = self._commands()
             if line is None:
                 raise Left
-            command, _, name = (line.strip() or self._last).partition(" ")
-            name = name.strip()
             self._last = line.strip() or self._last
+            if is_comment(self._last):
+                continue
+            try:
+                command, name = read_command(self._last)
+            except ValueError as error:
+                self._say(str(error))
+                continue
             if command in ("n", "s", "c"):
                 self._mode, self._limit = command, depth
                 if command == "c":
@@ -133,38 +143,64 @@ class Stepper:
                 return
             if command == "q":
                 raise Left
-            if command == "b":
-                self._toggle(name)
-            elif command == "p":
-                self._print(name)
-            else:
-                self._say(HELP if command == "h" else f"there is no command {command!r}: h lists them.")
+            {"b": self._toggle, "p": self._print, "w": self._where, "l": self._source, "h": self._help}[command](name)
+
+    def _help(self, name: str) -> None:
+        self._say(HELP)
+
+    def _where(self, name: str) -> None:
+        for depth, span in enumerate(self._open):
+            self._say(f"  {'  ' * depth}{span.name}  {span.where}")
+
+    def _source(self, name: str) -> None:
+        function = inspect.unwrap(self._function)
+        if not inspect.isroutine(function) or inspect.isbuiltin(function):
+            self._say(f"  its source is no Python: {self._open[-1].where}")
+            return
+        self._say("\n".join(f"  {line}".rstrip() for line in textwrap.dedent(inspect.getsource(function)).splitlines()))
 
     def _toggle(self, name: str) -> None:
         if name in self._breaks:
             del self._breaks[name]
+            self.unmet.pop(name, None)
+        elif name and (said := self._names.unknown(name)):
+            self._say(said)
         elif name:
-            self._breaks[name] = None
+            self._breaks[name] = self.unmet[name] = None
         self._say(f"halts at: {', '.join(self._breaks) or 'no names'}")
 
     def _print(self, name: str) -> None:
+        path, bracket, rest = name.partition("[")
+        found = self._found(path)
+        if found is None and path == "result":
+            self._say("the last stop that ended returned nothing, or none has ended.")
+        elif found is None:
+            names = [key for key, value in self._values.items() if value is not None]
+            self._say(f"nothing here is called {path!r}: {', '.join([*names, 'result'])}, and parts of them.")
+        elif bracket and (wrong := _no_index(found, bracket + rest)):
+            self._say(f"{path}{bracket}{rest}: {wrong}")
+        else:
+            found = _indexed(found, bracket + rest) if bracket else found
+            if not self._tensors(name, found, FIRST_OF_ONE):
+                self._say(f"  {name} = {str(found)[:400]}")
+            self._requests(found)
+
+    def _found(self, path: str) -> Any:
         values = self._values | {"result": self._result}
-        found = _part(values, name)
+        found = _part(values, path)
         if found is None:
             named = [one for key, value in values.items() for one in _named(key, value) if key != "self"]
-            found = next((value for key, value in named if key == name or key.endswith(f".{name}")), None)
-        if found is None:
-            names = [key for key, value in self._values.items() if value is not None]
-            self._say(f"nothing here is called {name!r}: {', '.join([*names, 'result'])}, and parts of them.")
-        elif not self._tensors(name, found, FIRST_OF_ONE):
-            self._say(f"  {name} = {str(found)[:400]}")
-        self._requests(found)
+            found = next((value for key, value in named if key == path or key.endswith(f".{path}")), None)
+        return found
 
     def _tensors(self, name: str, value: Any, count: int = FIRST) -> bool:
         """Print the tensors of a value, by name. Return False when there is none."""
         found = list(_named(name, value))
         for key, one in found[:MOST_LINES]:
             self._say(f"    {key or 'result':<28} {words(partial(_described, one, count))}")
+            if count > FIRST and getattr(one, "ndim", 0) == 2 and len(one) > 1:
+                for number, row in enumerate(one[:MOST_ROWS]):
+                    self._say(f"      {f'[{number}]':<26} {words(partial(_numbers, row, FIRST_OF_ROW))}")
             if isinstance(one, Tensor) and one.ndim == 2 and one.shape[1] == self._llm.engine.core.facts.vocab_size:
                 self._say(f"      best tokens of the last row: {self._best(one[-1])}")
         if len(found) > MOST_LINES:
@@ -243,16 +279,42 @@ def _fields(value: Any) -> list[str]:
 def _described(value: Any, count: int) -> str:
     """Return shape, dtype, norm and first numbers of a tensor or array."""
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    norm = ""
+    if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
+        norm = f"  norm {float(tensor.float().norm()):.5g}"
+    return f"{', '.join(shapes(value))}{norm}  {_numbers(tensor, count)}"
+
+
+def _numbers(value: Any, count: int) -> str:
+    """Return the first numbers of a tensor or array."""
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
     few = tensor
     while few.numel() > MOST_COPIED and few.ndim > 1:  # a view of a KV cache cannot be flattened without a copy
         few = few[0]
     flat = (few.float() if few.is_floating_point() else few).flatten()[:count].tolist()
     first = ", ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in flat)
-    more = ", ..." if tensor.numel() > count else ""
-    norm = ""
-    if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
-        norm = f"  norm {float(tensor.float().norm()):.5g}"
-    return f"{', '.join(shapes(value))}{norm}  [{first}{more}]"
+    return f"[{first}{', ...' * (tensor.numel() > count)}]"
+
+
+def _no_index(value: Any, brackets: str) -> str:
+    """Return why a value has no part at an index such as "[5]" or "[1, :2][0]"; "" if it has."""
+    if not re.fullmatch(r"(\[-?\d*(:-?\d*)?(,-?\d*(:-?\d*)?)*\])+", brackets):
+        return "an index is of numbers: [5], [1,0], [2:4]."
+    try:
+        _indexed(value, brackets)
+    except (IndexError, TypeError, KeyError, ValueError) as error:
+        return f"{', '.join(shapes(value)) or type(value).__name__} has no such place ({error})."
+    return ""
+
+
+def _indexed(value: Any, brackets: str) -> Any:
+    for index in re.findall(r"\[([^\]]*)\]", brackets):
+        places = tuple(
+            slice(*[int(end) if end else None for end in one.split(":")]) if ":" in one else int(one)
+            for one in index.split(",")
+        )
+        value = value[places if len(places) > 1 else places[0]]
+    return value
 
 
 @contextmanager

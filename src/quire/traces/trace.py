@@ -24,6 +24,7 @@ from quire.text.sequence import SequenceText
 from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.step_mode import Stepper
 from quire.worker.call_trace import without_recordings, worker_stops
+from quire.worker.step_drafts import Accepted
 
 STEP = "LLM._step"
 
@@ -95,6 +96,9 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None, stepper: Steppe
 
     def told(result: Any, open_ones: list[Span]) -> None:
         name_step(result, open_ones)
+        if isinstance(result, Accepted):  # shown here, not in a server, whose steps have tokens of other requests
+            rows = zip(result.tokens.tolist(), result.num_accepted.tolist(), strict=True)
+            open_ones[-1].inside[-1].gives += "".join(f"; tokens {row[:count]}" for row, count in rows)
         if stepper is not None:
             stepper.told(result, open_ones)
 

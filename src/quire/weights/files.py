@@ -283,4 +283,7 @@ def _no_files(folder: Path, names: Collection[str]) -> str:
             "Load it once with transformers and call save_pretrained(folder), which writes safetensors; of an EAGLE "
             "head, safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
         )
-    return f"{folder} has no .safetensors file: give a folder with the weights, or use load_format=dummy."
+    return (
+        f"{folder} has no .safetensors file: give a folder with the weights; --load-format dummy runs a model with "
+        "random ones."
+    )

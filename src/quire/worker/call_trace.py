@@ -78,14 +78,16 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
         worker.model.rotary,
     ]
     parts += [part for feature in worker.features.all for part in (feature, *feature.parts)]
-    modules_of = list(worker.model.named_modules())  # type: ignore[attr-defined]
+    every = worker.model.named_modules()  # type: ignore[attr-defined]
+    modules_of = [(name or type(module).__name__, module) for name, module in every]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
     named += [(name, group) for name, group in vars(groups).items() if group is not None]
     yield from (stop for stop in methods_of(named) if stop[1] != "begin_step")  # it exchanges nothing
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
     modules |= {worker.programs.operations, sys.modules[HiddenTap.__module__]}  # the tap runs the layers
-    modules |= {value for _, layer in modules_of for value in vars(layer).values() if inspect.ismodule(value)}
+    owners = [*parts, *(layer for _, layer in modules_of)]  # a drafter has kernels of its own, too
+    modules |= {value for owner in owners for value in vars(owner).values() if inspect.ismodule(value)}
     modules |= {
         value
         for module in modules

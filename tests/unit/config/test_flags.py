@@ -159,6 +159,8 @@ def test_after_two_dashes_nothing_is_changed() -> None:
     ("args", "message"),
     [
         (["--max-modl-len", "5"], "unknown flag --max-modl-len. Did you mean --max-model-len?"),
+        (["--gpu-memory", "5"], "unknown flag --gpu-memory. Did you mean --gpu-memory-utilization?"),
+        (["--nonsense", "5"], "unknown flag --nonsense. ("),
         (["--enable_prefix_cachin"], "unknown flag --enable-prefix-cachin. Did you mean --enable-prefix-caching?"),
         (["--max-model"], "unknown flag --max-model."),  # no abbreviations: they break when a flag is added
         (["--zzzzzz=4"], "unknown flag --zzzzzz."),

@@ -39,6 +39,13 @@ for flags in ([], ["--device", "cpu", "--json"], ["--device", "h200"]):
     assert [line.rsplit("]", 1)[-1] for line in done.stderr.splitlines() if line[0] == "["] == [" 0 False False"] * 3
 
 
+def test_experts_of_a_layer_are_one_line_for_each_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    model = bundled_model().parents[1] / "bench" / "models" / "qwen3-30b-a3b"
+    assert main(["explain", str(model), "--layer", "0", "--device", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "<- model.layers.0.mlp.experts.{0-127}.gate_proj.weight" in out and len(out.splitlines()) < 60
+
+
 def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--json", "--device", "h100", "-tp", "2", "--max-model-len", "1024"]) == 0
     text = capsys.readouterr().out

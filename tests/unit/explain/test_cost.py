@@ -99,7 +99,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 requests, 1 token each, context 1,000" in out and "mlp.gate_up" in out and "forecast" in out
     assert main(["explain", model, "--cost", "--json", "--device", "cpu"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["rates"] is None and told["steps"] == [] and told["parameters"]["active"] == told["parameters"]["all"]
+    assert told["rates"] is None and told["parameters"]["active"] == told["parameters"]["all"]
+    assert main(["explain", model, "--cost", "--json", "--device", "h200"]) == 0
+    counted = ("name", "times", "num_bytes", "operations")
+    here, there = (
+        [[one[key] for key in counted] for one in cost["steps"][0]["kernels"]]
+        for cost in (told, json.loads(capsys.readouterr().out))
+    )
+    assert here == there and told["steps"][0]["seconds"] is None and told["steps"][0]["kernels"][0]["bound"] is None
+    assert main(["explain", model, "--cost", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "FLOP/byte" in out and "GFLOP, " in out and "forecast" not in out
 
 
 @pytest.mark.parametrize(
@@ -109,6 +119,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--layouts"], "add --cost"),
         (["--cost", "--context", "1m"], "longer than the model's 40,960"),
         (["--cost", "--batch", "0"], "0 is not a positive number"),
+        (["--cost", "--batch", "x"], "x is no number such as 64 or 4k"),
+        (["--cost", "--layouts", "--device", "cpu"], "--layouts compares seconds"),
+        (["--diff", "'q"], "No closing quotation: quote its words once more"),
+        (["--diff", ""], "compares with other flags or another model"),
+        (["--diff", "--layer 0"], "--layer says what is printed, not what is planned"),
+        (["--svg", "x.svg"], "x.svg is a name of one: give a folder"),
+        (["--svg", "x", "--json"], "leave one out"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:

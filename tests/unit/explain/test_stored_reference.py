@@ -12,7 +12,7 @@ from quire.contracts.errors import ConfigError
 from quire.explain.verify.against import compared
 from quire.explain.verify.recording import Recording
 from quire.explain.verify.request import Made
-from quire.explain.verify.stored import StoredReference, check_checkpoint, projected, read, take
+from quire.explain.verify.stored import StoredReference, check_checkpoint, check_dump, projected, read, take
 
 PROMPT, TOKENS, VOCAB = [3, 1, 4], [1, 5], 40
 SIGNS = ["1001000101011111", "0101111011001110", "0010000010001100"]
@@ -132,3 +132,31 @@ def test_stages_and_tokens_are_compared(
     found = compared("m", "file", stored, Made(tokens, recording), "float32 on cpu", 1e-3)
     assert found.ok == ok and words in found.render(), found.render()
     assert found.rows == (3 if tokens[0] != TOKENS[0] else 4)
+
+
+def test_a_stage_that_the_engine_lacks_is_told(stored: StoredReference) -> None:
+    recording = Recording()
+    for stage, rows in list(stages().items())[1:]:
+        recording.keep(stage, "sum", rows)
+    recording.positions = [torch.arange(4)]
+    found = compared("m", "file", stored, Made(TOKENS, recording), "float32 on cpu", 1e-3)
+    assert not found.ok and "not compared: embed: this engine has no such stages" in found.render()
+
+
+def test_a_reference_is_written_over_no_other_file(stored: StoredReference, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    stored.write(tmp_path / "reference")
+    check_dump(tmp_path / "reference")
+    for path, words in (
+        (tmp_path / "weights.safetensors", "is no reference of `quire verify`, and stays"),
+        (tmp_path, "this is a folder"),
+        (Path(""), "this is a folder"),
+        (tmp_path / "none" / "x", "there is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_dump(path)
+    with pytest.raises(ConfigError, match="this is a folder: give a file of --dump"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="the file cannot be written"):
+        stored.write(tmp_path / "none" / "x")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "reference", "weights.safetensors"]

@@ -1,11 +1,12 @@
-"""docs/questions.md has fifty questions with answers, and names code that exists."""
+"""docs/questions.md has fifty questions with answers. It and docs/terms.md name code that exists."""
 
 import re
 from pathlib import Path
 
-from ...support.named_code import missing
+from ...support.named_code import NAMED, missing
 
-PAGE = (Path(__file__).parents[3] / "docs" / "questions.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "questions.md").read_text()
 QUESTION = r"^### (\d+)\. ([^\n]+)\n\n```console\n(.+?)^```\n\n(.+?)\n\nCode: "
 QUESTIONS = re.findall(QUESTION, PAGE, re.M | re.S)
 
@@ -23,3 +24,10 @@ def test_there_are_fifty() -> None:
 def test_the_code_exists() -> None:
     assert missing(PAGE) == []
     assert missing("`kv/pool.py` (`BlockPool.take`, `none`), `kv/none.py`") == ["kv/pool.py: none", "kv/none.py"]
+
+
+def test_each_word_has_its_code() -> None:
+    text = (DOCS / "terms.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 60 and missing(text) == []
+    assert [row for row in rows if not NAMED.match(row.split(" | ")[-1].removesuffix(" |"))] == []

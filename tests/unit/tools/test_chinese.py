@@ -40,7 +40,7 @@ def test_each_difference_is_told(text: str, said: str) -> None:
 def test_a_link_to_the_chinese_page_is_one_to_the_english_page() -> None:
     one = structure("README.md", "[a](docs/tour.md) [中文](README.zh-CN.md)")
     assert one.links == structure("README.zh-CN.md", "[a](docs/zh/tour.md) [English](README.md)").links
-    assert one.links == structure("docs/zh/questions.md", "[a](tour.md)").links == {"docs/tour.md": 1}
+    assert one.links == structure("docs/zh/questions.md", "[a](tour.md#站)").links == {"docs/tour.md": 1}
 
 
 def test_code_blocks_are_copied() -> None:

@@ -1,19 +1,24 @@
 """Texts of the tours: each stop has its parts, its command exists, and both languages have the same."""
 
+import ast
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quire.entry.cli.main import main
 from quire.entry.cli.tour import NAMES
 from quire.observe.calls import PACKAGE
-from quire.tour.live import TourStop
+from quire.tour import moe
+from quire.tour.live import SeenCall, TourStop
 from quire.tour.pages import Code, StopPage, code_at, code_of
 from quire.tour.ran_lines import RanLines
 from quire.tour.render import fold, page_lines
-from quire.tour.texts import WORDS, language_of, parse_tour, read_tour
+from quire.tour.texts import WORDS, language_of, parse_tour, read_tour, told
 
 from ...support.documented import parser, quire_commands, refusal
 
@@ -103,7 +108,7 @@ def test_the_language_is_that_of_the_locale(locale: str, language: str) -> None:
     [
         ("one two three", 7, ["one two", "three"]),
         ("键和值在缓存里。", 8, ["键和值在", "缓存里。"]),
-        ("键和值。在", 6, ["键和值。", "在"]),
+        ("键和值。在", 6, ["键和", "值。在"]),
         ("KV 缓存 block", 8, ["KV 缓存", "block"]),
         ("键（和值）在", 5, ["键", "（和", "值）", "在"]),
         ("", 8, []),
@@ -113,5 +118,54 @@ def test_lines_break_between_words_and_between_chinese_characters(text: str, wid
     assert fold(text, width) == lines
 
 
+def test_no_line_is_wider_than_the_terminal() -> None:
+    for stop in read_tour("token", "zh").stops:
+        for width in (40, 80):
+            assert all(sum(1 + (ord(sign) > 0x2E80) for sign in line) <= width for line in fold(stop.idea, width))
+
+
 def test_both_languages_have_the_same_words() -> None:
     assert WORDS["en"].keys() == WORDS["zh"].keys()
+
+
+SAME = {"ranks", "rank {}", "prompt", "logits", "token", "logit", "qkv"}  # in Chinese texts, too
+CODE = {"token_ids", "positions", "kv_slots", "seq_lens", "sample_rows"}
+
+
+def value_names() -> Iterator[str]:
+    """Yield the names of all values that tours show, {} for a part that differs: first elements of pairs."""
+    for name in NAMES:
+        for node in ast.walk(ast.parse((PACKAGE / "tour" / f"{name}.py").read_text())):
+            if isinstance(node, ast.Tuple) and len(node.elts) == 2 and not isinstance(node.elts[1], ast.Constant):
+                first = node.elts[0]
+                if isinstance(first, ast.JoinedStr):
+                    yield "".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in first.values)
+                elif isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield first.value
+
+
+def test_every_name_of_a_value_has_a_chinese_one() -> None:
+    table = PACKAGE / "tour" / "values.zh.txt"
+    section = table.read_text().partition("# names\n")[2].partition("\n# values\n")[0]
+    assert {line.partition(" | ")[0] for line in section.splitlines()} == set(value_names()) - SAME - CODE
+
+
+@pytest.mark.parametrize(
+    ("words", "chinese"),
+    [
+        ("head 3 of the last token reads", "最后一个 token 的头 3 读取"),
+        ("[0.034, 0.204, ...]  length 1.79", "[0.034, 0.204, ...] 长度 1.79"),
+        ("expert 2 with 1.46, expert 0 with 1.04", "专家 2（1.46）, 专家 0（1.04）"),
+        ("62 of 63", "62，共 63"),
+        ("' one of two'", "' one of two'"),
+        ("token_ids", "token_ids"),
+    ],
+)
+def test_names_and_values_in_chinese(words: str, chinese: str) -> None:
+    assert told(words, "zh") == chinese and told(words, "en") == words
+
+
+def test_the_result_of_prompts_is_shown_and_not_the_memory_before() -> None:
+    given = {"kv_up": torch.zeros(8, 32, 64), "q": torch.zeros(3, 8, 24), "out": torch.zeros(3, 8, 16)}
+    given["meta"] = SimpleNamespace(seq_lens=torch.tensor([3]))
+    assert moe._expanded(SimpleNamespace(), SeenCall(None, given, torch.ones(3, 8, 16)))[-1][1].endswith("length 4.00")

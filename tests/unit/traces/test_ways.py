@@ -10,9 +10,11 @@ from quire import LLM
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.entry.cli.main import main
+from quire.explain.describe import plan_engine
 from quire.observe.calls import PACKAGE, Span
+from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.flag_trace import flag_way, readers
-from quire.traces.load_trace import load_lines
+from quire.traces.load_trace import _ranks, load_lines
 from quire.weights.files import read_checkpoint
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory-bytes", "4M", "--max-model-len", "64")
@@ -47,6 +49,11 @@ def test_a_tensor_ends_in_the_kernel_s_memory() -> None:
     header = read_checkpoint(bundled_model()).tensors[TENSOR + ".weight"]
     assert f"bytes {header.offset:,} to {header.offset + header.num_bytes:,} of {header.file.name}" in lines[0]
     assert "rows 768 to 1,536 of layers.2.mlp.gate_up.weight" in lines[1]
+    whole = EngineConfig.from_flat(model=str(bundled_model()), device="cpu", tensor_parallel_size=2)
+    rows = [*_ranks(plan_engine(whole), "model.layers.0.self_attn.q_proj.weight")]
+    assert rows[1].endswith("reads rows 128 to 256 of 256, for layers.0.attention.qkv.weight, 256x256 on this rank")
+    (columns, _) = _ranks(plan_engine(whole), "model.layers.0.self_attn.o_proj.weight")
+    assert "columns 0 to 128 of 256, for layers.0.attention.output.weight, 256x128" in columns
     assert any(
         re.match(r"  pack  quire\.kernels\.linear\.\w+\.pack_gated  kernels/linear/\w+\.py:\d+", one) for one in lines
     )
@@ -60,9 +67,14 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert way.field.startswith("LoadConfig.quantization: str | None, default None  config/engine.py:")
     assert any(one.where.startswith("assemble/obtain.py:") for one in way.readers)
     assert any(path == "model.format" and other == "online fp8" for path, _, other in way.changes)
-    for one in way.readers:
+    for one in (reader for reader in way.readers if not reader.depth):
         file, _, line = one.where.partition(":")
         assert ".quantization" in (PACKAGE / file).read_text().splitlines()[int(line) - 1]
+    (run,) = [use for use in way.uses if use.function.endswith(".run")]
+    assert re.fullmatch(r"quire\.kernels\.linear\.\w+\.run", run.function)
+    file, _, line = run.where.partition(":")
+    assert (PACKAGE / file).read_text().splitlines()[int(line) - 1].startswith("def run(")
+    assert any(caller.startswith("Linear.forward (layers/linear.py:") for caller in run.callers)
     assert main(["trace", "--from", "flag", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "--seed = 3, from flag --seed" in out and "changes nothing in the plan" in out
@@ -71,7 +83,7 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_option_of_an_engine_is_read() -> None:
     """A flag that nothing reads would be accepted and ignored; `trace --from flag` would show no reader."""
     found = {one.function for one in readers("scheduler", "SchedulerConfig", "max_num_seqs")}
-    assert found
+    assert {"SchedulerConfig.sequences", "Scheduler.__init__", "Scheduler._step_budget", "Scheduler.plan"} <= found
     assert not list(readers("scheduler", "SchedulerConfig", "no_such_option"))
 
 
@@ -80,9 +92,17 @@ def test_every_option_of_an_engine_is_read() -> None:
     [
         (["--from", "flag"], "add one"),
         (["--tensor", "x"], "add --from load"),
+        (["--url", "http://127.0.0.1:1", "--request", ""], "--request is an empty text"),
+        (["--max-tokens", "0"], "give 1 or more"),
+        (["--temperature", "0", "--from", "load"], "--temperature is of a request"),
+        (["--from", "flag", "--attention-backend", "X"], "--attention-backend changes nothing: Quire chooses kernels"),
+        (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),
         (["--from", "load", "--out", "x.json"], "has no times"),
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
+        (["--from", "load", "--tensor", "q_proj", *SMALL], "Near: model.layers.0.self_attn.q_proj.weight"),
+        (["--from", "load", "--tensor", "layers.0.attention.qkv"], "is made of model.layers.0.self_attn.q_proj.weight"),
+        (["--from", "load", "--tensor", "lm_head"], "the head is tied to the embedding"),
     ],
 )
 def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,8 +113,28 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
 def test_repeated_calls_are_joined() -> None:
     from quire.traces.start_trace import _prune
 
-    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5) for i in range(3)]
-    root = Span("", "", end=100, inside=[*calls, Span("other", "a:2", begin=40, end=41)])
-    _prune(root, 2e-9)
-    (one,) = root.inside
-    assert one.joined == 3 and one.seconds == pytest.approx(15e-9)
+    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5 * (i > 0) + 1) for i in range(3)]  # the first is short
+    between = Span("other", "a:2", begin=18, end=19)
+    reasons = [Span("choose", "a:3", gives="x (why)", begin=40 + i, end=41 + i) for i in range(2)]
+    root = Span("", "", end=100, inside=[calls[0], between, *calls[1:], *reasons])
+    _prune(root, 2e-9, set())
+    one, reason = root.inside
+    assert one.joined == 3 and one.seconds == pytest.approx(13e-9) and not reason.joined
+
+
+def test_a_decision_stands_at_functions_that_a_kernel_takes_from_others() -> None:
+    plan = {
+        "memory": {"num_blocks": 1, "block_size": 1, "components": [], "cache_reason": "r"},
+        "model": {"dtype": "bfloat16", "dtype_reason": "r"},
+        "kernels": [{"op": "latent", "name": "native", "reason": "first", "rejected": [["triton", "runs on cuda"]]}],
+        "moe": {
+            "decode": {"experts": "panels", "dispatcher": "none", "decided": "fits", "candidates": [["a", "b", "c"]]}
+        },
+    }
+    root = Span(
+        "", "", inside=[Span("latent.cpu.absorbed", ""), Span("latent.ref.x", ""), Span("experts.panels.run", "")]
+    )
+    latent, other, experts = with_decisions(root, decisions_of(plan)).inside
+    assert latent.decided.startswith("latent: native (first; not triton: runs on cuda), kernels/select.py:")
+    assert not other.decided
+    assert experts.decided == "experts in decode: dispatcher none, kernel panels (fits; not a with b: c)"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.platforms.cpu import CpuFacts
 
 WIDTH = 200  # characters per line where the output is not a terminal
+OUTPUT = ("--json", "--rank", "--layer", "--cost", "--diff", "--svg", "--batch", "--context", "--layouts")
 CHANGE = ("path", "one", "other")
 
 
@@ -67,11 +68,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.platforms.cpu import read_cpu_facts
     from quire.reports.ranks import describe_one
 
+    _check(args)
     config, described, refused = _asked(args)
     if args.cost:
         return _print_cost(args, config, described)
-    if args.layouts or args.svg is None and (args.batch is not None or args.context is not None):
-        raise ConfigError("--batch, --context and --layouts say what --cost shows: add --cost.")
     facts = read_cpu_facts()
     report = plan_engine(config, described, facts=facts)
     if args.rank is not None:
@@ -98,6 +98,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that do not go together."""
+    of_cost = args.layouts or args.svg is None and (args.batch is not None or args.context is not None)
+    if of_cost and not args.cost:
+        raise ConfigError("--batch, --context and --layouts say what --cost shows: add --cost.")
+    if args.svg is not None and args.json:
+        raise ConfigError("--svg writes drawings, and --json prints the plan: leave one out.")
+    if args.svg is not None and args.svg.suffix.lower() == ".svg":
+        raise ConfigError(f"--svg writes a file for each drawing, and {args.svg} is a name of one: give a folder.")
+
+
 def _asked(args: argparse.Namespace) -> tuple[EngineConfig, str, list[dict[str, Any]]]:
     """Return the configuration, the GPU to plan for ("": a device of this machine), and what serve refuses."""
     from quire.explain.describe import GPUS
@@ -122,7 +133,17 @@ def _print_differences(args: argparse.Namespace, plan: dict[str, Any], facts: "C
     from quire.explain.differences import differences
 
     parser = flags.FlagParser(prog="quire explain", configure=configure)
-    words = shlex.split(args.diff)
+    try:
+        words = shlex.split(args.diff)
+    except ValueError as error:
+        raise ConfigError(f"--diff {args.diff}: {error}: quote its words once more.") from None
+    if not words:
+        raise ConfigError("--diff compares with other flags or another model: give it some, such as --diff='-q fp8'.")
+    for word in words:
+        if word.partition("=")[0] in OUTPUT:
+            raise ConfigError(
+                f"--diff: {word} says what is printed, not what is planned: put it before --diff, or leave it out."
+            )
     given = parser.parse_args(words, argparse.Namespace(**vars(args)))
     if not words or words[0].startswith("-"):
         given.model_argument = args.model_argument
@@ -162,7 +183,10 @@ def _print(shown: object) -> None:
 
 def _positive(text: str) -> int:
     """Return the number that `text` names, such as 4096 or 32k."""
-    number = parse_size(text)
+    try:
+        number = parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number such as 64 or 4k") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number

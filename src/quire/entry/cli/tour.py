@@ -35,12 +35,21 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a request, and show its stops."""
+    from quire.tour.texts import read_tour
+
+    changes = dict(_change(words) for words in args.set)
+    count = len(read_tour(args.name).stops)
+    if args.stop is not None and not 1 <= args.stop <= count:
+        raise ConfigError(f"--stop {args.stop} does not exist: give 1 to {count}.")
+    if args.prompt == "":
+        raise ConfigError("--prompt is an empty text: give it one, or leave it out.")
+    if args.html is not None and not args.html.absolute().parent.is_dir():
+        raise ConfigError(f"--html: the folder of {args.html} does not exist: make it first.")
+    if (changes or args.keep) and args.name != "moe":
+        raise ConfigError("--set and --keep are for the model that is made up for quire tour moe: leave them out.")
     from quire.tour.guide import guide, write_page
     from quire.tour.render import show
 
-    changes = dict(_change(words) for words in args.set)
-    if (changes or args.keep) and args.name != "moe":
-        raise ConfigError("--set and --keep are for the model that is made up for quire tour moe: leave them out.")
     with guide(args.name, args.lang, args.prompt, changes, args.keep) as visit:
         found = visit.pages(args.stop, {*args.set, args.prompt} - {None})
         if args.html is not None:
@@ -58,4 +67,6 @@ def _change(words: str) -> tuple[str, object]:
     try:
         return name, json.loads(value)
     except ValueError:
-        raise ConfigError(f"--set {words} is not NAME=VALUE with a value in JSON: num_experts_per_tok=4.") from None
+        raise ConfigError(
+            f"--set {words} is not NAME=VALUE with a value in JSON, such as num_experts_per_tok=4."
+        ) from None

@@ -1,6 +1,7 @@
 """`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from quire.config.flags import (
     given_options,
     settings_of,
 )
+from quire.config.peer_flags import add_peer_flags
 from quire.contracts.errors import ModelNotFound
 from quire.entry.cli.remote import RemoteServer
 from quire.entry.keyboard_interrupt import raise_on_interrupt
@@ -38,6 +40,9 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="of the request (default: the model's; 0 = greedy)"
+    )
     parser.add_argument("--after", metavar="TEXT", help="answer this text before: the request finds its cache")
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
     parser.add_argument(
@@ -60,6 +65,11 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
+    add_peer_flags(parser)
+    parser.elsewhere = {
+        "--enforce-eager": "a trace runs eagerly, and --lanes as the engine does: leave it out",
+        "--async-depth": "a trace has one step in flight, and --lanes two: leave it out",
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.traces.clashes import check_flags
 
     check_flags(args)
+    for note in settings_of(args).notes:
+        print(f"quire: note: {note}", file=sys.stderr)
     if args.begin == "flag":
         from quire.traces.flag_trace import given_flag_lines
 
@@ -74,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = {"enable_lora": True} if args.adapter else {}
     options |= given_options(args)
+    if args.temperature is not None:
+        given = options.get("override_generation_config") or {}
+        options["override_generation_config"] = {**given, "temperature": args.temperature}
     try:
         if args.url is None and args.begin != "http":
             return _in_process(args, options)
@@ -101,7 +116,7 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from quire.contracts.adapters import LoRARequest
     from quire.entry.llm import LLM
     from quire.traces.lanes import lane_lines, trace_lanes
-    from quire.traces.load_trace import load_lines
+    from quire.traces.load_trace import check_tensor, load_lines
     from quire.traces.start_trace import start_lines, trace_start
     from quire.traces.step_commands import step_through
     from quire.traces.trace import trace
@@ -110,6 +125,8 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
         llm, found = trace_start(lambda: LLM(**options), "start")
         with llm:
             return _print_calls(args, found, start_lines(found))
+    if args.begin == "load" and args.tensor is not None:
+        check_tensor(engine_config(args), args.tensor)
     with LLM(**options | ({"async_depth": 2} if args.lanes else {"async_depth": 1, "enforce_eager": True})) as llm:
         if args.begin == "load":
             print(*load_lines(llm, args.tensor), sep="\n")

@@ -1,10 +1,12 @@
 """`quire verify`: compare a model, step by step, with Hugging Face's implementation."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, settings_of
+from quire.config.peer_flags import add_peer_flags
 from quire.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,11 +35,14 @@ def configure(parser: FlagParser) -> None:
         help="compare with the values in FILE, that --dump has stored on another machine; needs no transformers",
     )
     add_engine_flags(parser)
+    add_peer_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
+    for note in settings_of(args).notes:
+        print(f"quire: note: {note}", file=sys.stderr)
     report: Report | StoredComparison
     if args.against is not None:
         if args.reference is not None:

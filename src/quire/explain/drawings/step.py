@@ -10,7 +10,7 @@ WIDE = 560
 
 def draw_step(plan: Plan, cost: Plan) -> Svg | None:
     """Draw where the time of a decode step and of a prompt step goes; None: the device's rates are not known."""
-    if not cost["steps"]:
+    if cost["rates"] is None:
         return None
     drawing = Svg("forecast of steps: time at the rates that kernels reach, the floor inside it")
     y = MARGIN + 2.0 * LINE

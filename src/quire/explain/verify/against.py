@@ -38,6 +38,7 @@ class StoredComparison:
     where      file of the reference
     engine     type and device of the computation
     stages     (name, largest difference of a row, relative to its length), in the order in which they are computed
+    absent     stages of the reference that this engine has not recorded
     rows       tokens compared: those that have the same tokens before them in both
     bound      largest difference that rounding explains
     differs    index of the first greedy token that differs; None: all are equal
@@ -52,6 +53,7 @@ class StoredComparison:
     reference: StoredReference
     engine: str
     stages: tuple[tuple[str, float], ...]
+    absent: tuple[str, ...]
     rows: int
     bound: float
     differs: int | None
@@ -68,12 +70,12 @@ class StoredComparison:
     @property
     def ok(self) -> bool:
         """True when every stage agrees, and the greedy tokens, or their first difference is a tie."""
-        return self.first_divergent is None and self.lead <= self.explained
+        return not self.absent and self.first_divergent is None and self.lead <= self.explained
 
     def render(self) -> str:
         """Return the table of stages, the greedy tokens and the verdict as plain text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.reference.versions.items())
-        width, first = max(len(name) for name, _ in self.stages), self.first_divergent
+        width, first = max((len(name) for name, _ in self.stages), default=0), self.first_divergent
         lines = [
             f"{self.model} in {self.engine}, against {self.where}: a reference in float32 by {versions}",
             "so far: both compute alone from the tokens on. The largest difference of a row, relative to its length; "
@@ -99,7 +101,9 @@ class StoredComparison:
 
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent
-        if self.ok:
+        if self.absent:
+            yield f"not compared: {', '.join(self.absent)}: this engine has no such stages, so it is another model."
+        elif self.ok:
             yield "equal: every stage within the bound. `quire verify` without --against finds smaller errors."
         elif first is None:
             yield "differs: every stage agrees, but a greedy token does not: look at sampling."
@@ -160,6 +164,7 @@ def compared(
         reference=reference,
         engine=engine,
         stages=tuple(found),
+        absent=tuple(stage for stage in reference.stages if stage not in made.recording.pieces),
         rows=rows,
         bound=bound,
         differs=differs,

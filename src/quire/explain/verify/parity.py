@@ -30,7 +30,7 @@ from quire.explain.verify.request import (
     prompt_tokens,
     run_quire,
 )
-from quire.explain.verify.stored import take
+from quire.explain.verify.stored import check_dump, take
 from quire.explain.verify.verdict import Report, Stage, Step
 from quire.plan.cache_dtype import ASKED
 from quire.plan.meeting_rows.records import STEPS
@@ -61,8 +61,8 @@ def verify(
     _need_transformers()
     config = config or EngineConfig()
     check_options(config, model, STEPS)
-    if dump is not None and not dump.absolute().parent.is_dir():
-        raise ConfigError(f"--dump {dump}: there is no folder {dump.absolute().parent}.")
+    if dump is not None:
+        check_dump(dump)
     device, cache = config.device.device, config.cache.kv_cache_dtype
     config = replace(
         config,

@@ -10,6 +10,7 @@ average, the length of the difference of their projections, whatever number of t
 
 import importlib.metadata
 import json
+import os
 import platform
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -61,15 +62,42 @@ class StoredReference:
     version: int = VERSION
 
     def write(self, path: Path) -> None:
-        """Write the reference to a file."""
+        """Write the reference to a file, whole or not at all. Raises ConfigError if that fails."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         told = json.dumps({name: value for name, value in vars(self).items() if name not in TENSORS})
         tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
-        save_file(tensors, path, {KEY: told, DIGEST: _digest(told, tensors)})
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file(tensors, part, {KEY: told, DIGEST: _digest(told, tensors)})
+            part.replace(path)
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise ConfigError(f"--dump {path}: the file cannot be written ({error}): choose another place.") from None
 
 
 TENSORS = ("norms", "projections", "logits")
+
+
+def check_dump(path: Path) -> None:
+    """Raise ConfigError unless a reference can be written to `path`: over another one, but over no other file."""
+    if not path.name or path.is_dir():
+        raise ConfigError(f"--dump {path}: this is a folder: give the name of a file.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--dump {path}: there is no folder {path.absolute().parent}.")
+    if path.exists() and not _is_reference(path):
+        raise ConfigError(f"--dump {path}: this file is no reference of `quire verify`, and stays: give another name.")
+
+
+def _is_reference(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return KEY in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def read(path: Path) -> StoredReference:
@@ -77,11 +105,14 @@ def read(path: Path) -> StoredReference:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ConfigError(f"--against {path}: there is no such file.")
+        there = "this is a folder: give a file of --dump" if path.is_dir() else "there is no such file"
+        raise ConfigError(f"--against {path}: {there}.")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+    except OSError as error:
+        raise ConfigError(f"--against {path}: the file cannot be read ({error.strerror}).") from None
     except SafetensorError as error:
         raise ConfigError(f"--against {path}: the file is cut, or none of safetensors ({error}): {AGAIN}.") from None
     if KEY not in metadata:
