@@ -83,9 +83,10 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     file, _, line = run.where.partition(":")
     assert (PACKAGE / file).read_text().splitlines()[int(line) - 1].startswith("def run(")
     assert any(caller.startswith("Linear.forward (layers/linear.py:") for caller in run.callers)
-    assert main(["trace", "--from", "flag", "--seed", "3"]) == 0
+    assert main(["trace", "--from", "flag", "--scheduling-policy", "priority"]) == 0
     out = capsys.readouterr().out
-    assert "--seed = 3, from flag --seed" in out and "changes nothing in the plan" in out
+    assert "--scheduling-policy = 'priority', from flag --scheduling-policy" in out
+    assert "changes nothing in the plan" in out
 
 
 def test_every_option_of_an_engine_is_read() -> None:
@@ -102,7 +103,7 @@ def test_every_option_of_an_engine_is_read() -> None:
         (["--tensor", "x"], "add --from load"),
         (["--url", "http://127.0.0.1:1", "--request", ""], "--request is an empty text"),
         (["--max-tokens", "0"], "give 1 or more"),
-        (["--temperature", "0", "--from", "load"], "--temperature is of a request"),
+        (["--top-p", "0.5", "--from", "load"], "--top-p is of a request"),
         (["--from", "flag", "--attention-backend", "X"], "--attention-backend changes nothing: Quire chooses kernels"),
         (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),
