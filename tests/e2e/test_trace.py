@@ -259,8 +259,10 @@ def test_a_request_of_a_server_shows_the_same_stops(llm: LLM) -> None:
 def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "trace.json"
     flags = ["--num-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
-    assert main(["trace", "-p", "The quire", "--max-tokens", "5", "--out", str(file), *flags]) == 0
+    words = ["-p", "The quire", "--max-tokens", "5", "--temperature", "0", "--out", str(file)]
+    assert main(["trace", *words, *flags]) == 0
     text = capsys.readouterr().out
+    assert "draw_greedy" in text and "draw_filtered" not in text
     assert "layers.1 to layers.7: the same stops, 7 in all" in text and "(as before)" in text
     assert text.count("step 0: prefill") == text.count("step 1: decode") == 1 and "step 2 to step 3: the same" in text
     events = json.loads(file.read_text())["traceEvents"]

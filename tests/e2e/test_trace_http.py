@@ -61,7 +61,7 @@ def test_every_process_is_passed_in_the_order_of_time_and_nothing_stays(tmp_path
     file = tmp_path / "http.json"
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in http_stops()]
     assert all(function.__name__ == name for _, name, function in before), "a wrapper has stayed"
-    flags = ["--device", "mock", "--max-tokens", "3", "--json", "--out", str(file)]
+    flags = ["--device", "mock", "--max-tokens", "3", "--temperature", "0.25", "--json", "--out", str(file)]
     assert main(["trace", "--from", "http", "-p", "Hello", *flags]) == 0
     assert all(vars(owner)[name] is function for owner, name, function in before)
     root = msgspec.json.decode(capsys.readouterr().out, type=Span)
@@ -75,6 +75,9 @@ def test_every_process_is_passed_in_the_order_of_time_and_nothing_stays(tmp_path
         "step 1: decode, 1 token",
         "step 2: decode, 1 token",
     ]
+    (asked,) = (span for _, span in found if span.name.startswith("POST "))
+    body = {"max_tokens": 3, "ignore_eos": True, "temperature": 0.25, "stream": True}
+    assert asked.takes == f"{len(json.dumps({'messages': [{'role': 'user', 'content': 'Hello'}]} | body))} bytes"
     assert passed.count(("", "wire to the core")) == 1 and passed.count(("", "wire from the core")) == 3
     assert all(root.begin <= span.begin <= span.end <= root.end for _, span in found)
     for process, span in found:

@@ -212,18 +212,23 @@ def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
         group.add_argument(*names, **flag_settings(option), help=_help(option))
 
 
-def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:
+def add_flag_table(
+    parser: argparse.ArgumentParser, path: Path, prefix: str = "", *, skip: Collection[str] = ()
+) -> None:
     """Add the flags listed in the text file `path`, which are not engine options. Rows of the file:
 
         --flag --other-spelling | key of ARGUMENTS and metavar, or the choices | default in JSON, - for none | help
         title of the group that begins here
 
     prefix   begins the flags' names in the namespace; with a prefix, flags that are not given stay out of the namespace
+    skip     flags of the table that the command lacks, or has with another meaning
     """
     group: Any = parser
     for flags, *cells in read_rows(path):
         if not cells:
             group = parser.add_argument_group(flags)
+            continue
+        if flags.split()[0] in skip:
             continue
         (kind, *names), default, text = cells[0].split(), cells[1], cells[2]
         settings = dict(ARGUMENTS.get(kind, {"choices": [kind, *names]}))

@@ -221,14 +221,19 @@ def _cut(slices: Iterable[Plan]) -> Iterator[tuple[str, str]]:
     """Yield (stored tensors, slice in words), with the layer's number and experts' numbers folded."""
     by_cut: dict[str, dict[str, str]] = {}
     for one in slices:
-        axis = "rows" if one["axis"] == 0 else "columns"
-        whole = one["end"] - one["start"] == one["total"]
-        cut = "whole" if whole else f"{axis} {one['start']}-{one['end'] - 1} of {one['total']}"
+        cut = cut_words(one)
         name = _LAYER.sub(r"\1.{i}.", one["tensor"])
         by_cut.setdefault(f"{_EXPERT.sub('.experts.{}.', name)} {cut}", {})[name] = cut
     for names in by_cut.values():
         for name in folded(names):
             yield name, next(iter(names.values()))
+
+
+def cut_words(one: Plan) -> str:
+    """Return a slice of a stored tensor in words: "whole" or "rows 0-127 of 256"."""
+    if one["end"] - one["start"] == one["total"]:
+        return "whole"
+    return f"{'rows' if one['axis'] == 0 else 'columns'} {one['start']}-{one['end'] - 1} of {one['total']}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -1,6 +1,5 @@
 """The numbers of one stored tensor for `quire weights MODEL NAME`, dequantized where the checkpoint is quantized."""
 
-import difflib
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.explain.describe import plan_engine
+from quire.explain.near_names import hint
 from quire.explain.verify.dequantized import KeptWeights, numbers, parts_of
 from quire.quantization.formats import tensor_names
 from quire.quantization.scheme_words import scheme_words
@@ -21,7 +21,6 @@ from quire.weights.load import DTYPES, load_weights
 BINS = 21  # of a histogram, an odd number: zero has a bin of its own
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 FAR = 6.0  # standard deviations from the mean, beyond which a number is an outlier
-NEAREST = 3  # names that an error tells
 SHOWN = 5  # outliers that are named
 MOST = 1 << 24  # numbers whose quantiles are exact; of more, every n-th counts
 
@@ -41,11 +40,7 @@ def tensor_values(config: EngineConfig, folder: Path, name: str) -> dict[str, An
     own = [one for one in tensors.values() if one.name == name or one.name.rpartition(".")[0] == module]
     exact = [one for one in own if one.name == name]
     if not own:
-        ends = [one for one in tensors if name and f".{one}".removesuffix(".weight").endswith(f".{module}")]
-        inside = [one for one in tensors if f".{one}".startswith(f".{name}.") or f".{name}." in one]
-        near = (ends or inside)[:NEAREST] or difflib.get_close_matches(name, tensors, NEAREST, 0.5)
-        hint = f" Near: {', '.join(near)}." if near else ""
-        raise ConfigError(f"{folder} has no tensor or module {name!r}.{hint} `quire weights` lists all.")
+        raise ConfigError(f"{folder} has no tensor or module {name!r}.{hint(name, tensors)}")
     found: dict[str, Any] = {"name": name, "stored": [_stored(one) for one in exact or own], "weight": None}
     quantized = any(one.dtype not in ("F32", "BF16", "F16", "F64") for one in own) or len(own) > 1
     if quantized and (read := _param(config, own[0].name)) is not None:

@@ -1,6 +1,7 @@
 """Views of recorded calls: lines for a terminal, and events for Perfetto. Runs without PyTorch."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -61,7 +62,9 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
             "tid": track,
             "args": told,
         }
-    for inner in span.inside:
+    for number, inner in enumerate(span.inside, 1):
+        if inner.joined and span.inside[number:]:  # its time may lie in several places: events must not overlap
+            inner = replace(inner, end=min(inner.end, span.inside[number].begin))
         yield from events(inner, origin, phase, track)
 
 

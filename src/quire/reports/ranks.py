@@ -38,7 +38,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),
-        "slices": [one for param in report.holdings.params_of(rank) for one in _slices(report, param)],
+        "slices": [one for param in report.holdings.params_of(rank) for one in slices_of(report, param)],
     }
 
 
@@ -94,7 +94,8 @@ def _routing(report: PlanReport, rank: Rank) -> dict[str, list[list[int]]]:
     return {"routing_table": [places[expert] for expert in sorted(places)], "copies": copies}
 
 
-def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:
+def slices_of(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:
+    """Yield the slices of stored tensors that fill a rank's parameter, see `describe_one`."""
     for raw in raw_tensors(param):
         for part in raw.parts:
             yield {

@@ -7,6 +7,7 @@ from quire.config.engine import ParallelConfig
 from quire.config.flags import engine_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.remote import refuse_engine_flags
+from quire.entry.cli.sampling import PREFIX as SAMPLING
 from quire.traces.step_words import read_script
 
 
@@ -28,8 +29,10 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     for name in ("prompt", "after"):
         yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
-    heated = args.temperature is not None and (args.url is not None or args.begin in ("start", "load", "flag"))
-    yield heated, "--temperature is of a request that the command makes: leave it, or --url and --from out."
+    sampling = next((name for name in vars(args) if name.startswith(SAMPLING)), "")
+    elsewhere = args.url is not None or args.begin in ("start", "load", "flag")
+    words = f"--{sampling.removeprefix(SAMPLING).replace('_', '-')} is of a request that the command makes: "
+    yield bool(sampling) and elsewhere, f"{words}leave it, or --url and --from out."
     yield args.request == "", "--request is an empty text: give the id of a request, or leave it out for the next one."
     yield args.tensor == "", "--tensor is an empty text: give it a name, or leave it out."
     yield (

@@ -43,16 +43,24 @@ SEND = "CoreClient.send"
 
 
 def trace_http(
-    config: ServerConfig, prompt: str, *, max_tokens: int, full: bool = False, launch: Launch | None = None
+    config: ServerConfig,
+    prompt: str,
+    *,
+    max_tokens: int,
+    full: bool = False,
+    launch: Launch | None = None,
+    **sampling: Any,
 ) -> Span:
     """Start a server, send one streamed request, and return its calls in every process, in the order of time.
 
-    full     with the calls inside those that are alike
-    launch   function that starts the core (default: in its own process)
+    full       with the calls inside those that are alike
+    launch     function that starts the core (default: in its own process)
+    sampling   other sampling parameters, as fields of the request
     """
     listener = listen(config.http)
     try:
-        return asyncio.run(_served(config, listener, prompt, max_tokens, full, launch))
+        asked = {"max_tokens": max_tokens, "ignore_eos": True, **sampling}
+        return asyncio.run(_served(config, listener, prompt, asked, full, launch))
     finally:
         release(listener, config.http)
 
@@ -72,7 +80,12 @@ def http_stops() -> Iterator[Stop]:
 
 
 async def _served(
-    config: ServerConfig, listener: socket.socket, prompt: str, max_tokens: int, full: bool, launch: Launch | None
+    config: ServerConfig,
+    listener: socket.socket,
+    prompt: str,
+    asked: dict[str, Any],
+    full: bool,
+    launch: Launch | None,
 ) -> Span:
     metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
     engine = ServedEngine(config, metrics=metrics, launch=launch)
@@ -83,11 +96,12 @@ async def _served(
         ready = await engine.start(lambda loading: None)
         chat = engine.text is not None and engine.text.chat_template is not None
         given = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        body = {**given, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        body = {**given, **asked, "stream": True}
         client = _Client(url_of(listener, config.http), CHAT if chat else COMPLETIONS, body)
         await asyncio.to_thread(client.ask)  # warms up
         await engine.control("reset_prefix_cache")
-        asking = asyncio.create_task(engine.control(TRACE, on=True, tenant="", decodes=max_tokens, folded=not full))
+        traces = engine.control(TRACE, on=True, tenant="", decodes=asked["max_tokens"], folded=not full)
+        asking = asyncio.create_task(traces)
         await asyncio.sleep(0)  # the core is asked
         with CallRecorder(http_stops(), told=_tell, began=_began, line=_line) as recorder:
             seen = await asyncio.to_thread(client.ask)

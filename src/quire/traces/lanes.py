@@ -26,12 +26,17 @@ NUMBERED = ("submit", "collect", "apply")  # of the core, its executor, finisher
 WAITS = "collect"  # the only call in which the CPU waits for the device
 
 
-def trace_lanes(llm: LLM, prompt: PromptLike, *, max_tokens: int) -> Span:
+def trace_lanes(llm: LLM, prompt: PromptLike, *, max_tokens: int, **sampling: Any) -> Span:
     """Run a request, and return a call with two lanes: `CPU` with the calls of the engine, `device` with its steps.
 
     It first runs without a recorder, to warm up, over an empty prefix cache. The engine is in this process.
+
+    sampling   other sampling parameters of the request
     """
-    engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
+    engine, params = (
+        llm.engine,
+        llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True, **sampling),
+    )
     assert engine.runner is not None, "the device belongs to another process"
     for _ in range(2):
         llm.reset_prefix_cache()

@@ -1,6 +1,5 @@
 """The way of one stored tensor into the memory of a kernel, on each rank: `quire trace --from load --tensor NAME`."""
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +11,22 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
-from quire.contracts.params import Param, fused
+from quire.contracts.params import Param, num_experts, of_expert
 from quire.entry.cli.table import format_bytes
 from quire.entry.llm import LLM
 from quire.explain.describe import plan_engine
+from quire.explain.near_names import hint
+from quire.explain.render_ranks import cut_words
 from quire.observe.calls import PACKAGE
-from quire.quantization.formats import raw_tensors, tensor_names
+from quire.plan.parallel_notes import listed
+from quire.quantization.formats import tensor_names
 from quire.reports.engine import PlanReport
-from quire.reports.ranks import rank_name
+from quire.reports.ranks import rank_name, slices_of
 from quire.weights.files import read_checkpoint
-
-MOST_NAMES = 3  # names that an error tells
 
 
 def load_lines(llm: LLM, tensor: str | None) -> Iterator[str]:
-    """Yield the way of a stored tensor in an engine, as lines.
+    """Yield the way of a stored tensor to each rank that reads it, as lines.
 
     tensor   its name, or that of its module; None: the first projection of queries
     Raises ConfigError for a name that no parameter reads, with the nearest ones.
@@ -42,8 +42,7 @@ def load_lines(llm: LLM, tensor: str | None) -> Iterator[str]:
             shape = "x".join(map(str, header.shape)) or "scalar"
             end = header.offset + header.num_bytes
             yield f"{one}  {shape} {header.dtype}, bytes {header.offset:,} to {end:,} of {header.file.name}"
-    many = len(report.holdings.held) > 1
-    yield from _ranks(report, found[0]) if many else _slices(param, found[0])
+    yield from (f"  {one}" for one in rank_slices(report, found))
     layer = param.name.split(".")[1] if param.name.startswith("layers.") else ""
     described = next(
         weight
@@ -57,13 +56,14 @@ def load_lines(llm: LLM, tensor: str | None) -> Iterator[str]:
     for stage in ("load", "convert", "pack", "run"):
         if described[stage]:
             yield f"  {stage}  {_function(described[stage])}"
-    size = f", {format_bytes(described['bytes'])}" * (not many)
-    yield f"  as the kernel has it: {described['dtype']}{size}"
+    whole = f", {format_bytes(described['bytes'])}" * (report.plan.mesh.parallel.size == 1)
+    yield f"  as the kernel has it: {described['dtype']}{whole}"
     if engine.runner is None:
         yield "  in the processes of the ranks: their memory is not shown"
         return
-    expert = _expert(param, found[0]) if param.shard == "experts" else None
-    for words in _memory(engine.runner.model, param.name, expert):
+    place, *others = _places(param, found[0])
+    alone = param.shard == "experts" and not others
+    for words in _memory(engine.runner.model, param, place if alone else -1):
         yield f"  {words}"
 
 
@@ -82,61 +82,65 @@ def _found(report: PlanReport, named: Mapping[str, Param], tensor: str | None) -
     name = tensor or next((one for one in named if "q_proj" in one), next(iter(named)))
     found = [one for one in named if one == name or one.rpartition(".")[0] == name.removesuffix(".weight")]
     if not found:
-        raise ConfigError(_unread(name, named, report.plan.args.tie_word_embeddings))
+        raise ConfigError(f"no parameter reads {name!r}.{hint(name, named, report.holdings.layout)}")
     return found
 
 
-def _unread(name: str, named: Mapping[str, Param], tied: bool) -> str:
-    """Return an error for a name that no parameter reads."""
-    made = [stored for stored, param in named.items() if name in (param.name, param.module)]
-    if made:
-        return (
-            f"{name} is made of {', '.join(made[:MOST_NAMES])}{', ...' * (len(made) > MOST_NAMES)}: name one of them."
-        )
-    if tied and name.partition(".")[0] == "lm_head":
-        return f"{name} is not stored: the head is tied to the embedding, whose weight it reads."
-    ends = [one for one in named if one.removesuffix(".weight").endswith(f".{name.removesuffix('.weight')}")]
-    near = ends[:MOST_NAMES] or difflib.get_close_matches(name, named, MOST_NAMES, 0.5)
-    return f"no parameter reads {name!r}." + (f" Near: {', '.join(near)}." if near else " `quire weights` lists all.")
+def rank_slices(report: PlanReport, names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each rank that reads a module's stored tensors: its slices, and their rows in a parameter.
+
+    The slices are those of `quire explain --rank N`. One device reads whole tensors, and its line tells the rows alone.
+    """
+    parallel, holdings = report.plan.mesh.parallel, report.holdings
+    for rank, _ in holdings.held:
+        for param in holdings.params_of(rank):
+            cuts = [one for one in slices_of(report, param) if one["tensor"] in names]
+            if not cuts:
+                continue
+            where = f"{_rows(param, names[0])}, {'x'.join(map(str, param.shape))} on this rank"
+            if parallel.size == 1:
+                yield where
+                continue
+            one = next(one for one in holdings.with_one_expert(rank) if one.name == param.name)
+            size = format_bytes(holdings.num_bytes(one, len(rank.expert_ids) if param.shard == "experts" else 1))
+            yield f"{rank_name(rank, parallel)} reads {_cuts(cuts)}: {where}, {size} for the kernel"
 
 
-def _ranks(report: PlanReport, name: str) -> Iterator[str]:
-    """Yield what each rank reads of a stored tensor, and where its slice lies in the rank's parameter."""
-    parallel = report.plan.mesh.parallel
-    for rank, _ in report.holdings.held:
-        for param in report.holdings.params_of(rank):
-            for raw in raw_tensors(param):
-                for part in raw.parts:
-                    if part.stored != name:
-                        continue
-                    bounds = f"{part.start:,} to {part.start + part.count:,} of {part.matrix[part.axis]:,}"
-                    whole = part.count == part.matrix[part.axis]
-                    read = "all of it" if whole else f"{('rows', 'columns')[part.axis]} {bounds}"
-                    shape = "x".join(map(str, param.shape))
-                    yield f"  {rank_name(rank, parallel)} reads {read}, for {param.name}, {shape} on this rank"
+def _cuts(slices: Sequence[Mapping[str, Any]]) -> str:
+    """Return slices of a module's tensors in words: "rows 0-127 of 256", of several tensors each with its last name."""
+    by_tensor = dict[str, list[str]]()
+    for one in slices:
+        by_tensor.setdefault(one["tensor"], []).append(cut_words(one))
+    words = {name: " and ".join(dict.fromkeys(cuts)) for name, cuts in by_tensor.items()}
+    if len(words) == 1:
+        (cut,) = words.values()
+        return "it whole" if cut == "whole" else cut
+    return ", ".join(f"{name.rpartition('.')[2]} {cut}" for name, cut in words.items())
 
 
-def _slices(param: Param, name: str) -> Iterator[str]:
-    """Yield the place of a tensor's rows in its parameter."""
-    expert = _expert(param, name) if param.shard == "experts" else None
-    module, first = name.rpartition(".")[0], 0
-    each = len(param.parts) // (1 if expert is None else fused(param)[0])
-    for number, part in enumerate(param.parts):
-        rows = part.rows
-        if part.stored.rpartition(".")[0] == module:
-            where = param.name if expert is None else f"expert {expert} of {param.name}"
-            begin = first if len(param.parts) > 1 else 0
-            yield f"  rows {begin:,} to {begin + rows:,} of {where}, {'x'.join(map(str, param.shape))}"
-            return
-        first = 0 if expert is not None and (number + 1) % each == 0 else first + rows
+def _places(param: Param, name: str) -> dict[int, tuple[int, int]]:
+    """Return expert's place in the stack (0 without experts) -> first and end row of a stored tensor's rows there."""
+    module, count, found = name.rpartition(".")[0], num_experts(param), dict[int, tuple[int, int]]()
+    for place in range(count):
+        first = 0
+        for part in of_expert(param, place, count).parts:
+            if part.stored.rpartition(".")[0] == module:
+                found[place] = found.get(place, (first, 0))[0], first + part.rows
+            first += part.rows
+    return found
 
 
-def _expert(param: Param, name: str) -> int | None:
-    """Return the place of a tensor's expert in a parameter of several; None: of none."""
-    count, module = fused(param)[0], name.rpartition(".")[0]
-    each = len(param.parts) // count
-    places = [number // each for number, part in enumerate(param.parts) if part.stored.rpartition(".")[0] == module]
-    return places[0] if count > 1 and places else None
+def _rows(param: Param, name: str) -> str:
+    """Return the rows that a stored tensor fills in a parameter, in words."""
+    places = _places(param, name)
+    begin, end = next(iter(places.values()))
+    rows = f"rows {begin:,} to {end:,} of"
+    if param.shard != "experts":
+        return f"{rows} {param.name}"
+    each = len(param.parts) // num_experts(param)
+    ids = [int(param.parts[place * each].name.partition(".")[0]) for place in places]
+    experts = f"expert {ids[0]}" if len(ids) == 1 else f"each of the {len(ids)} experts {listed(ids)}"
+    return f"{rows} {experts} of {param.name}"
 
 
 def _function(name: str) -> str:
@@ -147,40 +151,42 @@ def _function(name: str) -> str:
     return f"{name}  {code.co_filename.removeprefix(f'{PACKAGE}/')}:{code.co_firstlineno}"
 
 
-def _memory(model: Any, name: str, expert: int | None) -> Iterator[str]:
-    """Yield the tensors of a loaded parameter: address, device, shape and bytes.
-
-    expert   only of this one, where experts lie apart; None: all
-    """
-    *path, last = name.split(".")
+def _memory(model: Any, param: Param, place: int) -> Iterator[str]:
+    """Yield the tensors of a loaded parameter: address, device, shape and bytes. place: of an expert; -1: of all"""
+    *path, last = param.name.split(".")
     owner = model
     for part in path:
         owner = owner[int(part)] if part.isdigit() else getattr(owner, part, None)
         if owner is None:
             return
-    key, values = "packed", getattr(owner, "packed", None)
+    values = getattr(owner, "packed", None)
     if values is None:
-        key, values = last, getattr(owner, last, None)
-    if expert is not None and isinstance(values, list | tuple) and len(values) > expert and _alike(values):
-        key, values = f"{key}[{expert}]", values[expert]
-    for label, one in _tensors(key, values):
+        values = getattr(owner, last, None)
+    stacked = num_experts(param) if place >= 0 else 0
+    tensors = _tensors(values, last, place, stacked) if param.shard == "experts" else _tensors(values)
+    for one in {one.data_ptr(): one for one in tensors}.values():
         shape, kind = "x".join(map(str, one.shape)), str(one.dtype).removeprefix("torch.")
-        size, storage = format_bytes(one.nbytes), format_bytes(one.untyped_storage().nbytes())
-        held = f", {size}" if size == storage else f", {size} of {storage} of storage"
-        yield f"memory  {label} at 0x{one.data_ptr():x} on {one.device}: {shape} {kind}{held}"
+        storage = one.untyped_storage().nbytes()
+        shared = f", in a storage of {format_bytes(storage)}" * (storage > one.nbytes)
+        yield f"memory  0x{one.data_ptr():x} on {one.device}: {shape} {kind}, {format_bytes(one.nbytes)}{shared}"
 
 
-def _alike(values: Sequence[Any]) -> bool:
-    """Return True if all values have tensors by the same names: there is one for each expert."""
-    return len({tuple(label for label, _ in _tensors("", value)) for value in values}) == 1
+def _tensors(value: Any, last: str = "", place: int = -1, stacked: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors of packed weights.
 
-
-def _tensors(label: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield label, value
+    last      parameter of experts: only this one of their matrices; "": all
+    place     of the expert in its stack
+    stacked   number of experts that lists and tensors stack here; 0: they are of one expert, or all are wanted
+    """
+    if last and hasattr(value, last):
+        yield from _tensors(getattr(value, last), "", place, stacked)
+    elif isinstance(value, torch.Tensor):
+        yield value[place] if stacked and value.ndim and len(value) == stacked else value
+    elif isinstance(value, list) and stacked and len(value) == stacked:
+        yield from _tensors(value[place], last)
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _tensors(f"{label}[{number}]", one)
+        for one in value:
+            yield from _tensors(one, last, place, stacked)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _tensors(f"{label}.{field.name}", getattr(value, field.name))
+            yield from _tensors(getattr(value, field.name), last, place, stacked)

@@ -3,7 +3,8 @@
 Every public function of Quire that this process calls is recorded by Python's profiler hook, so nothing is written down
 beforehand. Kept are those that take part of the time, and those that decide: functions of `plan`, `config`, `args`,
 `quantization` and `platforms` whose result has a reason. Times are those of a start under the hook, which slows Python
-code down; files, devices and kernels take the time that they always take.
+code down; files, devices and kernels take the time that they always take. Python's garbage collector is off meanwhile:
+it would walk the recorded calls again and again, and its time would stand at whichever function runs then.
 """
 
 import gc
@@ -20,7 +21,6 @@ from quire.observe.calls import PACKAGE, Span
 
 DECIDING = ("plan", "config", "args", "quantization", "platforms")  # rooms whose results may have a reason
 LEAST = 0.004  # share of the whole time that a call takes at least to be kept
-MANY = 5
 WIDEST = 160  # characters of a result
 SKIPPED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -31,11 +31,12 @@ class StartRecorder:
     def __init__(self, name: str) -> None:
         self.root = Span(name, "")
         self._stack, self._codes = [self.root], dict[CodeType, tuple[str, str, bool] | None]()
-        self._collects = gc.isenabled()
         self._depth = list[bool]()  # of each Python function that runs: whether it has a span
+        self._collects = False
 
     def __enter__(self) -> "StartRecorder":
-        gc.disable()  # the spans of a start would bring collections, whose time any call would seem to take
+        self._collects = gc.isenabled()
+        gc.disable()
         self.root.begin = perf_counter_ns()
         sys.setprofile(self._event)
         return self
@@ -43,9 +44,9 @@ class StartRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         sys.setprofile(None)
         self.root.end = perf_counter_ns()
+        _prune(self.root, self.root.seconds * LEAST, set())
         if self._collects:
             gc.enable()
-        _prune(self.root, self.root.seconds * LEAST, set())
 
     def _event(self, frame: FrameType, event: str, result: Any) -> None:
         if event == "call":
@@ -90,33 +91,27 @@ def _told(result: Any, decides: bool) -> str:
     return ""
 
 
-def _prune(span: Span, least: float, told: set[tuple[str, str]]) -> None:
-    """Drop calls of a name if none takes `least` seconds, nor all together MANY times that, unless a reason is told.
+def _prune(span: Span, least: float, told: set[tuple[str, str]]) -> bool:
+    """Join equal calls inside a call, neighbours or not. Drop those that take less than `least` seconds together.
 
-    Repeated ones are joined, with their true number.
-
-    told   (name, result) of the reasons that are in the tree already: each is told once
+    told   name and result of calls that have told their reason: a second call with the same one tells nothing
+    Calls that tell a reason stay as they are. Return True if the call tells one, or a call inside it.
     """
-    for one in span.inside:
-        _prune(one, least, told)
-    times, shown = dict[tuple[str, str], list[float]](), list[Span]()
-    for one in span.inside:
-        times.setdefault((one.name, one.gives), []).append(one.seconds)
-    for one in span.inside:
-        key = one.name, one.gives
-        new = _has_reason(one) and key not in told
-        short = max(times[key]) < least and sum(times[key]) < MANY * least
-        if short and not new and not one.inside:
+    reasons = [_prune(one, least, told) for one in span.inside]
+    kept, by_key = list[Span](), dict[tuple[str, str], Span]()
+    for one, reason in zip(span.inside, reasons, strict=True):
+        first = one if reason else by_key.setdefault((one.name, one.gives), one)
+        if first is one:
+            kept.append(one)
             continue
-        if new:
-            told.add(key)
-        if shown and (shown[-1].name, shown[-1].gives) == key and not new:
-            shown[-1].joined = max(1, shown[-1].joined) + 1
-            shown[-1].end += one.end - one.begin  # a span of several calls has their time
-            shown[-1].inside = []
-        else:
-            shown.append(one)
-    span.inside = shown
+        first.joined = max(1, first.joined) + 1
+        first.end += one.end - one.begin  # a span of several calls has their time
+        first.inside = []
+    reasoned = {id(one) for one, reason in zip(span.inside, reasons, strict=True) if reason}
+    span.inside = [one for one in kept if one.seconds >= least or id(one) in reasoned]
+    new = span.gives.endswith(")") and (span.name, span.gives) not in told
+    told.add((span.name, span.gives))
+    return new or any(reasons)
 
 
 def start_lines(span: Span, depth: int = 0) -> Iterator[str]:
@@ -126,10 +121,6 @@ def start_lines(span: Span, depth: int = 0) -> Iterator[str]:
     yield f"{1e3 * span.seconds:9.3f} ms  {'  ' * depth}{span.name}{times}  {span.where}{gives}".rstrip()
     for one in span.inside:
         yield from start_lines(one, depth + 1)
-
-
-def _has_reason(span: Span) -> bool:
-    return span.gives.endswith(")")
 
 
 def trace_start(build: Callable[[], Any], name: str) -> tuple[Any, Span]:

@@ -37,6 +37,7 @@ def trace(
     lora_request: LoRARequest | None = None,
     after: str = "",
     stepper: Stepper | None = None,
+    **sampling: Any,
 ) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
@@ -46,9 +47,11 @@ def trace(
     would name the same prompt before a reset. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
 
-    stepper   halts at stops of the request; the engine is in this process then
+    stepper    halts at stops of the request; the engine is in this process then
+    sampling   other sampling parameters of the request, by name
     """
-    engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
+    engine, params = llm.engine, llm.get_default_sampling_params()
+    params = params.clone(max_tokens=max_tokens, ignore_eos=True, **sampling)
     core, cuda = engine.core, engine.device.device == "cuda"
     assert core.facts.depth == core.facts.num_stages, "steps in flight would be mixed up"
     llm.reset_prefix_cache()

@@ -32,6 +32,7 @@ from quire.distributed.mesh import RankGroups
 from quire.engine.replicas import Core
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
+from quire.explain.render_ranks import cut_words
 from quire.layers.moe import Experts
 from quire.plan.collectives import algorithm, collectives, groups
 from quire.plan.meetings import idle_notes, inputs_of, met
@@ -39,6 +40,7 @@ from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import ranks
 from quire.reports.engine import PlanReport
 from quire.reports.ranks import describe_one, rank_lines, rank_name
+from quire.traces.load_trace import rank_slices
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
@@ -124,6 +126,22 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(os, "preadv", preadv)
     return found
+
+
+def test_a_trace_of_a_tensor_has_the_slices_of_every_rank(folders: Folders) -> None:
+    """Experts lie on one of the ranks; heads and columns are divided."""
+    report = plan_engine(config(folders("deepseek_v3"), SIZES["tp2-ep"]))
+    slices = {rank: describe_one(report, rank)["slices"] for rank in (0, 1)}
+    for name in read_checkpoint(folders("deepseek_v3")).tensors:
+        cuts = [(rank, one) for rank in slices for one in slices[rank] if one["tensor"] == name]
+        lines = list(rank_slices(report, [name]))
+        assert [line.partition(" reads ")[0] for line in lines] == [f"rank {rank} (tp {rank})" for rank, _ in cuts]
+        for line, (_, one) in zip(lines, cuts, strict=True):
+            assert f"reads {cut_words(one)}: ".replace("reads whole", "reads it whole") in line
+            begin, end = map(int, re.search(r": rows (\d+) to (\d+) of ", line).groups())  # type: ignore[union-attr]
+            count = one["end"] - one["start"]
+            assert end - begin == (count if one["axis"] == 0 else one["shape"][0])
+            assert ("expert " in line) == (".experts." in name), line
 
 
 def told(folder: Path, slices: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:

@@ -5,16 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.entry.cli.main import main
-from quire.explain.describe import plan_engine
+from quire.kernels.experts.weights import ExpertWeights
 from quire.observe.calls import PACKAGE, Span
 from quire.traces.decisions import decisions_of, with_decisions
 from quire.traces.flag_trace import flag_way, readers
-from quire.traces.load_trace import _ranks, load_lines
+from quire.traces.load_trace import _tensors, load_lines
 from quire.weights.files import read_checkpoint
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory-bytes", "4M", "--max-model-len", "64")
@@ -31,6 +32,7 @@ def test_a_start_has_its_phases_and_its_reasons(capsys: pytest.CaptureFixture[st
     assert {"load_weights", "build_model"} <= lines.keys()
     assert re.search(r"resolve_dtype  plan/dtype\.py:\d+  -> bfloat16 \(as in the checkpoint\)", out)
     assert re.search(r"choose_kernels .* linear: \w+", out)
+    assert re.findall(r"DecoderBlock(?:, (\d+) times)?", out) in (["8"], [])  # all, or too fast to be shown
     places = re.findall(r" ([\w.]+)(?:, \d+ times)?  ([\w/]+\.py):(\d+)", out)
     assert len(places) > 10
     for name, file, number in places:
@@ -49,16 +51,22 @@ def test_a_tensor_ends_in_the_kernel_s_memory() -> None:
     header = read_checkpoint(bundled_model()).tensors[TENSOR + ".weight"]
     assert f"bytes {header.offset:,} to {header.offset + header.num_bytes:,} of {header.file.name}" in lines[0]
     assert "rows 768 to 1,536 of layers.2.mlp.gate_up.weight" in lines[1]
-    whole = EngineConfig.from_flat(model=str(bundled_model()), device="cpu", tensor_parallel_size=2)
-    rows = [*_ranks(plan_engine(whole), "model.layers.0.self_attn.q_proj.weight")]
-    assert rows[1].endswith("reads rows 128 to 256 of 256, for layers.0.attention.qkv.weight, 256x256 on this rank")
-    (columns, _) = _ranks(plan_engine(whole), "model.layers.0.self_attn.o_proj.weight")
-    assert "columns 0 to 128 of 256, for layers.0.attention.output.weight, 256x128" in columns
     assert any(
         re.match(r"  pack  quire\.kernels\.linear\.\w+\.pack_gated  kernels/linear/\w+\.py:\d+", one) for one in lines
     )
     memory = [one for one in lines if one.startswith("  memory")]
     assert memory and (address is None or f"0x{address:x} on cpu" in memory[0])
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["stacked", "a list"])
+def test_an_expert_s_tensor_ends_in_one_place(listed: bool) -> None:
+    matrices = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)  # of three experts
+    packed: object = ExpertWeights(*matrices)
+    if listed:
+        packed = [ExpertWeights(*matrices[:, place]) for place in range(3)]
+    (one,) = _tensors(packed, "down", 2, 3)
+    assert torch.equal(one, matrices[1, 2])
+    assert len(list(_tensors(packed))) == (6 if listed else 2)
 
 
 def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,9 +83,10 @@ def test_the_way_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     file, _, line = run.where.partition(":")
     assert (PACKAGE / file).read_text().splitlines()[int(line) - 1].startswith("def run(")
     assert any(caller.startswith("Linear.forward (layers/linear.py:") for caller in run.callers)
-    assert main(["trace", "--from", "flag", "--seed", "3"]) == 0
+    assert main(["trace", "--from", "flag", "--scheduling-policy", "priority"]) == 0
     out = capsys.readouterr().out
-    assert "--seed = 3, from flag --seed" in out and "changes nothing in the plan" in out
+    assert "--scheduling-policy = 'priority', from flag --scheduling-policy" in out
+    assert "changes nothing in the plan" in out
 
 
 def test_every_option_of_an_engine_is_read() -> None:
@@ -94,7 +103,7 @@ def test_every_option_of_an_engine_is_read() -> None:
         (["--tensor", "x"], "add --from load"),
         (["--url", "http://127.0.0.1:1", "--request", ""], "--request is an empty text"),
         (["--max-tokens", "0"], "give 1 or more"),
-        (["--temperature", "0", "--from", "load"], "--temperature is of a request"),
+        (["--top-p", "0.5", "--from", "load"], "--top-p is of a request"),
         (["--from", "flag", "--attention-backend", "X"], "--attention-backend changes nothing: Quire chooses kernels"),
         (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),
@@ -102,24 +111,12 @@ def test_every_option_of_an_engine_is_read() -> None:
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
         (["--from", "load", "--tensor", "q_proj", *SMALL], "Near: model.layers.0.self_attn.q_proj.weight"),
         (["--from", "load", "--tensor", "layers.0.attention.qkv"], "is made of model.layers.0.self_attn.q_proj.weight"),
-        (["--from", "load", "--tensor", "lm_head"], "the head is tied to the embedding"),
+        (["--from", "load", "--tensor", "lm_head"], "The head is tied to the embedding"),
     ],
 )
 def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *words]) != 0
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_repeated_calls_are_joined() -> None:
-    from quire.traces.start_trace import _prune
-
-    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 5 * (i > 0) + 1) for i in range(3)]  # the first is short
-    between = Span("other", "a:2", begin=18, end=19)
-    reasons = [Span("choose", "a:3", gives="x (why)", begin=40 + i, end=41 + i) for i in range(2)]
-    root = Span("", "", end=100, inside=[calls[0], between, *calls[1:], *reasons])
-    _prune(root, 2e-9, set())
-    one, reason = root.inside
-    assert one.joined == 3 and one.seconds == pytest.approx(13e-9) and not reason.joined
 
 
 def test_a_decision_stands_at_functions_that_a_kernel_takes_from_others() -> None:
@@ -138,3 +135,36 @@ def test_a_decision_stands_at_functions_that_a_kernel_takes_from_others() -> Non
     assert latent.decided.startswith("latent: native (first; not triton: runs on cuda), kernels/select.py:")
     assert not other.decided
     assert experts.decided == "experts in decode: dispatcher none, kernel panels (fits; not a with b: c)"
+
+
+def test_equal_calls_are_counted_before_small_ones_are_dropped() -> None:
+    """Each call of `pack` is below the limit, and `other` lies between; the reason is told once."""
+    from quire.traces.start_trace import _prune
+
+    calls = [Span("pack", "a:1", begin=10 * i, end=10 * i + 1) for i in range(3)]
+    others = [Span("other", "a:2", begin=10 * i + 5, end=10 * i + 5) for i in range(3)]
+    reasons = [Span("choose", "a:3", gives="bfloat16 (as asked)", begin=40 + i, end=40 + i) for i in range(2)]
+    inside = [one for pair in zip(calls, others, strict=True) for one in pair]
+    root = Span("", "", end=100, inside=[*inside, *reasons])
+    _prune(root, 2e-9, set())
+    assert [(one.name, one.joined) for one in root.inside] == [("pack", 3), ("choose", 0)]
+    assert root.inside[0].seconds == pytest.approx(3e-9)
+
+
+def test_events_of_joined_calls_do_not_overlap() -> None:
+    from quire.observe.render_calls import events
+
+    root = Span("", "", end=90, inside=[Span("pack", "", end=50, joined=3), Span("next", "", begin=20, end=60)])
+    times = {one["name"]: (one["ts"], one["dur"]) for one in events(root, 0)}
+    assert times["pack"] == (0, 0.02) and times["next"] == (0.02, 0.04)
+
+
+def test_the_garbage_collector_is_off_while_calls_are_recorded() -> None:
+    """It would walk the recorded calls, and its time would stand at any function of the engine."""
+    import gc
+
+    from quire.traces.start_trace import StartRecorder
+
+    with StartRecorder("start"):
+        during = gc.isenabled()
+    assert not during and gc.isenabled()

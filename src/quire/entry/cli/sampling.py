@@ -1,7 +1,7 @@
 """Shared by `quire complete` and `quire chat`: the flags of a request, and a model in this process."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,13 @@ def configure_asking(parser: FlagParser) -> None:
     """Add the flags of commands that ask a local or remote model. Flags that are not given keep the model's default."""
     parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
     add_remote_flags(parser)
-    add_flag_table(parser, Path(__file__).with_suffix(".txt"), PREFIX)
+    add_sampling_flags(parser)
     add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
+
+
+def add_sampling_flags(parser: FlagParser, *, skip: Collection[str] = ()) -> None:
+    """Add the flags of a request. skip: those that the command lacks, or has with another meaning"""
+    add_flag_table(parser, Path(__file__).with_suffix(".txt"), PREFIX, skip=skip)
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from quire.config.flags import (
 from quire.config.peer_flags import add_peer_flags
 from quire.contracts.errors import ModelNotFound
 from quire.entry.cli.remote import RemoteServer
+from quire.entry.cli.sampling import add_sampling_flags, sampling_values
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def configure(parser: FlagParser) -> None:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="of the request (default: the model's; 0 = greedy)"
-    )
+    add_sampling_flags(parser, skip=("--max-tokens", "--ignore-eos"))
     parser.add_argument("--after", metavar="TEXT", help="answer this text before: the request finds its cache")
     parser.add_argument("--adapter", metavar="PATH", help="adapter (LoRA) of the request: its folder, or hub id")
     parser.add_argument(
@@ -64,7 +63,7 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument("--script", metavar="FILE", help="file with the commands of --step, one in a line")
     parser.add_argument("--json", action="store_true", help="print the tree of calls as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
-    add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
+    add_engine_flags(parser, skip=("async_depth", "enforce_eager", "seed"))
     add_peer_flags(parser)
     parser.elsewhere = {
         "--enforce-eager": "a trace runs eagerly, and --lanes as the engine does: leave it out",
@@ -77,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.traces.clashes import check_flags
 
     check_flags(args)
+    sampling_values(args)
     for note in settings_of(args).notes:
         print(f"quire: note: {note}", file=sys.stderr)
     if args.begin == "flag":
@@ -86,9 +86,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = {"enable_lora": True} if args.adapter else {}
     options |= given_options(args)
-    if args.temperature is not None:
-        given = options.get("override_generation_config") or {}
-        options["override_generation_config"] = {**given, "temperature": args.temperature}
     try:
         if args.url is None and args.begin != "http":
             return _in_process(args, options)
@@ -108,7 +105,7 @@ def _of_server(args: argparse.Namespace, options: dict[str, Any]) -> "Span":
     from quire.traces.http_trace import trace_http
 
     config = ServerConfig.from_flat(**options, host="127.0.0.1", port=0, access_log=False)
-    return trace_http(config, _prompt(args), max_tokens=args.max_tokens, full=args.full)
+    return trace_http(config, _prompt(args), max_tokens=args.max_tokens, full=args.full, **sampling_values(args))
 
 
 def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -132,10 +129,11 @@ def _in_process(args: argparse.Namespace, options: dict[str, Any]) -> int:
             print(*load_lines(llm, args.tensor), sep="\n")
             return 0
         if args.lanes:
-            found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens)
+            found = trace_lanes(llm, _prompt(args), max_tokens=args.max_tokens, **sampling_values(args))
             return _print_calls(args, found, lane_lines(found))
         asked = LoRARequest(Path(args.adapter).name, 1, args.adapter) if args.adapter else None
         given: dict[str, Any] = {"max_tokens": args.max_tokens, "lora_request": asked, "after": args.after or ""}
+        given |= sampling_values(args)
         if args.step:
             return step_through(llm, _prompt(args), args.script, **given)
         return _print_calls(args, trace(llm, _prompt(args), **given))
