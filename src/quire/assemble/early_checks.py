@@ -33,7 +33,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
     plan = plans[0]
     check(plan.meetings)
     check_context(plan.config.model, plan.args.max_position_embeddings)
-    if plan.config.hosts.nnodes == 1 and plan.config.hosts.distributed_executor_backend != "ray":
+    if not plan.config.hosts.several:
         _check_memory(plans, free_memory)
     if plan.offload.folder:
         check_folder(plan.offload.folder, shared=plan.offload.folder_shared)

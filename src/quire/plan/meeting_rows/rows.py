@@ -167,9 +167,6 @@ TIERS: tuple[Row, ...] = (
         what="sharing by ranks on several hosts"),
     Row("peers", "Ray", MISSING, "the engine core cannot read their memory (--kv-peers works with --nnodes)",
         "use --distributed-executor-backend mp, or leave out --kv-peers", what="blocks of peers for ranks of Ray"),
-    Row("disk", "hosts or Ray", MISSING, "the engine core must see the files of all ranks",
-        "leave out --kv-offload-dir, or use one host and --distributed-executor-backend mp",
-        what="a disk tier of ranks on several hosts"),
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
