@@ -15,8 +15,8 @@ from quire.config.env import CLUSTER_KEY
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 
-from ..support.full import full_rows
 from ..support.addresses import free_address
+from ..support.full import full_rows
 from ..support.many_ranks import SIZES, SMALL, Left
 from .test_hosts import KEY, Agent, agent, dies, rank_of
 
@@ -70,7 +70,7 @@ def test_ranks_keep_and_find_their_parts(sizes: str, tmp_path: Path) -> None:
         assert disk(llm).num_failed >= 3
 
 
-@pytest.mark.parametrize("sizes", full_rows(["tp2", "pp2", "dp2"]))
+@pytest.mark.parametrize("sizes", full_rows(["tp2", "pp2"]))
 def test_each_host_keeps_its_parts_in_a_folder_of_its_own(
     sizes: str, left: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,8 +97,7 @@ def test_each_host_keeps_its_parts_in_a_folder_of_its_own(
         assert tokens == truth and not any(cached) and disk(llm).num_stored >= 12
     assert other.end()[0] == 0
     here, there = kept()
-    if sizes != "dp2":
-        assert here.keys() == there.keys() and here != there
+    assert here.keys() == there.keys() and here != there
     with engine() as (llm, other):
         tokens, cached = ask(llm)
         assert tokens == truth and min(cached) >= 64 and disk(llm).num_failed == 0
@@ -107,7 +106,7 @@ def test_each_host_keeps_its_parts_in_a_folder_of_its_own(
     shutil.rmtree(hosts[1])
     with engine() as (llm, other):
         tokens, cached = ask(llm)
-        assert tokens == truth and (sizes == "dp2" or not any(cached)), "a block is whole when all hosts have it"
+        assert tokens == truth and not any(cached), "a block is whole when all hosts have it"
         assert disk(llm).num_stored >= 12 and all(kept())
         llm.reset_prefix_cache()
     assert other.end()[0] == 0 and kept() == [{}, {}]

@@ -12,8 +12,8 @@ from pathlib import Path
 from quire.config.engine import EngineConfig, check_context
 from quire.config.events import read_events_config
 from quire.contracts.errors import ConfigError
-from quire.kvnet.block_share import listener_at
 from quire.kvnet.event_publisher import EventPublisher
+from quire.kvnet.share_server import listener_at
 from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
@@ -36,7 +36,8 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
     if not plan.config.hosts.several:
         _check_memory(plans, free_memory)
     if plan.offload.folder:
-        check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
+        if plan.config.hosts.distributed_executor_backend != "ray":  # whose nodes have the folder
+            check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
         _check_folder_size(plans)
     _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
 

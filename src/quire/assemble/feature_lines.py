@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from quire.adapters.slots import slot_plan
+from quire.config.connectors import node_options
 from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
@@ -67,7 +68,7 @@ def _sharing(plan: EnginePlan) -> list[str]:
     sharing, events = plan.offload.sharing, read_events_config(plan.config)
     roles = {(True, True): "prefill and decode", (True, False): "prefill", (False, True): "decode"}
     role = roles.get((sharing.sends, sharing.takes))
-    words = [f"role {role} ({(plan.config.cache.kv_transfer_config or {}).get('kv_role')})"] if role else []
+    words = [f"role {role} ({node_options(plan.config.cache).get('kv_role')})"] if role else []
     if sharing.place is not None:
         words.append(f"read by others at {_address(sharing.place)}")
     if sharing.peers:

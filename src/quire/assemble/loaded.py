@@ -25,11 +25,12 @@ class Outside(msgspec.Struct, frozen=True):
     """Facts about KV blocks outside of the engine, for a rank.
 
     namespace   of blocks in files and on other engines, see `namespace` of `offload.py`
-    apart       True: the engine core is on another host, and sees neither the files of the rank nor its memory
+    address     of the rank's host, if the engine core is on another one, and sees neither the files of the rank nor its
+                memory; "": the core is on this host
     """
 
     namespace: bytes = b""
-    apart: bool = False
+    address: str = ""
 
 
 class RankTiers(NamedTuple):

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+import msgspec
+
 from quire import __version__
 from quire.args.checkpoint import read_raw_config
 from quire.assemble.loaded import Outside, RankTiers
@@ -22,6 +24,7 @@ from quire.kv.store import KVStore
 from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
 from quire.kvnet.device_peers import PeerDevices
+from quire.kvnet.page_share import PageShare
 from quire.kvstore.arena import KVArena
 from quire.kvstore.disk_tier import DiskTier, FileNames
 from quire.kvstore.files import BlockFiles, FileSystem
@@ -155,9 +158,19 @@ def copy_blocks(
     states = make_state_mover(plan, memory, arenas[1], outside, _names(plan))
     copies = TierCopies(mover, states, plan.mesh.rank.number)
     worker.features.attach(copies)
-    return RankTiers(
-        mover.shards + (states.shards if states is not None else ()), copies.news(first=True), copies.close
-    )
+    shards = mover.shards + (states.shards if states is not None else ())
+    if shards and outside.address:
+        shards = _served(plan, shards, outside)
+    return RankTiers(shards, copies.news(first=True), copies.close)
+
+
+def _served(plan: EnginePlan, shards: Sequence[Shard], outside: Outside) -> tuple[Shard, ...]:
+    """Serve a rank's parts of blocks and checkpoints on its host; return them with the place where they are read."""
+    place = plan.offload.sharing.of_rank(plan.mesh.rank.number, outside.address)
+    served = tuple(msgspec.structs.replace(one, place=place) for one in shards)
+    spaces = {state_space(plan, outside.namespace) if one.states else outside.namespace: one for one in served}
+    PageShare(place, cluster_key()[0], spaces)
+    return served
 
 
 def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, outside: Outside) -> BlockMover | None:
@@ -185,7 +198,11 @@ def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, outside: O
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
     groups = len(plan.geometry.groups)
     sharing = offload.sharing.of(rank.replica)
-    if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
+    if (
+        arena.pages.device.type in IMPLEMENTATIONS
+        and (sharing.place or sharing.peers)
+        and not plan.config.hosts.several
+    ):
         mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
     shard = Shard(
         geometry=memory.geometry,
@@ -206,7 +223,7 @@ def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, outside: O
         peers=peers,
         devices=devices,
         shared=shard if sharing.place else None,
-        names=FileNames(Path(offload.folder), space, [name], tells=True) if files and outside.apart else None,
+        names=FileNames(Path(offload.folder), space, [name], tells=True) if files and outside.address else None,
     )
 
 

@@ -70,7 +70,7 @@ def assemble_ranks(
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         spaces = [namespace(plans[own], [one.sums for one in measured[own]]) for own in groups]
         for one, own, space in zip(made, groups, spaces, strict=True):
-            outside = [Outside(space, apart=not place.local) for place in places[own]]
+            outside = [Outside(space, place.address) for place in places[own]]
             both = zip(sizes[own], outside, strict=True)
             one.size([packed(RankSizes(memory=size, outside=facts)) for size, facts in both])
         parts = [

@@ -107,7 +107,7 @@ def make_state_mover(
         files,
         peers=peers,
         shared=shard if sharing.place is not None else None,
-        names=FileNames(folder, space, [name], tells=True) if files and outside.apart else None,
+        names=FileNames(folder, space, [name], tells=True) if files and outside.address else None,
     )
 
 

@@ -23,7 +23,7 @@ def written(folder: Path, rank: str, *numbers: int) -> BlockFiles:
 
 
 def told(names: FileNames, rank: int = 1) -> FileNews:
-    """What the rank tells the core."""
+    """Return the news of a rank for the core."""
     names.close()
     came, went = names.take_news()
     return FileNews(rank=rank, came=came, went=went)

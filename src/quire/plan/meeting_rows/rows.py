@@ -161,12 +161,6 @@ TIERS: tuple[Row, ...] = (
         "a prefill node shares its blocks (--kv-share HOST:PORT)"),
     Row("decode node", "no peers", REFUSED, "kv_transfer_config: kv_role={role} without kv_peers",
         "a decode node reads blocks of prefill nodes (--kv-peers)"),
-    Row("sharing", "hosts or Ray", MISSING,
-        "the engine core cannot read their memory (--kv-peers works with --nnodes)",
-        "use one host and --distributed-executor-backend mp, or leave out --kv-share",
-        what="sharing by ranks on several hosts"),
-    Row("peers", "Ray", MISSING, "the engine core cannot read their memory (--kv-peers works with --nnodes)",
-        "use --distributed-executor-backend mp, or leave out --kv-peers", what="blocks of peers for ranks of Ray"),
     Row("sharing", "not Linux", MISSING, "it needs memory that processes share, which is implemented for Linux alone",
         "leave it out", what="sharing on this system"),
 )  # fmt: skip
