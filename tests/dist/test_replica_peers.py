@@ -209,6 +209,9 @@ def test_an_engine_on_two_hosts_and_another_one_read_each_other(sizes: str, left
             for store in (own, *many):
                 assert store.stats[Tier.PEER].num_failed == 0
             assert sum(store.stats[Tier.DISK].num_stored for store in many) >= 3 * len(peers)
+            told = [store for store in many if store.hosted]
+            assert len(told) == 1, "the ranks of the other host are in one replica"
+            assert sum(map(told[0].hosted[False].has, told[0].host._index)) >= 3
         assert other.end()[0] == 0
         assert generate(alone, 2)[0] == generate(alone, 2)[0], "peers that are gone cost nothing"
     assert len(list((tmp_path / "kv").glob("*/*/*/*.kv"))) >= 6
