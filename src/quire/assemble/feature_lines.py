@@ -70,7 +70,9 @@ def _sharing(plan: EnginePlan) -> list[str]:
     role = roles.get((sharing.sends, sharing.takes))
     words = [f"role {role} ({node_options(plan.config.cache).get('kv_role')})"] if role else []
     if sharing.place is not None:
-        words.append(f"read by others at {_address(sharing.place)}")
+        first = sharing.place[1] + sharing.replicas
+        there = f" (rank i of another host: there, at port {first} + i)" * plan.config.hosts.several
+        words.append(f"read by others at {_address(sharing.place)}{there}")
     if sharing.peers:
         words.append(f"reads {', '.join(map(_address, sharing.peers))}")
     if events is not None:
