@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.assemble.ray_launcher import in_order
 from quire.contracts.errors import ConfigError, EngineDead
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
 
+from ..support.addresses import free_address
 from ..support.full import only_full
 from ..support.many_ranks import SIZES, SMALL, is_rank, until
 from .test_answers import ask, compare, texts
@@ -57,15 +61,39 @@ def ranks_here() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and is_rank(int(entry))]
 
 
+def prompt(llm: LLM) -> list[int]:
+    """Return the tokens after a prompt of several blocks."""
+    ids = [(7 * i) % 500 + 300 for i in range(145)]
+    (output,) = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
 @only_full
-def test_two_nodes_answer_and_one_that_goes_is_named(nodes: tuple[Any, Any]) -> None:
+def test_two_nodes_answer_and_one_that_goes_is_named(nodes: tuple[Any, Any], tmp_path: Path) -> None:
     cluster, second = nodes
     before = ranks_here()
     with LLM(**OPTIONS) as one:
-        expected = ask(one, texts())
-    with LLM(**OPTIONS, **SIZES["tp2"], distributed_executor_backend="ray") as llm:
-        compare(ask(llm, texts()), expected)
-        assert len(ranks_here()) == len(before) + 2
+        expected, truth = ask(one, texts()), prompt(one)
+    tiers = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through", "kv_offload_dir": str(tmp_path / "kv")}
+    ray = OPTIONS | SIZES["tp2"] | {"distributed_executor_backend": "ray"}
+    share, ours = free_address(), free_address(3)
+    role = {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both"}}
+    with LLM(**OPTIONS, **role, kv_offload_gb=0.02, kv_share=share, kv_peers=(ours,)) as other:
+        with LLM(**ray, **tiers, kv_share=ours, kv_peers=(share,)) as llm:
+            compare(ask(llm, texts()), expected)
+            assert len(ranks_here()) == len(before) + 2 and prompt(llm) == truth
+            flush(llm.engine.core)
+            assert llm.engine.core.state().stats.tiers[Tier.DISK].num_stored > 0
+            reader = other.engine.core.scheduler.roster.store
+            own = llm.engine.core.scheduler.roster.store.host._index.keys()
+            until(lambda: reader.sharing._promises._peers[0].keys == own, lambda: "no block is heard of")
+            assert prompt(other) == truth
+            assert reader.stats[Tier.PEER].num_loaded > 0 and reader.stats[Tier.PEER].num_failed == 0
+    until(lambda: ranks_here() == before, lambda: f"left: {ranks_here()}")
+    with LLM(**ray, **tiers) as llm:
+        assert prompt(llm) == truth
+        flush(llm.engine.core)
+        assert llm.engine.core.state().stats.tiers[Tier.DISK].num_loaded > 0
     until(lambda: ranks_here() == before, lambda: f"left: {ranks_here()}")
 
     with LLM(**OPTIONS, **SIZES["tp2"], distributed_executor_backend="ray") as llm:

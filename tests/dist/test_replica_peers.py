@@ -183,16 +183,35 @@ def test_a_replica_that_cannot_share_ends_those_before_it(left: Left) -> None:
         pass
 
 
-def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:
-    """The hosts are two programs on the loopback; each rank connects to the peer from its own."""
-    share, port = free_address(), int(free_address().rpartition(":")[2])
-    with LLM(**OPTIONS, use_tqdm_on_load=False, kv_share=share) as alone, agent(port):
-        found = generate(alone, 0)
-        with LLM(
-            **OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port, kv_peers=(share,)
-        ) as two:
-            keys = stores(alone.engine.core)[0].host._index.keys()
-            (store,) = stores(two.engine.core)
-            until(lambda: store.sharing._promises._peers[0].keys == set(keys), lambda: "no block is heard of")
-            assert generate(two, 0) == (found[0], 48, {(Tier.PEER, share)})
-            assert two.engine.core.state().stats.tiers[Tier.PEER].num_failed == 0
+@pytest.mark.parametrize("sizes", ["tp2", *full_rows(["pp2", "dp2"])])
+def test_an_engine_on_two_hosts_and_another_one_read_each_other(sizes: str, left: Left, tmp_path: Path) -> None:
+    """The hosts are two programs on the loopback. Each rank reads, is read and has files on its own host."""
+    share, theirs, port = free_address(), free_address(6), int(free_address().rpartition(":")[2])
+    peers = [theirs, next_to(theirs)][: SIZES[sizes].get("data_parallel_size", 1)]
+    hosts = SIZES[sizes] | {"nnodes": 2, "master_port": port, "kv_offload_dir": str(tmp_path / "kv")}
+    common = OPTIONS | {"use_tqdm_on_load": False}
+    with LLM(**common, kv_share=share, kv_peers=peers) as alone, agent(port) as other:
+        first = generate(alone, 0)[0]
+        with LLM(**common, **hosts, kv_share=theirs, kv_peers=(share,)) as two:
+            own, many = stores(alone.engine.core)[0], stores(two.engine.core)
+            reader, heard = own.sharing._promises._peers, [store.sharing._promises._peers[-1] for store in many]
+            until(lambda: all(one.keys == own.host._index.keys() for one in heard), lambda: "no block is heard of")
+            assert generate(two, 0) == (first, 48, {(Tier.PEER, share)})
+            for seed in range(1, len(peers) + 1):  # replicas take turns
+                truth, cached, _ = generate(two, seed)
+                assert cached == 0
+                until(
+                    lambda: [one.keys for one in reader] == [store.host._index.keys() for store in many],
+                    lambda: "no block is heard of",
+                )
+                found, cached, came = generate(alone, seed)
+                assert (found, cached) == (truth, 48) and {tier for tier, _ in came} == {Tier.PEER}
+            for store in (own, *many):
+                assert store.stats[Tier.PEER].num_failed == 0
+            assert sum(store.stats[Tier.DISK].num_stored for store in many) >= 3 * len(peers)
+            told = [store for store in many if store.hosted]
+            assert len(told) == 1, "the ranks of the other host are in one replica"
+            assert sum(map(told[0].hosted[False].has, told[0].host._index)) >= 3
+        assert other.end()[0] == 0
+        assert generate(alone, 2)[0] == generate(alone, 2)[0], "peers that are gone cost nothing"
+    assert len(list((tmp_path / "kv").glob("*/*/*/*.kv"))) >= 6

@@ -12,7 +12,7 @@ import torch
 from quire.assemble.build import build_model
 from quire.assemble.held_memory import empty_of, hold_memory, make_regions
 from quire.assemble.kv_views import model_views
-from quire.assemble.loaded import Filled, Loaded, Loading, Parts, cache_scales, cache_words
+from quire.assemble.loaded import Filled, Loaded, Loading, Outside, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks
 from quire.assemble.states import keep_states
 from quire.distributed.mesh import RankGroups
@@ -53,7 +53,7 @@ def load_without_triton(
 
 
 def _finish(
-    plan: EnginePlan, model: Model, scales: list[Scales], groups: RankGroups, memory: MemoryPlan, namespace: bytes
+    plan: EnginePlan, model: Model, scales: list[Scales], groups: RankGroups, memory: MemoryPlan, outside: Outside
 ) -> Parts:
     device = torch.device(plan.machine.device)
     num_slots = memory.num_slots or plan.config.scheduler.sequences()
@@ -82,7 +82,7 @@ def _finish(
     )
     keep_states(worker, states)
     hold_memory(worker, model, plan, scales, regions)
-    shards = copy_blocks(worker, plan, memory, (arena, states), namespace)
+    tiers = copy_blocks(worker, plan, memory, (arena, states), outside)
     return Parts(
         plan=plan,
         model=model,
@@ -91,8 +91,8 @@ def _finish(
         depth=plan.config.device.async_depth or 1,
         memory=memory,
         plans={"cache": cache_words(plan, scales)},
-        shards=shards,
-        namespace=namespace,
+        tiers=tiers,
+        namespace=outside.namespace,
     )
 
 

@@ -13,7 +13,7 @@ from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
 from quire.assemble.held_memory import Regions, empty_of, hold_memory, make_regions
 from quire.assemble.kv_views import model_views
-from quire.assemble.loaded import Loaded, Loading, Parts, cache_scales, cache_words
+from quire.assemble.loaded import Loaded, Loading, Outside, Parts, cache_scales, cache_words
 from quire.assemble.offload import copy_blocks
 from quire.assemble.states import keep_states
 from quire.config.engine import EngineConfig
@@ -88,13 +88,13 @@ def load_cuda(
             per_token=per_token,
         )
 
-    def finish(memory: MemoryPlan, namespace: bytes) -> Parts:
+    def finish(memory: MemoryPlan, outside: Outside) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
             worker, *arenas = _worker(
                 model, plan, memory.num_blocks + 1, sized, scales, groups, checkpoints=memory.checkpoints, held=regions
             )
-            shards = copy_blocks(worker, plan, memory, (arenas[0], arenas[1]), namespace)
+            tiers = copy_blocks(worker, plan, memory, (arenas[0], arenas[1]), outside)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -106,8 +106,8 @@ def load_cuda(
             prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, controls_of(worker)),
             notes=(note,) if note else (),
-            shards=shards,
-            namespace=namespace,
+            tiers=tiers,
+            namespace=outside.namespace,
             plans={
                 "compiled kernels": f"{compiled} in {cache}",
                 "weights": filled.words,

@@ -12,8 +12,8 @@ from pathlib import Path
 from quire.config.engine import EngineConfig, check_context
 from quire.config.events import read_events_config
 from quire.contracts.errors import ConfigError
-from quire.kvnet.block_share import listener_at
 from quire.kvnet.event_publisher import EventPublisher
+from quire.kvnet.share_server import listener_at
 from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.plan.cuda_memory import DeviceMemory
@@ -33,10 +33,11 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
     plan = plans[0]
     check(plan.meetings)
     check_context(plan.config.model, plan.args.max_position_embeddings)
-    if plan.config.hosts.nnodes == 1 and plan.config.hosts.distributed_executor_backend != "ray":
+    if not plan.config.hosts.several:
         _check_memory(plans, free_memory)
     if plan.offload.folder:
-        check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
+        if plan.config.hosts.distributed_executor_backend != "ray":  # whose nodes have the folder
+            check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
         _check_folder_size(plans)
     _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
 

@@ -21,7 +21,7 @@ from quire.args.pooling import PoolingPlan
 from quire.assemble.adapter_slots import adapter_slots
 from quire.assemble.early_checks import check_early
 from quire.assemble.feature_lines import feature_lines, turned_on
-from quire.assemble.loaded import Loading, Parts
+from quire.assemble.loaded import Loading, Outside, Parts
 from quire.assemble.obtain import obtain_weights, read_model
 from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.rank import load_rank
@@ -309,7 +309,7 @@ def _on_one_gpu(config: EngineConfig, parallel: Parallel) -> EngineConfig:
     Raises `ConfigError` for exchanges that cannot go through host memory.
     """
     pulls = parallel.lockstep and config.parallel.all2all_backend != "allgather_reducescatter"
-    apart = config.hosts.nnodes > 1 or config.hosts.distributed_executor_backend == "ray"
+    apart = config.hosts.several
     if pulls or apart or not config.device.enforce_eager:
         raise ConfigError(
             "QUIRE_TEST_RANKS_SHARE_GPU: ranks that share a GPU exchange tensors through host memory: "
@@ -326,7 +326,7 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()), namespace([plan], [loaded.sums]))
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), Outside(namespace([plan], [loaded.sums])))
 
 
 def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCompiler]) -> list[EngineCore]:
@@ -357,7 +357,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     scheduler, num_slots = config.scheduler, memory.num_slots or config.scheduler.sequences()
     report = PlanReport(holdings=Holdings(plan=plan), memory=memory, fullest=plan.mesh.rank.number)
     pool, states = BlockPool(memory.num_blocks), make_checkpoints(memory, plan)
-    store = make_store(plan, memory, pool, states, parts.shards, parts.namespace)
+    store = make_store(plan, memory, pool, states, parts.tiers, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,

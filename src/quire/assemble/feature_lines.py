@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from quire.adapters.slots import slot_plan
+from quire.config.connectors import node_options
 from quire.config.events import read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
@@ -67,9 +68,11 @@ def _sharing(plan: EnginePlan) -> list[str]:
     sharing, events = plan.offload.sharing, read_events_config(plan.config)
     roles = {(True, True): "prefill and decode", (True, False): "prefill", (False, True): "decode"}
     role = roles.get((sharing.sends, sharing.takes))
-    words = [f"role {role} ({(plan.config.cache.kv_transfer_config or {}).get('kv_role')})"] if role else []
+    words = [f"role {role} ({node_options(plan.config.cache).get('kv_role')})"] if role else []
     if sharing.place is not None:
-        words.append(f"read by others at {_address(sharing.place)}")
+        first = sharing.place[1] + sharing.replicas
+        there = f" (rank i of another host: there, at port {first} + i)" * plan.config.hosts.several
+        words.append(f"read by others at {_address(sharing.place)}{there}")
     if sharing.peers:
         words.append(f"reads {', '.join(map(_address, sharing.peers))}")
     if events is not None:

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from quire.contracts.protocols import Executor, ExecutorFacts
+from quire.contracts.step import FileNews
 from quire.kvstore.shards import Shard
 from quire.layers.stack import Model
 from quire.plan.cuda_memory import DeviceMemory
@@ -16,6 +19,31 @@ from quire.weights.files import read_checkpoint
 from quire.worker.runner import StepRunner
 
 Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+class Outside(msgspec.Struct, frozen=True):
+    """Facts about KV blocks outside of the engine, for a rank.
+
+    namespace   of blocks in files and on other engines, see `namespace` of `offload.py`
+    address     of the rank's host, if the engine core is on another one, and sees neither the files of the rank nor its
+                memory; "": the core is on this host
+    """
+
+    namespace: bytes = b""
+    address: str = ""
+
+
+class RankTiers(NamedTuple):
+    """The tiers of KV blocks below the device of a rank, or of the ranks of a replica.
+
+    shards   parts of blocks that other engines may read, of each rank
+    files    first news of each rank whose files the engine core cannot see
+    close    waits until files are deleted, some seconds at most
+    """
+
+    shards: tuple[Shard, ...] = ()
+    files: tuple[FileNews, ...] = ()
+    close: Callable[[], object] = tuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +58,7 @@ class Parts:
     plans          choices that were made, by name, for display
     notes          lines that the user should see
     hosts          index of the host of each rank; (): one rank
-    shards         parts of KV blocks that other engines may read, of each rank
+    tiers          tiers of KV blocks below the device
     namespace      of KV blocks in files and on other engines
     """
 
@@ -45,7 +73,7 @@ class Parts:
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hosts: tuple[int, ...] = ()
-    shards: tuple[Shard, ...] = ()
+    tiers: RankTiers = RankTiers()
     namespace: bytes = b""
 
 
@@ -55,12 +83,11 @@ class Loaded:
 
     measure   measures the memory of the device, for `resolve_sizing`
     finish    makes the KV cache, the tiers below it and the model runner, with the sizes that `resolve_sizing` returns
-              and the namespace of KV blocks
     sums      what was read, for `namespace` of `offload.py`; b"": no block leaves the engine
     """
 
     measure: Callable[[], DeviceMemory | int]
-    finish: Callable[[MemoryPlan, bytes], Parts]
+    finish: Callable[[MemoryPlan, Outside], Parts]
     sums: bytes = b""
 
 

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+import msgspec
+
 from quire import __version__
 from quire.args.checkpoint import read_raw_config
-from quire.assemble.state_tiers import folder_bytes, make_state_mover, state_space, state_tiers
+from quire.assemble.loaded import Outside, RankTiers
+from quire.assemble.state_tiers import disk_tier, folder_bytes, make_state_mover, state_space, state_tiers
 from quire.config.env import cluster_key
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
@@ -21,8 +24,10 @@ from quire.kv.store import KVStore
 from quire.kvnet.block_peers import BlockPeers, PeerPages
 from quire.kvnet.block_share import BlockShare
 from quire.kvnet.device_peers import PeerDevices
+from quire.kvnet.page_share import PageShare
 from quire.kvstore.arena import KVArena
-from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
+from quire.kvstore.disk_tier import DiskTier, FileNames
+from quire.kvstore.files import BlockFiles, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.kvstore.states import StateArena
@@ -80,13 +85,13 @@ def make_store(
     memory: MemoryPlan,
     pool: BlockPool,
     checkpoints: StateCheckpoints | None,
-    shards: Sequence[Shard],
+    tiers: RankTiers,
     space: bytes,
 ) -> KVStore | None:
     """Return the store of an engine core; None when there is no tier below the device.
 
     checkpoints   of states on the device; None: no layer keeps states
-    shards        the parts of each block and checkpoint that other engines may read, in the order of the ranks
+    tiers         of the ranks, in their order
     space         see `namespace`
     """
     offload = resolve_offload(plan.config)
@@ -98,8 +103,8 @@ def make_store(
     ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     sharing = offload.sharing.of(plan.mesh.rank.replica)
     common = (cluster_key()[0], space) if sharing.place or sharing.peers else (b"", b"")
-    disks = [DiskTier(Path(offload.folder), space, _names(plan))] if offload.folder else []
-    near = [Tier.CUDA_IPC] if plan.machine.device in IMPLEMENTATIONS and plan.config.hosts.nnodes == 1 else []
+    disks = [disk_tier(plan, space, _names(plan), tiers.files)] if offload.folder else []
+    near = [Tier.CUDA_IPC] if plan.machine.device in IMPLEMENTATIONS and not plan.config.hosts.several else []
     peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
     store = KVStore(
         pool,
@@ -110,17 +115,19 @@ def make_store(
         promises=peers[-1] if peers else None,
         write_through=offload.write_through,
     )
-    if (states := state_tiers(plan, memory, checkpoints, space, _names(plan))) is not None:
+    if (states := state_tiers(plan, memory, checkpoints, space, (_names(plan), tiers.files))) is not None:
         store.keep_states(states)
         disks += [one for one in states.below if isinstance(one, DiskTier)]
         peers += [one for one in states.below if isinstance(one, BlockPeers)]
     store.num_found = sum(one.num_found for one in disks[: bool(offload.folder)])
+    if tiers.files:
+        store.hosted.update(zip((False, True), disks, strict=False))
     store.on_start += [one.follow for one in peers]
     store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
-        own = [one for one in shards if not one.states]
+        own = [one for one in tiers.shards if not one.states]
         device = pool if mappable(one.memory for one in own) else None
-        kept = (state_space(plan, space), [one for one in shards if one.states])
+        kept = (state_space(plan, space), [one for one in tiers.shards if one.states])
         share = BlockShare(sharing.place, *common, store, own, device=device, states=kept)
         store.on_close.append(share.close)
     return store
@@ -142,24 +149,33 @@ def _host_bytes(memory: MemoryPlan) -> int:
 
 
 def copy_blocks(
-    worker: StepRunner, plan: EnginePlan, memory: MemoryPlan, arenas: tuple[KVArena, StateArena], space: bytes
-) -> tuple[Shard, ...]:
-    """Let a runner copy blocks and checkpoints between tiers, if there are any. ConfigError if memory is short.
-
-    space   see `namespace`
-    Returns the shards that other engines may read.
-    """
-    mover = _make_mover(plan, memory, arenas[0], space)
+    worker: StepRunner, plan: EnginePlan, memory: MemoryPlan, arenas: tuple[KVArena, StateArena], outside: Outside
+) -> RankTiers:
+    """Let a runner copy blocks and checkpoints between tiers, if there are any. ConfigError if memory is short."""
+    mover = _make_mover(plan, memory, arenas[0], outside)
     if mover is None:
-        return ()
-    states = make_state_mover(plan, memory, arenas[1], space, _names(plan))
-    worker.features.attach(TierCopies(mover, states))
-    return mover.shards + (states.shards if states is not None else ())
+        return RankTiers()
+    states = make_state_mover(plan, memory, arenas[1], outside, _names(plan))
+    copies = TierCopies(mover, states, plan.mesh.rank.number)
+    worker.features.attach(copies)
+    shards = mover.shards + (states.shards if states is not None else ())
+    if shards and outside.address:
+        shards = _served(plan, shards, outside)
+    return RankTiers(shards, copies.news(first=True), copies.close)
 
 
-def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:
+def _served(plan: EnginePlan, shards: Sequence[Shard], outside: Outside) -> tuple[Shard, ...]:
+    """Serve a rank's parts of blocks and checkpoints on its host; return them with the place where they are read."""
+    place = plan.offload.sharing.of_rank(plan.mesh.rank.number, outside.address)
+    served = tuple(msgspec.structs.replace(one, place=place) for one in shards)
+    spaces = {state_space(plan, outside.namespace) if one.states else outside.namespace: one for one in served}
+    PageShare(place, cluster_key()[0], spaces)
+    return served
+
+
+def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, outside: Outside) -> BlockMover | None:
     """Return the mover of a rank for KV blocks; None when there is no tier below the device."""
-    offload = resolve_offload(plan.config)
+    offload, space = resolve_offload(plan.config), outside.namespace
     if not offload.host_bytes:
         return None
     needed, free = _host_bytes(memory), read_cpu_facts().free_memory
@@ -168,12 +184,12 @@ def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byt
             f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
             f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb."
         )
-    files = None
+    files, name = None, _names(plan)[plan.mesh.rank.number]
     if offload.folder:
         files = BlockFiles(
             Path(offload.folder),
             space,
-            _names(plan)[plan.mesh.rank.number],
+            name,
             page_bytes=arena.page_bytes,
             most_bytes=folder_bytes(plan, memory)[0],
             system=FileSystem(),
@@ -182,7 +198,11 @@ def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byt
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
     groups = len(plan.geometry.groups)
     sharing = offload.sharing.of(rank.replica)
-    if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
+    if (
+        arena.pages.device.type in IMPLEMENTATIONS
+        and (sharing.place or sharing.peers)
+        and not plan.config.hosts.several
+    ):
         mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
     shard = Shard(
         geometry=memory.geometry,
@@ -197,7 +217,13 @@ def _make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: byt
         if mapping is not None:
             devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages)
     return BlockMover(
-        arena, memory.host_blocks, files, peers=peers, devices=devices, shared=shard if sharing.place else None
+        arena,
+        memory.host_blocks,
+        files,
+        peers=peers,
+        devices=devices,
+        shared=shard if sharing.place else None,
+        names=FileNames(Path(offload.folder), space, [name], tells=True) if files and outside.address else None,
     )
 
 

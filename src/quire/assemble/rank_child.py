@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from quire.assemble.loaded import Loaded, Loading, Parts
+from quire.assemble.loaded import Loaded, Loading, Outside, Parts
 from quire.assemble.rank import load_rank
 from quire.contracts.errors import ConfigError
-from quire.contracts.step import I32, StepPlan, StepResult
+from quire.contracts.step import I32, FileNews, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked_group import CheckedGroup
 from quire.distributed.mesh import ALONE, RankGroups
@@ -61,20 +61,21 @@ class RankMeasured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `RankMeasured`: the sizes of the rank's KV cache, and the namespace of blocks outside of the engine."""
+    """Answer to `RankMeasured`: the sizes of the rank's KV cache, and facts about blocks outside of the engine."""
 
     memory: MemoryPlan
-    namespace: bytes = b""
+    outside: Outside = Outside()
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Message of a rank's process when it is ready to run steps. For the fields see `Parts`."""
+    """Message of a rank's process when it is ready to run steps. For the fields see `Parts` and `RankTiers`."""
 
     depth: int
     prompt_chunk: int = 0
     plans: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
+    files: tuple[FileNews, ...] = ()
 
 
 def packed(message: msgspec.Struct) -> bytes:
@@ -185,7 +186,7 @@ class ChildRank(LoadedRank):
     def size(self, payload: bytes) -> "ChildRunner":
         """Make the KV cache and the model runner. `payload`: encoded `RankSizes`."""
         sizes = unpacked(payload, RankSizes)
-        parts = self.loaded.finish(sizes.memory, sizes.namespace)
+        parts = self.loaded.finish(sizes.memory, sizes.outside)
         return ChildRunner(parts, self.groups, self.device, self.note)
 
 
@@ -209,7 +210,8 @@ class ChildRunner(RunningRank):
                 prompt_chunk=parts.prompt_chunk,
                 notes=tuple(filter(None, (*parts.notes, self._note))),
                 plans={name: str(plan) for name, plan in parts.plans.items()},
-                shards=parts.shards,
+                shards=parts.tiers.shards,
+                files=parts.tiers.files,
             )
         )
 
@@ -243,4 +245,5 @@ class ChildRunner(RunningRank):
         self._runner.features.attach(make(self._runner, self._parts.plan.mesh.rank))
 
     def close(self) -> None:
-        """Do nothing: the end of the process frees its memory."""
+        """Wait until files are deleted. The end of the process frees its memory."""
+        self._parts.tiers.close()

@@ -10,7 +10,7 @@ from itertools import chain
 import msgspec
 
 from quire.assemble.launcher import open_launcher, open_meeting
-from quire.assemble.loaded import Loading, Parts
+from quire.assemble.loaded import Loading, Outside, Parts, RankTiers
 from quire.assemble.offload import check_host_memory, namespace
 from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask, packed, unpacked
 from quire.plan.cuda_memory import DeviceMemory
@@ -70,7 +70,9 @@ def assemble_ranks(
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         spaces = [namespace(plans[own], [one.sums for one in measured[own]]) for own in groups]
         for one, own, space in zip(made, groups, spaces, strict=True):
-            one.size([packed(RankSizes(memory=size, namespace=space)) for size in sizes[own]])
+            outside = [Outside(space, place.address) for place in places[own]]
+            both = zip(sizes[own], outside, strict=True)
+            one.size([packed(RankSizes(memory=size, outside=facts)) for size, facts in both])
         parts = [
             replace(part, namespace=space)
             for one, own, space in zip(made, groups, spaces, strict=True)
@@ -130,7 +132,10 @@ def _parts(
                 plans=dict(facts.plans),
                 notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])),
                 hosts=hosts,
-                shards=tuple(shard for rank in own for shard in ready[rank].shards),
+                tiers=RankTiers(
+                    shards=tuple(shard for rank in own for shard in ready[rank].shards),
+                    files=tuple(news for rank in own for news in ready[rank].files),
+                ),
                 executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
             )
         )

@@ -53,7 +53,9 @@ def open_ray_hosts(plan: EnginePlan, module: str) -> Hosts:
                 f"Ray has not reserved {world} of the resource {kind} in {PLACE_SECONDS:.0f} s: others "
                 "use them. `ray status` shows who."
             )
-        actors = _start_actors(ray, group, kind, module)
+        sharing = plan.offload.sharing
+        env = variables_to_pass(key=bool(sharing.place or sharing.peers))
+        actors = _start_actors(ray, group, kind, module, env)
         for actor in actors:
             failed.callback(_quietly, ray.kill, actor)
         address, key = str(ray.util.get_node_ip_address()), secrets.token_bytes(32)
@@ -101,8 +103,11 @@ def _resource(ray: Any, world: int, gpus: bool) -> str:
     return kind
 
 
-def _start_actors(ray: Any, group: Any, kind: str, module: str) -> list[Any]:
-    """Start an actor in each bundle, for a rank that runs `module`. Return them in the order of the ranks."""
+def _start_actors(ray: Any, group: Any, kind: str, module: str, env: Mapping[str, str]) -> list[Any]:
+    """Start an actor in each bundle, for a rank that runs `module`. Return them in the order of the ranks.
+
+    env   variables of this process for the ranks
+    """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -114,7 +119,7 @@ def _start_actors(ray: Any, group: Any, kind: str, module: str) -> list[Any]:
         "resources": {CPU_RESOURCE: 1} if kind == CPU_RESOURCE else None,
         "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
     }
-    actor, env = ray.remote(RayRank), variables_to_pass()
+    actor = ray.remote(RayRank)
     places = [PlacementGroupSchedulingStrategy(group, index) for index in in_order(nodes, own)]
     return [actor.options(**takes, scheduling_strategy=place).remote(module, env) for place in places]
 

@@ -5,17 +5,21 @@ the rank's place in tensor parallelism, because each rank has other heads of a s
 state, because the layout depends on the number of drafts and on the type of matrices.
 """
 
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
+from quire.assemble.loaded import Outside
 from quire.config.env import cluster_key
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.step import FileNews
 from quire.kv.states import StateCheckpoints
 from quire.kv.store import StateTiers
 from quire.kvnet.block_peers import BlockPeers, PeerPages
-from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
+from quire.kvstore.disk_tier import DiskTier, FileNames
+from quire.kvstore.files import BlockFiles, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import Shard
 from quire.kvstore.states import CheckpointPages, StateArena
@@ -28,17 +32,22 @@ from quire.plan.state_memory import divide_tier
 
 
 def state_tiers(
-    plan: EnginePlan, memory: MemoryPlan, checkpoints: StateCheckpoints | None, space: bytes, names: list[str]
+    plan: EnginePlan,
+    memory: MemoryPlan,
+    checkpoints: StateCheckpoints | None,
+    space: bytes,
+    files: tuple[list[str], Sequence[FileNews]],
 ) -> StateTiers | None:
     """Return the tiers of checkpoints of an engine core; None: no layer keeps states.
 
     space   see `quire.assemble.offload.namespace`
-    names   of the folders of blocks, in the order of the ranks
+    files   names of the folders of blocks, in the order of the ranks; first news of ranks on other hosts
     """
     if checkpoints is None:
         return None
-    folder, sharing = plan.offload.folder, plan.offload.sharing.of(plan.mesh.rank.replica)
-    disks = (DiskTier(Path(folder), space, _names(plan, names)),) if folder else ()
+    names, news = files
+    sharing = plan.offload.sharing.of(plan.mesh.rank.replica)
+    disks = (disk_tier(plan, space, _names(plan, names), news, states=True),) if plan.offload.folder else ()
     peers = None
     if sharing.peers:
         peers = BlockPeers(sharing.peers, cluster_key()[0], state_space(plan, space), what="checkpoints of states")
@@ -48,6 +57,18 @@ def state_tiers(
         below=disks if peers is None else (*disks, peers),
         promises=peers,
     )
+
+
+def disk_tier(
+    plan: EnginePlan, space: bytes, names: list[str], news: Sequence[FileNews], *, states: bool = False
+) -> DiskTier:
+    """Return the disk tier of an engine core, for blocks or for checkpoints of states.
+
+    names   of the folders, in the order of the ranks;  news  first ones of ranks on other hosts
+    """
+    every = zip(ranks(plan.args, plan.mesh.parallel), names, strict=True)
+    own = {rank.number: name for rank, name in every if rank.replica == plan.mesh.rank.replica}
+    return DiskTier(Path(plan.offload.folder), space, own, [one for one in news if one.states == states])
 
 
 def state_space(plan: EnginePlan, space: bytes) -> bytes:
@@ -60,17 +81,18 @@ def state_space(plan: EnginePlan, space: bytes) -> bytes:
 
 
 def make_state_mover(
-    plan: EnginePlan, memory: MemoryPlan, states: StateArena, space: bytes, names: list[str]
+    plan: EnginePlan, memory: MemoryPlan, states: StateArena, outside: Outside, names: list[str]
 ) -> BlockMover | None:
-    """Return the mover of a rank's checkpoints; None: no layer keeps states. Parameters as of `state_tiers`."""
+    """Return the mover of a rank's checkpoints; None: no layer keeps states. names: of the folders of blocks."""
     if not memory.host_checkpoints:
         return None
-    pages, files = states.checkpoints(memory.checkpoints), None
+    pages, files, space = states.checkpoints(memory.checkpoints), None, outside.namespace
+    folder, name = Path(plan.offload.folder), _names(plan, names)[plan.mesh.rank.number]
     if plan.offload.folder:
         files = BlockFiles(
-            Path(plan.offload.folder),
+            folder,
             space,
-            _names(plan, names)[plan.mesh.rank.number],
+            name,
             page_bytes=pages.page_bytes,
             most_bytes=folder_bytes(plan, memory)[1] or plan.offload.folder_bytes,  # of a stage without states: enough
             system=FileSystem(),
@@ -80,7 +102,12 @@ def make_state_mover(
     shard = _shard(plan, pages)
     peers = PeerPages(sharing.peers, cluster_key()[0], state_space(plan, space), shard) if sharing.peers else None
     return BlockMover(
-        pages, memory.host_checkpoints, files, peers=peers, shared=shard if sharing.place is not None else None
+        pages,
+        memory.host_checkpoints,
+        files,
+        peers=peers,
+        shared=shard if sharing.place is not None else None,
+        names=FileNames(folder, space, [name], tells=True) if files and outside.address else None,
     )
 
 

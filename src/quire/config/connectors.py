@@ -11,10 +11,15 @@ GIB = 1 << 30
 CONNECTOR = "QuireConnector"  # of prefill and decode nodes
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 LMCACHE_GIB = 5.0  # LMCache's default for host memory
+MULTI = "MultiConnector"  # several connectors
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1")
 EXAMPLE = (
     '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
     '{"cpu_bytes_to_use": 8000000000}}'
+)
+MULTI_EXAMPLE = (
+    '{"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"connectors": '
+    '[{"kv_connector": "QuireConnector"}, {"kv_connector": "LMCacheConnectorV1"}]}}'
 )
 SIZES = {"cpu_bytes_to_use": 1.0, "lmcache.max_local_cpu_size": GIB}  # key of a connector -> bytes of its unit
 FOLDERS, FOLDER_SIZES = "lmcache.local_disk", "lmcache.max_local_disk_size"
@@ -46,9 +51,38 @@ def tier_options(cache: CacheConfig) -> tuple[CacheConfig, tuple[str, ...]]:
 
     Raises ConfigError for a connector, a key or a value that does not exist.
     """
-    if cache.kv_transfer_config and cache.kv_transfer_config.get("kv_connector") != CONNECTOR:
-        return _of_connector(cache, cache.kv_transfer_config)
-    return cache, ()
+    tiers = [one for one in _connectors(cache) if one.get("kv_connector") != CONNECTOR]
+    return _of_connector(cache, tiers[0]) if tiers else (cache, ())
+
+
+def node_options(cache: CacheConfig) -> Mapping[str, Any]:
+    """Return the connector of a prefill or decode node, as `kv_transfer_config` has it; {}: there is none."""
+    return next((one for one in _connectors(cache) if one.get("kv_connector") == CONNECTOR), {})
+
+
+def _connectors(cache: CacheConfig) -> list[Mapping[str, Any]]:
+    """Return the connector that is asked for, or those of a MultiConnector: one for nodes, one for tiers at most."""
+    asked = cache.kv_transfer_config
+    if not asked:
+        return []
+    if asked.get("kv_connector") != MULTI:
+        return [asked]
+    extra = asked.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, Mapping) and set(extra) == {"connectors"} else None
+    if set(asked) - set(KEYS) or not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
+        raise ConfigError(
+            f"kv_transfer_config: {MULTI} has a list of connectors in kv_connector_extra_config and nothing else, as "
+            f"in {MULTI_EXAMPLE}."
+        )
+    nodes = sum(one.get("kv_connector") == CONNECTOR for one in inner)
+    if nodes > 1 or len(inner) - nodes > 1:
+        names = ", ".join(str(one.get("kv_connector")) for one in inner)
+        raise ConfigError(
+            f"kv_transfer_config: {MULTI} of {names}: an engine has one host memory for KV blocks: name {CONNECTOR} "
+            f"once and one of {', '.join(CONNECTORS)} once, at most."
+        )
+    role = {"kv_role": asked["kv_role"]} if "kv_role" in asked else {}
+    return [{**role, **one} for one in inner]
 
 
 def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheConfig, tuple[str, ...]]:

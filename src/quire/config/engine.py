@@ -145,7 +145,7 @@ class CacheConfig:
         None,
         'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
         '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '
-        "the role says whether prompts are computed for other engines, or taken from them",
+        "the role says whether prompts are computed for other engines, or taken from them; MultiConnector: both",
     )
 
 

@@ -101,13 +101,17 @@ def absent_variables(more: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in more.items() if name not in os.environ}
 
 
-def variables_to_pass() -> dict[str, str]:
-    """Return the variables of this process for ranks that Ray starts: without the key, Ray's own and those of a GPU."""
-    return {
+def variables_to_pass(*, key: bool) -> dict[str, str]:
+    """Return the variables of this process for ranks that Ray starts: without Ray's own and those of a GPU.
+
+    key   True: with the key of the cluster, which ranks need that read blocks of other engines
+    """
+    texts = {
         name: text
         for name, text in os.environ.items()
         if name not in (CLUSTER_KEY, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK") and not name.startswith("RAY_")
     }
+    return texts | ({CLUSTER_KEY: cluster_key()[0].decode()} if key else {})
 
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:

@@ -31,6 +31,11 @@ class HostsConfig:
         choices=("mp", "uni", "ray"),
     )
 
+    @property
+    def several(self) -> bool:
+        """True when ranks may be on other hosts than the engine core."""
+        return self.nnodes > 1 or self.distributed_executor_backend == "ray"
+
 
 def fewest_hosts(local: int, replicas: int) -> int:
     """Return the fewest hosts with `replicas` replicas, if one of them has `local`."""

@@ -149,17 +149,44 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
     states: bool = False
 
 
+class DroppedFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks whose files the ranks on other hosts than the engine core's delete.
+
+    every    True: the files of all blocks
+    states   True: the blocks are checkpoints of states
+    """
+
+    keys: tuple[bytes, ...] = ()
+    every: bool = False
+    states: bool = False
+
+
+class FileNews(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks whose files came and went on a rank on another host than the engine core's.
+
+    rank     number of the rank in the engine
+    states   True: the blocks are checkpoints of states
+    """
+
+    rank: int
+    came: tuple[bytes, ...] = ()
+    went: tuple[bytes, ...] = ()
+    states: bool = False
+
+
 class StepCopies(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that begin with a step and run beside it. No step waits for them: later plans count on reported jobs only.
 
     before   jobs that begin when all earlier steps are done: they may write blocks that an earlier step still uses
     after    jobs that begin when this step is done, too: they may read blocks that this step computes
     wait     True: the step has no tokens; its result may wait a moment for a job to end
+    dropped  files that ranks on other hosts delete
     """
 
     before: tuple[CopyJob, ...] = ()
     after: tuple[CopyJob, ...] = ()
     wait: bool = False
+    dropped: tuple[DroppedFiles, ...] = ()
 
 
 class FinishedCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,6 +376,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
                      expert can move any more, because of a fault
     copied           jobs of `StepPlan.copies` that have ended since the last result
     loaded           loads of adapters that have ended since the last result
+    files            changes of the files of ranks on other hosts since the last result
     """
 
     step: int
@@ -365,3 +393,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     moved: int = 0
     copied: tuple[FinishedCopy, ...] = ()
     loaded: tuple[AdapterLoaded, ...] = ()
+    files: tuple[FileNews, ...] = ()

@@ -359,7 +359,7 @@ class EngineCore:
         """Apply the reports of copies, and queue the requests that waited for them."""
         if self._store is None:
             return
-        self._store.finished(result.copied)
+        self._store.finished(result.copied, result.files)
         came, late = self._store.take_ready()
         for handle in came + late:
             self._roster.came(self._requests[handle], again=handle in came)

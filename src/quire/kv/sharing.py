@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from quire.contracts.request import NewRequest, Transfer
-from quire.contracts.step import Tier
+from quire.contracts.step import DroppedFiles, FileNews, Tier
 from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 
@@ -56,6 +56,20 @@ class KeyedTier(Protocol):
 
     def clear(self) -> None:
         """Forget all blocks."""
+
+
+class HostedFiles(Protocol):
+    """Files of ranks on other hosts than the engine core's: the core hears of them, and says which are deleted."""
+
+    def hear(self, news: FileNews) -> None:
+        """Hear which files a rank has."""
+
+    @property
+    def drops(self) -> bool:
+        """True when ranks are still to be told of files that they delete."""
+
+    def take_dropped(self, *, states: bool) -> tuple[DroppedFiles, ...]:
+        """Return the files that ranks delete, for the next plan."""
 
 
 class Promises(Protocol):

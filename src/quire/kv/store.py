@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.output import TierStats
-from quire.contracts.step import FinishedCopy, StepCopies, Tier
+from quire.contracts.step import FileNews, FinishedCopy, StepCopies, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
-from quire.kv.sharing import KeyedTier, Promises, Sharing, block_keys
+from quire.kv.sharing import HostedFiles, KeyedTier, Promises, Sharing, block_keys
 from quire.kv.states import StateCheckpoints, end_key, last_state, state_key
 from quire.kv.tiered_pool import BlockPlace, TieredPool
 
@@ -63,6 +63,7 @@ class KVStore:
     stats    counters of each tier of blocks below the device, since the start
     sharing  promises to and from other engines
     num_found  blocks that the tiers of this engine held at its start
+    hosted   files of ranks on other hosts: of blocks (False), and of checkpoints (True)
     on_start   functions to call when all replicas of the engine are there;  on_close  when it ends
     on_whole   functions to call with device blocks whose content a job has read or written, and their keys
     """
@@ -94,6 +95,7 @@ class KVStore:
         self._kinds = [self.blocks]
         self.host, self.stats, self.on_whole = self.blocks.host, self.blocks.stats, self.blocks.on_whole
         self.num_found = 0
+        self.hosted: dict[bool, HostedFiles] = {}
         self._pool, self._clock, self._write_through = pool, clock, write_through
         self._geometry, self._sizes = geometry, geometry.block_sizes
         self._index = PrefixIndex(_Reachable(self.blocks), geometry)
@@ -204,7 +206,8 @@ class KVStore:
         below that no request waits for. Otherwise these count once in a while: they hold blocks of the host tier."""
         writes = writes or self._clock() >= self._asked + REPORT_SECONDS
         waited = {job for fetch in self._fetches.values() for job in fetch.jobs}
-        return any(kind.busy(waited, writes=writes) for kind in self._kinds)
+        told = any(files.drops for files in self.hosted.values())
+        return told or any(kind.busy(waited, writes=writes) for kind in self._kinds)
 
     def take_copies(self) -> StepCopies | None:
         """Return the jobs of the step that is being planned, or None. Call this after the step's blocks are taken."""
@@ -213,15 +216,22 @@ class KVStore:
         for kind in self._kinds:
             kind.plan()
         parts = [copies for kind in self._kinds if (copies := kind.jobs.take()) is not None]
-        if not parts:
+        dropped = [one for states, files in self.hosted.items() for one in files.take_dropped(states=states)]
+        if not parts and not dropped:
             return None
         return StepCopies(
             before=tuple(job for one in parts for job in one.before),
             after=tuple(job for one in parts for job in one.after),
+            dropped=tuple(dropped),
         )
 
-    def finished(self, reports: Iterable[FinishedCopy]) -> None:
-        """Apply the reports of a step: publish blocks that came, forget blocks that failed, free requests that wait."""
+    def finished(self, reports: Iterable[FinishedCopy], files: Iterable[FileNews] = ()) -> None:
+        """Apply the reports of a step: publish blocks that came, forget blocks that failed, free requests that wait.
+
+        files   changes of the files of ranks on other hosts, which count first
+        """
+        for news in files:
+            self.hosted[news.states].hear(news)
         for report in reports:
             next(kind for kind in self._kinds if report.id in kind.jobs.running).end(report)
             for handle, fetch in list(self._fetches.items()):

@@ -5,25 +5,42 @@
 
 A block that is gone, late or corrupt is a failed copy. A peer that is silent has no blocks until it is heard again. A
 promise names blocks that a peer is about to have: they count as there until the request runs, and the peer keeps them
-until then. A peer on this host is read through its memory, or over TCP where this process may not open that. Blocks on
-GPUs of peers on this machine are a tier of their own, which `device_peers.py` reads.
+until then. A peer on this host is read through its memory, or over TCP where this process may not open that. Ranks of a
+peer that are on other hosts than its core are read there. Blocks on GPUs of peers on this machine are a tier of their
+own, which `device_peers.py` reads.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
+
+import msgspec
 
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kernels.mapped import mappable
 from quire.kv.hashing import KEY_SIZES, group_of
-from quire.kvnet.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
+from quire.kvnet.block_share import (
+    FROM_SHARE,
+    BlockLine,
+    Blocks,
+    Claims,
+    Follow,
+    Locate,
+    Located,
+    NotShared,
+    Read,
+    ReadPages,
+    Shared,
+)
+from quire.kvnet.share_server import BROKEN
 from quire.kvstore.file_threads import FileThreads
 from quire.kvstore.shards import PageFiles, Range, Shard, cut
 from quire.procs.host_link import NotMaster, connect
@@ -281,18 +298,53 @@ class PeerPages:
         place, until = self._reads.places[number], time.monotonic() + READ_SECONDS
         seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
         line, shards = self._open(place)
-        with closing(line), PageFiles() as files:
+        with closing(line):
             cuts, alike = cut(self._shard, shards), dict[tuple[Range, ...], list[int]]()
             for index in some:
                 alike.setdefault(cuts[group_of(keys[index])], []).append(index)
             yield from alike.pop((), ())  # of groups that have no layer on this rank
             for ranges, own in alike.items():
-                near = self._opened(place, line, shards, ranges, files)
-                line.send(Read([keys[index] for index in own], ranges, seconds, bare=near))
-                for index in own:
-                    read = partial(files.read, page=pages[index]) if near else None
-                    if line.receive_page(keys[index], [one.of(pages[index]) for one in ranges], until, read):
-                        yield index
+                each = {index: (keys[index], pages[index]) for index in own}
+                wanted = _WantedBlocks(each, ranges, seconds, until)
+                apart = any(shards[one.rank].place for one in ranges)
+                yield from (self._from_hosts if apart else self._from_core)(place, line, shards, wanted)
+
+    def _from_core(
+        self, place: Place, line: BlockLine, shards: tuple[Shard, ...], wanted: "_WantedBlocks"
+    ) -> Iterator[int]:
+        """Read blocks from the core of a peer; yield the index of each that was read."""
+        with PageFiles() as files:
+            near = self._opened(place, line, shards, wanted.ranges, files)
+            line.send(Read(wanted.keys, wanted.ranges, wanted.seconds, bare=near))
+            yield from wanted.receive(line, files if near else None)
+
+    def _from_hosts(
+        self, place: Place, line: BlockLine, shards: tuple[Shard, ...], wanted: "_WantedBlocks"
+    ) -> Iterator[int]:
+        """Read blocks from the hosts of a peer; yield the index of each that was there all the time."""
+        before = _located(line, wanted)
+        got = {index for index, at in before.items() if at[0]}
+        for rank in dict.fromkeys(one.rank if shards[one.rank].place else -1 for one in wanted.ranges):
+            own = tuple(one for one in wanted.ranges if (one.rank if shards[one.rank].place else -1) == rank)
+            part = wanted.part(got, own)
+            if rank < 0:
+                got = set(self._from_core(place, line, shards, part))
+            else:
+                got = set(self._from_rank(shards[rank], part, [before[index][0] for index in part.each]))
+        again = _located(line, wanted.part(got, ()))
+        yield from (index for index in got if again[index] == before[index])
+
+    def _from_rank(self, shard: Shard, wanted: "_WantedBlocks", blocks: list[int]) -> Iterator[int]:
+        """Read blocks, by their numbers, from a rank on another host; yield the index of each that was read."""
+        assert shard.place is not None
+        line, theirs = self._open(shard.place)
+        with closing(line), PageFiles() as files:
+            if [one.token for one in theirs] != [shard.token]:
+                raise NotMaster("another engine is at {}:{}, where a rank serves its part".format(*shard.place))
+            own = wanted.part(wanted.each, tuple(msgspec.structs.replace(one, rank=0) for one in wanted.ranges))
+            near = self._opened(shard.place, line, theirs, own.ranges, files)
+            line.send(ReadPages(own.keys, blocks, own.ranges, bare=near))
+            yield from own.receive(line, files if near else None)
 
     def _opened(
         self, place: Place, line: BlockLine, shards: tuple[Shard, ...], ranges: tuple[Range, ...], files: PageFiles
@@ -311,6 +363,50 @@ class PeerPages:
             )
             return False
         return True
+
+
+class _WantedBlocks(NamedTuple):
+    """Blocks of a job that are read in the same way.
+
+    each      index in the job -> key, and the page to fill
+    ranges    bytes of the pages of the peer's ranks
+    seconds   to wait for blocks that are still to come
+    until     latest time of the end, by time.monotonic
+    """
+
+    each: Mapping[int, tuple[bytes, memoryview]]
+    ranges: tuple[Range, ...]
+    seconds: float
+    until: float
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of the blocks."""
+        return [key for key, _ in self.each.values()]
+
+    def part(self, some: Container[int], ranges: tuple[Range, ...]) -> "_WantedBlocks":
+        """Return some of the blocks, and other ranges. These blocks are there: they are not waited for."""
+        each = {index: one for index, one in self.each.items() if index in some}
+        return self._replace(each=each, ranges=ranges, seconds=0.0)
+
+    def receive(self, line: BlockLine, files: PageFiles | None) -> Iterator[int]:
+        """Receive the blocks in their order; yield the index of each that came whole.
+
+        files   memory of the peer on this host, from which the bytes are read; None: they come over the connection
+        """
+        for index, (key, page) in self.each.items():
+            read = partial(files.read, page=page) if files is not None else None
+            if line.receive_page(key, [one.of(page) for one in self.ranges], self.until, read):
+                yield index
+
+
+def _located(line: BlockLine, wanted: _WantedBlocks) -> dict[int, tuple[int, int]]:
+    """Return the numbers of blocks in the host memory of a peer, by their index in the job; see `Located`."""
+    line.send(Locate(wanted.keys, True, wanted.seconds))
+    answer = line.receive(FROM_SHARE, READ_SECONDS)
+    if not isinstance(answer, Located) or len(answer.places) != len(wanted.each):
+        raise NotMaster("it does not say where its blocks are")
+    return dict(zip(wanted.each, answer.places, strict=True))
 
 
 def open_peer(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:

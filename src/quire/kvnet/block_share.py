@@ -7,7 +7,8 @@
     read         Read; then for each key a page header (crc32 of key and bytes, length; 0: no such block; number of the
                  block) and the bytes; without these where the reader takes them from memory that both hosts share
                  Blocks of KV groups that the reader's ranks divide in different ways have a Read each
-    locate       Locate; then Located: the reader copies blocks from the device itself, and asks again when it has them
+    locate       Locate; then Located: the reader copies blocks from the device itself, and asks again when it has them.
+                 It reads the pages of ranks on other hosts there, in the same way (`page_share.py`)
 
 Messages are msgpack behind their length. Bytes are copied, and sent if the block still has the key then: nothing waits
 for the engine's core, and the core waits for nothing here. A reader on this host copies them later: a block that was
@@ -23,23 +24,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from itertools import accumulate, count
+from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import msgspec
 
-from quire.contracts.errors import ConfigError
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.kvstore.shards import PageFiles, Range, Shard
-from quire.procs.host_link import NotMaster, welcome
+from quire.kvnet.share_server import BROKEN, ShareServer, shut
+from quire.kvstore.shards import PageFiles, Range, Shard, packed_ranges
+from quire.procs.host_link import NotMaster
 
 LOG = logging.getLogger("quire").getChild("kv")
 LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQI")
 MOST_BYTES = 1 << 23  # of a message: some 200,000 keys
 MOST_NAMED = 8192  # keys in a message of `Blocks`
-MOST_LINES = 128  # connections at a time
 MOST_TOLD = 1 << 16  # claims that wait for the core, which takes none while it has no requests
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 5.0
 TICK_SECONDS = 0.002
@@ -53,15 +53,29 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
 
 
 class Locate(msgspec.Struct, frozen=True, tag="locate"):
-    """Tell me where these blocks are on the device."""
+    """Tell me where these blocks are on the device; or in the `host` memory, where some may come within `seconds`."""
 
     keys: list[bytes]
+    host: bool = False
+    seconds: float = 0.0
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
     """(number of the block, number of its coming) for each key; (0, 0): there is none."""
 
     places: list[tuple[int, int]]
+
+
+class ReadPages(msgspec.Struct, frozen=True, tag="pages"):
+    """Send me pages of the rank that you are, see `page_share.py`. Their keys are for the checksums.
+
+    ranges, bare   as of `Read`
+    """
+
+    keys: list[bytes]
+    blocks: list[int]
+    ranges: tuple[Range, ...]
+    bare: bool = False
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
@@ -106,7 +120,7 @@ class NotShared(msgspec.Struct, frozen=True, tag="not_shared"):
 
 TO_SHARE = msgspec.msgpack.Decoder(Follow | Read | Locate | Claims)
 FROM_SHARE = msgspec.msgpack.Decoder(Shared | Blocks | Located | NotShared)
-BROKEN = (OSError, NotMaster, ValueError)  # errors of a connection; a ValueError is a message that cannot be read
+WRONG_SPACE = "it has another model, other weights, or another layout of its KV cache"
 
 
 class BlockLine:
@@ -173,7 +187,7 @@ class BlockLine:
 
     def end(self) -> None:
         """End the connection for the thread that waits for a message, which closes it."""
-        _shut(self._end)
+        shut(self._end)
 
     def close(self) -> None:
         """End the connection, and close the socket."""
@@ -218,17 +232,6 @@ class _Space:
         self.host, self.device = _ShownBlocks(), _ShownBlocks()
 
 
-def listener_at(place: tuple[str, int]) -> socket.socket:
-    """Return a socket that listens where other engines read blocks. Raises ConfigError when none can."""
-    try:
-        return socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
-    except OSError as error:
-        raise ConfigError(
-            f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
-            "an address of this host and a free port."
-        ) from None
-
-
 class BlockShare:
     """Serves the blocks of a store's host tier, and says where those of the device are.
 
@@ -253,108 +256,58 @@ class BlockShare:
         device: BlockPool | None = None,
         states: tuple[bytes, Sequence[Shard]] | None = None,
     ) -> None:
-        self._key, self._main = key, _Space(shards)
+        self._main = _Space(shards)
         self._spaces = {namespace: self._main}
         if states is not None and store.states is not None:
             space = self._spaces[states[0]] = _Space(states[1])
             store.states.host.on_publish.append(space.host.came)
             store.states.host.on_drop.append(space.host.went)
         self._told = store.sharing.told
-        self._lines: set[BlockLine] = set()  # of peers that have proved the key
-        self._strangers: dict[socket.socket, None] = {}  # connections without a proof yet, the oldest first
-        self._lock = threading.Lock()  # guards the fields above, and followers
-        self._closed, self._said = False, ""  # the second: the last error of a read
-        self._listener = listener_at(place)
+        self._lock, self._said = threading.Lock(), ""  # guards followers; the last error of a read
+        self.server = ShareServer(place, key, lambda end: self.line(end), self._serve)
         store.host.on_publish.append(self._main.host.came)
         store.host.on_drop.append(self._main.host.went)
         if device is not None:
             store.on_whole.append(self._main.device.came)
             device.on_drop.append(self._main.device.went)
-        threading.Thread(target=self._accept, name="quire-kv-share", daemon=True).start()
+        self.server.start()
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            for line in self._lines:
-                line.end()
-            for stranger in self._strangers:
-                _shut(stranger)
+        self.server.close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                end, _ = self._listener.accept()
-            except OSError:  # too many open files, or closed
-                time.sleep(0.05)
-                continue
-            serving = threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True)
-            if self._has_room(end):
-                try:
-                    serving.start()
-                    continue
-                except RuntimeError as error:  # too many threads
-                    LOG.warning("a connection to the share is closed: %s", error)
-                    with self._lock:
-                        self._strangers.pop(end, None)
-            end.close()
-
-    def _has_room(self, end: socket.socket) -> bool:
-        """Take in a new connection, in the place of the oldest that has not proved the key if there are too many."""
-        with self._lock:
-            if len(self._lines) + len(self._strangers) >= MOST_LINES:
-                oldest = next(iter(self._strangers), None)
-                if oldest is None:
-                    return False
-                del self._strangers[oldest]
-                _shut(oldest)  # for the thread that waits for its proof, which closes it
-            self._strangers[end] = None
-        return True
-
-    def _serve(self, end: socket.socket) -> None:
+    def _serve(self, line: BlockLine, namespace: bytes) -> None:
         """Serve a connection to its end."""
-        line, follows = self.line(end), False
-        with closing(line), suppress(*BROKEN):
-            try:
-                space = self._spaces.get(welcome(end, self._key))
-                end.settimeout(SILENT_SECONDS)
-                with self._lock:
-                    if end not in self._strangers:  # ended meanwhile
-                        return
-                    del self._strangers[end]
-                    self._lines.add(line)
-                if space is None:
-                    line.send(NotShared("it has another model, other weights, or another layout of its KV cache"))
+        if (space := self._spaces.get(namespace)) is None:
+            line.send(NotShared(WRONG_SPACE))
+            return
+        line.send(Shared(space.shards))
+        follows = False
+        while not self.server.closed:
+            message = line.receive(TO_SHARE)
+            if isinstance(message, Read):
+                try:
+                    self._send(line, message, space)
+                except BROKEN as error:
+                    if str(error) != self._said:
+                        LOG.warning("KV blocks could not be sent to another engine: %s", error)
+                    self._said = str(error)
                     return
-                line.send(Shared(space.shards))
-                while not self._closed:
-                    message = line.receive(TO_SHARE)
-                    if isinstance(message, Read):
-                        try:
-                            self._send(line, message, space)
-                        except BROKEN as error:
-                            if str(error) != self._said:
-                                LOG.warning("KV blocks could not be sent to another engine: %s", error)
-                            self._said = str(error)
-                            return
-                    elif isinstance(message, Locate):
-                        line.send(Located([space.device.places.get(key, (0, 0)) for key in message.keys]))
-                    elif isinstance(message, Claims):
-                        self._hear(message)
-                    elif isinstance(message, Follow):
-                        if follows:
-                            raise NotMaster("it follows twice")
-                        follows, known = True, space.device if message.device else space.host
-                        threading.Thread(
-                            target=self._tell, args=(line, known), name="quire-kv-tell", daemon=True
-                        ).start()
-            finally:
-                with self._lock:
-                    self._strangers.pop(end, None)
-                    self._lines.discard(line)
+            elif isinstance(message, Locate):
+                self._locate(line, message, space)
+            elif isinstance(message, Claims):
+                self._hear(message)
+            elif isinstance(message, Follow):
+                if follows:
+                    raise NotMaster("it follows twice")
+                follows, known = True, space.device if message.device else space.host
+                threading.Thread(target=self._tell, args=(line, known), name="quire-kv-tell", daemon=True).start()
+
+    def _locate(self, line: BlockLine, asked: Locate, space: _Space) -> None:
+        known, until = space.host if asked.host else space.device, time.monotonic() + min(asked.seconds, MOST_WAIT)
+        while any(key not in known.places for key in asked.keys) and time.monotonic() < until:
+            time.sleep(TICK_SECONDS)
+        line.send(Located([known.places.get(key, (0, 0)) for key in asked.keys]))
 
     def _hear(self, claims: Claims) -> None:
         """Tell the core what a peer claims, as far as there is room: what is held is claimed again each second."""
@@ -364,11 +317,10 @@ class BlockShare:
 
     def _send(self, line: BlockLine, asked: Read, space: _Space) -> None:
         until = time.monotonic() + min(asked.seconds, MOST_WAIT)
-        starts = [*accumulate((one.length for one in asked.ranges), initial=0)]  # the bytes lie one behind the other
-        ranges = [msgspec.structs.replace(one, target=at) for one, at in zip(asked.ranges, starts, strict=False)]
+        ranges, size = packed_ranges(asked.ranges)
         with PageFiles() as files:
             files.open(space.shards, ranges)
-            page = memoryview(bytearray(starts[-1]))
+            page = memoryview(bytearray(size))
             for key in asked.keys:
                 while (found := space.host.places.get(key)) is None and time.monotonic() < until:
                     time.sleep(TICK_SECONDS)
@@ -384,7 +336,7 @@ class BlockShare:
             known.followers += (changes,)
         latest = dict.fromkeys(list(known.places), True)  # after it is told of changes, so that none is missed
         try:
-            while not self._closed:
+            while not self.server.closed:
                 for some in _parts(latest):
                     line.send(Blocks([key for key, came in some if came], [key for key, came in some if not came]))
                 latest = {}
@@ -402,8 +354,3 @@ def _parts(changes: dict[bytes, bool]) -> list[list[tuple[bytes, bool]]]:
     """Return changes in parts that fit a message; one without changes if there are none."""
     every = list(changes.items())
     return [every[at : at + MOST_NAMED] for at in range(0, len(every), MOST_NAMED)] or [[]]
-
-
-def _shut(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)

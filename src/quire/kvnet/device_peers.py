@@ -24,7 +24,8 @@ from quire.kernels.ipc import DeviceIpc
 from quire.kernels.mapped import MappedPages
 from quire.kv.hashing import group_of
 from quire.kvnet.block_peers import READ_SECONDS, REFUSED_SECONDS, PeerReads, Place, open_peer
-from quire.kvnet.block_share import BEAT_SECONDS, BROKEN, FROM_SHARE, BlockLine, Locate, Located
+from quire.kvnet.block_share import BEAT_SECONDS, FROM_SHARE, BlockLine, Locate, Located
+from quire.kvnet.share_server import BROKEN
 from quire.kvstore.shards import Shard, cut
 
 LOG = logging.getLogger("quire").getChild("kv")

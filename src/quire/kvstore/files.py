@@ -19,15 +19,12 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from quire.contracts.errors import ConfigError
-from quire.contracts.step import Tier
-from quire.kvstore.file_threads import FileThreads, Lost
 from quire.kvstore.private_folder import (
     ANY_FILE,
     ANY_FOLDER,
@@ -46,8 +43,6 @@ STALE_SECONDS = 600.0  # a file that was begun and not renamed for so long is of
 OPENED = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # no wait for a pipe, nothing behind a link
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 RETRY_SECONDS = 60.0  # a disk that was full is tried again after so long
-READ_SECONDS = 5.0  # names that other engines have written are found after so long
-CLOSE_SECONDS = 10.0
 RESCAN = 8  # the folder is read again when a part of its size, 1 / RESCAN, was written: other engines write, too
 
 
@@ -216,7 +211,7 @@ class BlockFiles:
     def _scan(self) -> None:
         """Read the names, sizes and times of the rank's files. Delete files that were begun long ago."""
         found = []
-        for entry in _entries(self._folder):
+        for entry in entries(self._folder):
             with suppress(OSError):  # another engine has deleted it
                 about = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(SUFFIX):
@@ -260,105 +255,6 @@ class BlockFiles:
             self._total -= self._ages.pop(path, 0)
 
 
-class DiskTier:
-    """The disk tier as the core sees it: the names of the files that all ranks have. See `kv.sharing.KeyedTier`.
-
-    A thread reads the folders again from time to time, and deletes files; the core waits for neither. So a file of
-    another engine is found a little later, and a file that is gone is a miss when it is read.
-    """
-
-    tier, takes = Tier.DISK, True
-
-    def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
-        self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]
-        self._names, self._written = set[str](), set[str]()  # the second: since the folders were last read
-        self._barred = set[str]()  # files to delete, and those that cannot be, such as those of another user
-        self._num_clears, self._due = 0, 0.0  # clears still to come; time of the next reading
-        self._thread, self._lock = FileThreads("quire-kv-names"), threading.Lock()
-        self._read()
-        self.num_found = len(self._names)  # blocks that were there at the start
-
-    def has(self, key: bytes) -> bool:
-        """True when every rank seems to have a file for the block."""
-        if time.monotonic() > self._due:
-            self._due = float("inf")
-            self._thread.submit(self._read)
-        name = block_name(key)
-        return name in self._names and name not in self._barred and not self._num_clears
-
-    def holders(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """Return (): files are found by key."""
-        return ()
-
-    def holder(self, key: bytes) -> str:
-        """Return "": files are this engine's."""
-        return ""
-
-    def note_written(self, keys: Iterable[bytes]) -> None:
-        """Count on files that every rank has written."""
-        names = set(map(block_name, keys))
-        with self._lock:
-            self._names |= names
-            self._written |= names
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Delete the files of blocks. They count as gone from now on."""
-        if names := set(map(block_name, keys)):
-            with self._lock:
-                self._barred |= names
-            self._thread.submit(partial(self._delete, names))
-
-    def clear(self) -> None:
-        """Delete the files of all blocks of these ranks. Files that are being written stay."""
-        with self._lock:
-            self._num_clears += 1
-        self._thread.submit(partial(self._delete, None))
-
-    def close(self) -> None:
-        """Wait until files are deleted, some seconds at most."""
-        with suppress(TimeoutError):
-            self._thread.submit(tuple).result(CLOSE_SECONDS)
-
-    def _read(self) -> Lost:
-        began = time.monotonic()
-        with self._lock:
-            self._written = set()
-        found = set.intersection(*self._listed())
-        with self._lock:
-            self._names = found | self._written
-        now = time.monotonic()
-        self._due = now + max(READ_SECONDS, 50 * (now - began))
-        return ()
-
-    def _delete(self, some: set[str] | None) -> Lost:
-        """Delete the files of some blocks, or (None) of all, for `clear`."""
-        names, left = set.union(*self._listed()) if some is None else some, dict[str, OSError]()
-        for path in [f"{folder}/{name[:2]}/{name}" for folder in self._folders for name in names]:
-            try:
-                os.unlink(path)
-            except (FileNotFoundError, NotADirectoryError):
-                pass
-            except OSError as error:
-                left[os.path.basename(path)] = error
-        if left:
-            LOG.warning(
-                "%d KV blocks could not be deleted, and are not used any more: %s", len(left), next(iter(left.values()))
-            )
-        with self._lock:
-            self._names -= names
-            self._barred = self._barred - names | left.keys()
-            self._num_clears -= some is None
-        return ()
-
-    def _listed(self) -> list[set[str]]:
-        """Return the names of the files of every rank."""
-        found = [set[str]() for _ in self._folders]
-        for folder, names in zip(self._folders, found, strict=True):
-            with suppress(OSError):  # a disk that is lost
-                names.update(entry.name for entry in _entries(folder) if entry.name.endswith(SUFFIX))
-        return found
-
-
 def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:
     """Return the folder of a rank's files."""
     return folder.expanduser() / namespace.hex()[:16] / rank
@@ -375,7 +271,7 @@ def block_path(folder: Path, key: bytes) -> str:
     return f"{folder}/{name[:2]}/{name}"
 
 
-def _entries(folder: Path) -> "Iterator[os.DirEntry[str]]":
+def entries(folder: Path) -> "Iterator[os.DirEntry[str]]":
     """Yield the files of a rank's folder and of the folders in it."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:

@@ -23,9 +23,10 @@ import msgspec
 import torch
 
 from quire.contracts.errors import ConfigError
-from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.contracts.step import CopyJob, DroppedFiles, FinishedCopy, Tier
 from quire.kernels.native import memory
 from quire.kernels.page_copies import InlineCopies, PageCopies, StreamCopies, pin
+from quire.kvstore.disk_tier import FileNames
 from quire.kvstore.file_threads import HANG_SECONDS, FileThreads, Lost
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.shards import Shard
@@ -102,11 +103,14 @@ class BlockMover:
         *,
         devices: DeviceSource | None = None,
         shared: Shard | None = None,
+        names: FileNames | None = None,
     ) -> None:
         """Allocate the host tier.
 
         shared   this rank's part of each block, to put the host tier into memory that other processes can open
+        names    of the rank's files, of which the core hears; None: the core reads the folder itself
         """
+        self._names = names
         self._arena, self._files, self._peers, self._devices = arena, files, peers, devices
         self.shards: tuple[Shard, ...] = ()
         size = (num_host_blocks + 1, arena.page_bytes)
@@ -148,6 +152,23 @@ class BlockMover:
         while not (reports := self._ended()) and wait and self._running and time.perf_counter() < until:
             time.sleep(TICK_SECONDS)
         return reports
+
+    def take_news(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]] | None:
+        """Return the keys of blocks whose files came, and of those that went, since the last call, for the core.
+
+        None: the core reads the folder itself, or there is none.
+        """
+        return None if self._names is None else self._names.take_news()
+
+    def drop(self, dropped: DroppedFiles) -> None:
+        """Delete files, if the core has no part in it. Does not wait."""
+        if self._names is not None:
+            self._names.clear() if dropped.every else self._names.discard(dropped.keys)
+
+    def close(self) -> None:
+        """Wait until files are deleted, some seconds at most."""
+        if self._names is not None:
+            self._names.close()
 
     def _begin(self, job: CopyJob) -> Outcome:
         if job.source == Tier.PEER:
@@ -191,6 +212,9 @@ class BlockMover:
             found = [(one, one.outcome()) for one in self._running]
             self._running = [one for one, failed in found if failed is None]
         now = time.perf_counter()
+        for one, failed in found:
+            if self._names is not None and failed is not None and one.job.target == Tier.DISK:
+                self._names.note_written(key for i, key in enumerate(one.job.keys) if i not in failed)
         return tuple(
             FinishedCopy(
                 id=one.job.id,

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     token      first bytes of that memory, by which the right file is known
     states     True: it is the part of checkpoints of states, each a block of one component with one head
     memory     its KV cache on the device, for processes of this machine; None: it is not shared
+    place      host and port where the rank, on another host than its engine core's, serves its host memory; None: the
+               core serves it
     """
 
     geometry: KVGeometry
@@ -39,6 +42,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes = b""
     states: bool = False
     memory: ExportedPages | None = None
+    place: tuple[str, int] | None = None
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +79,8 @@ def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[tuple[Range, ...], ...]
     A group without layers on this rank has none. Raises ConfigError if ranges are missing.
     """
     for rank, shard in enumerate(theirs):
-        if msgspec.structs.replace(shard, file=mine.file, token=mine.token, memory=mine.memory) == mine:
+        same = {"file": mine.file, "token": mine.token, "memory": mine.memory, "place": mine.place}
+        if msgspec.structs.replace(shard, **same) == mine:
             return ((Range(rank, 0, mine.geometry.page_bytes, 0),),) * len(mine.geometry.groups)
     return tuple(_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups)))
 
@@ -92,6 +97,13 @@ def place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
                 places[layer].append(at)
                 at += component.num_bytes(group.entries)
     return places
+
+
+def packed_ranges(ranges: Sequence[Range]) -> tuple[list[Range], int]:
+    """Return ranges whose bytes are put one behind the other, and the number of these bytes."""
+    starts = [*accumulate((one.length for one in ranges), initial=0)]
+    placed = [msgspec.structs.replace(one, target=at) for one, at in zip(ranges, starts, strict=False)]
+    return placed, starts[-1]
 
 
 class PageFiles(ExitStack):

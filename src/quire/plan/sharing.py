@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from socket import AI_NUMERICHOST, getaddrinfo
 
-from quire.config.connectors import CONNECTOR, ROLES
+from quire.config.connectors import CONNECTOR, ROLES, node_options
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.plan.placement import parallel_sizes
@@ -31,6 +31,11 @@ class SharePlan:
     tp: int = 1
     replicas: int = 1
 
+    def of_rank(self, number: int, address: str) -> Place:
+        """Return the place where a rank is read that is on another host than the engine core, at this address."""
+        assert self.place is not None
+        return address, self.place[1] + self.replicas + number
+
     def of(self, replica: int) -> "SharePlan":
         """Return the part of a replica: it is read at the port plus its number, and reads the other replicas, too."""
         if self.place is None:
@@ -49,10 +54,13 @@ def resolve_share(config: EngineConfig) -> SharePlan:
         return SharePlan()
     parallel = parallel_sizes(config.parallel)
     place = None if asked.kv_share is None else _place(asked.kv_share, "kv_share")
-    if place is not None and place[1] + parallel.dp > 1 << 16:
+    used, what = parallel.dp, f"replica i is read at the port plus i, and -dp {parallel.dp}"
+    if config.hosts.several:
+        used += parallel.size
+        what = f"rank i of another host is read at the port plus {parallel.dp} plus i, and {parallel}"
+    if place is not None and place[1] + used > 1 << 16:
         raise ConfigError(
-            f"kv_share={asked.kv_share!r}: replica i is read at the port plus i, and -dp {parallel.dp} "
-            f"goes beyond port 65535: give a port of at most {(1 << 16) - parallel.dp}."
+            f"kv_share={asked.kv_share!r}: {what} goes beyond port 65535: give a port of at most {(1 << 16) - used}."
         )
     return SharePlan(
         place=place,
@@ -66,8 +74,7 @@ def resolve_share(config: EngineConfig) -> SharePlan:
 
 def _roles(config: EngineConfig) -> tuple[bool, bool]:
     """Return `SharePlan.sends` and `takes`."""
-    asked = config.cache.kv_transfer_config or {}
-    if asked.get("kv_connector") != CONNECTOR:
+    if not (asked := node_options(config.cache)):
         return False, False
     if (role := asked.get("kv_role")) not in ROLES:
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")

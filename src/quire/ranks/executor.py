@@ -277,7 +277,8 @@ class RanksExecutor(Executor):
             return result
         copied = self._copies.join([*result.copied, *(report for one in others for report in one.copied)])
         loaded = self._loads.join([*result.loaded, *(report for one in others for report in one.loaded)])
-        return msgspec.structs.replace(result, copied=copied, loaded=loaded)
+        files = (*result.files, *(news for one in others for news in one.files))
+        return msgspec.structs.replace(result, copied=copied, loaded=loaded, files=files)
 
     def ready(self) -> bool:
         return self._processes.ready(self._lead)

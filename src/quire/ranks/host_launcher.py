@@ -101,8 +101,8 @@ class Hosts:
                     "use more hosts (--nnodes), lower sizes, or make more GPUs visible there "
                     "(CUDA_VISIBLE_DEVICES)."
                 )
-            folders = hello.files.folders if hello else ()
-            places += [Place(host, devices[index], folders, hello is None) for index in range(each)]
+            folders, address = hello.files.folders if hello else (), agent.address if agent else ""
+            places += [Place(host, devices[index], folders, hello is None, address) for index in range(each)]
         self._owners = owners
         return places
 
@@ -274,7 +274,7 @@ class Hosts:
         with self._changed:
             self._new.pop(connection, None)
             if isinstance(hello, HostHello):
-                self._take(_Agent(hello, Frames(connection)), peer)
+                self._take(_Agent(hello, Frames(connection), peer))
             elif not self._closed and (number := self._tokens.get(hello.token)) is not None:
                 if (former := self._connected.pop(number, None)) is not None:  # its agent has tried again
                     former.close()
@@ -283,7 +283,7 @@ class Hosts:
                 connection.close()
             self._changed.notify_all()
 
-    def _take(self, agent: "_Agent", peer: str) -> None:
+    def _take(self, agent: "_Agent") -> None:
         hello, members = agent.hello, self._members
         key = members.key(hello)
         former = self._agents.get(key)
@@ -306,7 +306,7 @@ class Hosts:
             why = "the engine has ended"
         if why:
             self._last_words = f"{hello.name} was not taken: {why}"
-            LOG.warning("%s (%s).", self._last_words, peer)
+            LOG.warning("%s (%s).", self._last_words, agent.address)
             agent.send(Leave(why))
             agent.frames.close()
         else:
@@ -345,6 +345,7 @@ class _Agent:
 
     hello: HostHello
     frames: Frames
+    address: str
     heard: float = field(default_factory=time.monotonic)
     ranks: "dict[int, _HostedRank]" = field(default_factory=dict)
     stopped: tuple[int, ...] = ()

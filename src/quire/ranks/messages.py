@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.contracts.adapters import AdapterLoaded
-from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
+from quire.contracts.step import I32, FileNews, FinishedCopy, StepPlan, StepResult
 from quire.procs.messages import Failed, Loading, Stop
 from quire.procs.wire import Messages
 
@@ -90,13 +90,14 @@ class RankResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
-    """Copy jobs and loads of adapters that have ended on this rank, which does not send results.
+    """Copy jobs and loads of adapters that have ended on this rank, which does not send results, and its files.
 
-    A job has ended when all ranks say so.
+    A job has ended when all ranks say so. For `files` see `StepResult`.
     """
 
     copied: tuple[FinishedCopy, ...]
     loaded: tuple[AdapterLoaded, ...] = ()
+    files: tuple[FileNews, ...] = ()
 
 
 class RankReply(msgspec.Struct, frozen=True, tag="reply"):

@@ -167,8 +167,8 @@ def _collect(
             room.release()
             if lead:
                 link.send(RankResult(result))
-            elif result.copied or result.loaded:
-                link.send(RankCopied(result.copied, result.loaded))
+            elif result.copied or result.loaded or result.files:
+                link.send(RankCopied(result.copied, result.loaded, result.files))
     except BaseException as error:  # also `SystemExit`, which would end only this thread
         link.fail(error)
         os._exit(1)

@@ -7,6 +7,7 @@ import pytest
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble.feature_lines import feature_lines, turned_on
 from quire.contracts.blocks import KVGeometry, KVGroup
+from quire.contracts.parallel import Parallel
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.plan.memory import MemoryPlan
@@ -66,4 +67,11 @@ def test_role_and_peers() -> None:
     lines = told(kv_offload_gb=1, kv_share="127.0.0.1:5702", kv_peers=peers, kv_transfer_config=role)
     assert lines["sharing"] == (
         "role decode (kv_consumer); read by others at 127.0.0.1:5702; reads 10.0.0.1:5700, [::1]:5701"
+    )
+
+
+def test_the_ports_of_ranks_on_other_hosts_are_told() -> None:
+    hosts = {"parallel": Parallel(tp=2), "nnodes": 2, "tensor_parallel_size": 2, "kv_offload_gb": 1.0}
+    assert told(**hosts, kv_share="10.0.0.1:5700")["sharing"] == (
+        "read by others at 10.0.0.1:5700 (rank i of another host: there, at port 5701 + i)"
     )

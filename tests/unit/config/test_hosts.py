@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig, HostsConfig
-from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables
+from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.meeting_rows.records import Inputs
@@ -181,3 +181,10 @@ def test_replicas_of_each_host_tell_the_hosts(given: dict[str, Any], found: tupl
 def test_a_first_replica_that_fits_no_host(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_flat(data_parallel_size=4, **given)
+
+
+def test_ranks_of_ray_get_the_key_if_they_read_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLUSTER_KEY, "the key of this cluster")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not variables_to_pass(key=False).keys() & {CLUSTER_KEY, "RAY_ADDRESS"}
+    assert variables_to_pass(key=True)[CLUSTER_KEY] == "the key of this cluster"

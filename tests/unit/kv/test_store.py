@@ -2,16 +2,18 @@
 
 from array import array
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
-from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.contracts.step import CopyJob, DroppedFiles, FileNews, FinishedCopy, StepCopies, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
 from quire.kv.store import KVStore
 from quire.kv.tiered_pool import BlockPlace
+from quire.kvstore.disk_tier import DiskTier
 
 KEY = bytes(32)
 GROUP = KVGroup(
@@ -168,3 +170,18 @@ def test_a_block_of_another_gpu_comes_to_the_device_at_once() -> None:
     assert store.place(key) is BlockPlace.RESIDENT and store.take_ready() == ([7], []) and told == [key]
     assert store.counters()[Tier.CUDA_IPC].loaded_bytes == 9 and store.host.num_free == 2
     store.check()
+
+
+def test_files_on_other_hosts_come_with_results_and_go_with_plans(tmp_path: Path) -> None:
+    """A step goes out for them alone, so that an idle engine deletes, too."""
+    disk = DiskTier(tmp_path, bytes(32), {0: "here", 1: "there"}, [FileNews(rank=0), FileNews(rank=1, came=(KEY,))])
+    store = KVStore(BlockPool(4), KVGeometry(groups=(GROUP,)), num_host_blocks=2, below=(disk,), clock=lambda: 0.0)
+    store.hosted[False] = disk
+    assert store.place(KEY) is BlockPlace.MISSING, "one host lacks the block"
+    store.finished((), (FileNews(rank=0, came=(KEY,)),))
+    assert store.place(KEY) is BlockPlace.LOADABLE and not store.busy(writes=False) and store.take_copies() is None
+    store.distrust([KEY])
+    assert store.place(KEY) is BlockPlace.MISSING and store.busy(writes=False)
+    assert store.take_copies() == StepCopies(dropped=(DroppedFiles(keys=(KEY,)),))
+    store.reset()
+    assert store.take_copies() == StepCopies(dropped=(DroppedFiles(every=True),)) and not store.busy(writes=False)

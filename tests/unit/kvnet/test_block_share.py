@@ -62,7 +62,7 @@ class Node:
             self.memory.append(pages)
             self.write(0, shards[-1].token, rank)
         self.share = BlockShare(("127.0.0.1", port or free_port()), KEY, NAMESPACE, self.store, shards)
-        self.place = self.share._listener.getsockname()[:2]
+        self.place = self.share.server.listener.getsockname()[:2]
 
     def write(self, block: int, data: bytes, rank: int) -> None:
         memoryview(self.memory[rank][block].numpy())[: len(data)] = data
@@ -190,7 +190,7 @@ def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
     for _ in range(3):
         fetch(peers, 1, 2, 3)
     until(lambda: peers.has(name(3)) and fetch(peers, 1, 2, 3) == set())
-    until(lambda: len(node.share._lines) == 1)
+    until(lambda: len(node.share.server.lines) == 1)
 
 
 def test_readers_that_are_lost_in_any_phase_harm_nobody(node: Node, follow: Any) -> None:
@@ -205,7 +205,7 @@ def test_readers_that_are_lost_in_any_phase_harm_nobody(node: Node, follow: Any)
     peers = follow()
     until(lambda: peers.has(name(2)))
     assert fetch(peers, 1, 2) == set()
-    until(lambda: len(node.share._lines) == 1)
+    until(lambda: len(node.share.server.lines) == 1)
 
 
 def test_a_block_overwritten_while_it_is_copied_is_not_sent(
@@ -423,7 +423,7 @@ def test_groups_that_ranks_divide_in_different_ways() -> None:
     store.host.publish(first, name(1))
     store.host.publish(second, name(2) + b"\x01")
     try:
-        reader = PeerPages([share._listener.getsockname()[:2]], KEY, NAMESPACE, part(2, 0, 0))
+        reader = PeerPages([share.server.listener.getsockname()[:2]], KEY, NAMESPACE, part(2, 0, 0))
         keys, pages = [name(2) + b"\x01", name(1), name(2)], [bytearray(SIZE) for _ in range(3)]
         assert reader.fetch(keys, [0, 0, 0], list(map(memoryview, pages))) == (2,)
         assert pages[:2] == [content(2), content(1)]

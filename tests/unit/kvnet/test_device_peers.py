@@ -234,7 +234,7 @@ def test_a_peer_that_ends_between_the_copy_and_its_confirmation(node: Node, read
 
     def ended() -> None:
         node.share.close()
-        until(lambda: not node.share._lines)
+        until(lambda: not node.share.server.lines)
 
     once(ended)
     assert reader.fetch(2, 3) == {2, 3} and not SharedIpc.mapped

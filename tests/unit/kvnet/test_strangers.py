@@ -10,7 +10,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import Tier
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.kvnet import block_peers, block_share
+from quire.kvnet import block_peers, block_share, share_server
 from quire.kvnet.block_peers import BlockPeer
 from quire.kvnet.block_share import BlockLine, Blocks, BlockShare, Shared
 from quire.procs.host_link import connect, welcome
@@ -23,7 +23,7 @@ GROUP = KVGroup(
 
 @pytest.fixture
 def share(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockShare]:
-    monkeypatch.setattr(block_share, "MOST_LINES", 8)
+    monkeypatch.setattr(share_server, "MOST_LINES", 8)
     store = KVStore(BlockPool(4), KVGeometry(groups=(GROUP,)), num_host_blocks=8)
     share = BlockShare(("127.0.0.1", 0), KEY, NAMESPACE, store, ())
     yield share
@@ -31,7 +31,7 @@ def share(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockShare]:
 
 
 def place(share: BlockShare) -> tuple[str, int]:
-    host, port = share._listener.getsockname()[:2]
+    host, port = share.server.listener.getsockname()[:2]
     return host, port
 
 
@@ -47,7 +47,7 @@ def test_silent_strangers_lock_nobody_out(share: BlockShare) -> None:
     first = peer(share)
     strangers = [socket.create_connection(place(share)) for _ in range(50)]
     second = peer(share)
-    assert len(share._strangers) + len(share._lines) <= 8
+    assert len(share.server.strangers) + len(share.server.lines) <= 8
     for line in (first, second):
         line.send(block_share.Locate([bytes(32)]))
         assert line.receive(block_share.FROM_SHARE) == block_share.Located([(0, 0)])

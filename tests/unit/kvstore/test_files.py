@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import ConfigError
-from quire.kvstore import files as module
+from quire.kvstore import disk_tier
+from quire.kvstore.disk_tier import FileNames
 from quire.kvstore.file_threads import FileThreads
-from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_name, block_path
+from quire.kvstore.files import HEADER, BlockFiles, FileSystem, block_name, block_path
 
 from ...support.planted_faults import Faults, FaultyFiles
 
@@ -29,8 +30,8 @@ def opened(folder: Path, system: FileSystem | None = None, space: bytes = SPACE,
     return BlockFiles(folder, space, RANK, page_bytes=SIZE, most_bytes=most, system=system)
 
 
-def opened_tier(folder: Path, *ranks: str) -> DiskTier:
-    return DiskTier(folder, SPACE, ranks or [RANK])
+def opened_tier(folder: Path, *ranks: str) -> FileNames:
+    return FileNames(folder, SPACE, ranks or [RANK])
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -70,7 +71,7 @@ def test_another_engine_finds_what_was_written(tmp_path: Path) -> None:
 
 
 def test_what_other_engines_write_and_delete_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(disk_tier, "READ_SECONDS", 0.0)
     first, tier = opened(tmp_path), opened_tier(tmp_path)
     first.write(KEYS[0], page(0))
     until(lambda: tier.has(KEYS[0]))
@@ -101,7 +102,7 @@ def test_the_core_waits_for_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     opened(tmp_path).write(KEYS[0], page(0))
     tier, gone, back = opened_tier(tmp_path), threading.Event(), threading.Event()
     monkeypatch.setattr(tier, "_listed", lambda: gone.set() or back.wait(20) and [{block_name(KEYS[0])}])
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(disk_tier, "CLOSE_SECONDS", 0.01)
     tier._due = 0.0
     assert tier.has(KEYS[0]), "it is being read again"
     assert gone.wait(20)

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
-from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.contracts.step import CopyJob, DroppedFiles, FileNews, FinishedCopy, Tier
 from quire.kernels import page_copies
 from quire.kernels.native import memory
 from quire.kernels.page_copies import StreamCopies
 from quire.kvstore import mover as module
 from quire.kvstore.arena import KVArena
+from quire.kvstore.disk_tier import FileNames
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.shards import PageFiles, Range, Shard
+from quire.worker.copies import TierCopies
 
 from ...support.fake_streams import FakeStream, fake_streams
 
@@ -51,6 +53,26 @@ def ended(mover: BlockMover) -> FinishedCopy:
             (report,) = reports
             return report
     raise AssertionError("the job does not end")
+
+
+def test_a_rank_on_another_host_tells_its_files_and_deletes_what_is_dropped(tmp_path: Path) -> None:
+    device = arena()
+    files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
+    files.write(KEYS[3], memoryview(bytearray(device.page_bytes)))
+    copies = TierCopies(
+        BlockMover(device, 5, files, names=FileNames(tmp_path, bytes(32), ["rank"], tells=True)), rank=7
+    )
+    assert copies.news(first=True) == (FileNews(rank=7, came=(KEYS[3],)),)
+    copies.mover.begin([job(0, Tier.HOST, Tier.DISK, [1, 2], [])])
+    assert ended(copies.mover).failed == ()
+    (news,) = copies.news()
+    assert set(news.came) == set(KEYS[:2]) and copies.news() == ()
+    copies.mover.drop(DroppedFiles(keys=KEYS[1:]))
+    copies.close()
+    (news,) = copies.news()
+    assert set(news.went) == {KEYS[1], KEYS[3]}
+    assert [files.read(key, memoryview(bytearray(device.page_bytes))) for key in KEYS[:2]] == [True, False]
+    assert TierCopies(BlockMover(device, 5, files)).news(first=True) == (), "the core reads the folder itself"
 
 
 @pytest.mark.parametrize("numbers", [[1], [4, 2, 1]])

@@ -17,13 +17,23 @@ def plan(**options: Any) -> OffloadPlan:
     return resolve_offload(config)
 
 
-def test_ranks_on_several_hosts_read_the_blocks_of_peers() -> None:
-    """Each reads its part over TCP."""
-    assert plan(kv_offload_gb=1.0, kv_peers=("a:1",), nnodes=2, data_parallel_size=2).sharing.peers == (("a", 1),)
+@pytest.mark.parametrize("hosts", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}], ids=str)
+def test_ranks_on_several_hosts_have_all_tiers(hosts: dict[str, Any]) -> None:
+    """A rank on another host is read there, at a port of its own behind those of the replicas."""
+    tiers = {"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "kv_share": "10.0.0.1:5700", "kv_peers": ("a:1",)}
+    found = plan(**tiers, **hosts, data_parallel_size=2, tensor_parallel_size=2)
+    assert (found.folder, found.sharing.peers) == ("/kv", (("a", 1),))
+    assert [found.sharing.of(replica).place for replica in (0, 1)] == [("10.0.0.1", 5700), ("10.0.0.1", 5701)]
+    assert found.sharing.of_rank(3, "10.0.0.2") == ("10.0.0.2", 5705)
+    assert found.sharing.of(1).peers[0] == ("10.0.0.1", 5700)
 
 
 def connector(name: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}}
+
+
+def connectors(*inner: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
+    return connector("MultiConnector", role, connectors=list(inner))
 
 
 def test_options() -> None:
@@ -107,6 +117,16 @@ def test_options_of_our_tiers_win_over_a_connector() -> None:
     assert plan(**theirs, kv_offload_dir="/kv").host_bytes == 20 * GIB
 
 
+def test_a_connector_of_nodes_and_one_of_tiers_are_one_engine() -> None:
+    nodes, tiers = {"kv_connector": "QuireConnector"}, {"kv_connector": "LMCacheConnectorV1"}
+    found = plan(**connectors(nodes, tiers, role="kv_producer"), kv_share=":5700")
+    assert found.host_bytes == 5 * GIB and (found.sharing.sends, found.sharing.takes) == (True, False)
+    own = plan(**connectors(tiers, nodes | {"kv_role": "kv_consumer"}), kv_peers=("a:1",), kv_offload_gb=1.0)
+    assert own.host_bytes == GIB and (own.sharing.sends, own.sharing.takes) == (False, True)
+    assert plan(**connectors(tiers)).host_bytes == 5 * GIB
+    assert plan(**connectors(nodes), kv_share=":1", kv_peers=("a:1",), kv_offload_gb=1.0).sharing.sends
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -114,7 +134,6 @@ def test_options_of_our_tiers_win_over_a_connector() -> None:
         ({"kv_offload_gb": float("inf")}, "sizes have an end"),
         (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
         ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
-        ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out --kv-offload-dir"),
         (
             connector("NixlConnector"),
             'NixlConnector.* is not implemented: .* "QuireConnector", "kv_role": "kv_producer"',
@@ -136,13 +155,17 @@ def test_options_of_our_tiers_win_over_a_connector() -> None:
         ),
         ({"kv_share": ":5700-5701", "kv_offload_gb": 1.0, "data_parallel_size": 2}, "give a host and a port"),
         (
-            {"kv_share": ":1", "kv_offload_gb": 1.0, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
-            r"--kv-share: sharing by ranks on several hosts is .* \(--kv-peers works with --nnodes\): use one host",
+            {"kv_share": ":65532", "kv_offload_gb": 1.0, "tensor_parallel_size": 4, "nnodes": 2},
+            "rank i of another host is read at the port plus 1 plus i, .* give a port of at most 65531",
         ),
         (
-            {"kv_peers": ("a:1",), "kv_offload_gb": 1.0, "distributed_executor_backend": "ray"},
-            "blocks of peers for ranks of Ray is not implemented yet",
+            connectors({"kv_connector": "OffloadingConnector"}, {"kv_connector": "LMCacheConnectorV1"}),
+            "MultiConnector of OffloadingConnector, LMCacheConnectorV1: an engine has one host memory",
         ),
+        (connectors({"kv_connector": "QuireConnector"}, {"kv_connector": "QuireConnector"}), "QuireConnector once"),
+        (connectors({"kv_connector": "NixlConnector"}), "kv_connector='NixlConnector' is not implemented"),
+        (connector("MultiConnector"), "has a list of connectors in kv_connector_extra_config and nothing else"),
+        (connector("MultiConnector", connectors=["OffloadingConnector"]), "has a list of connectors"),
         ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
         ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
         ({"kv_share": "0.0.0.0:5700", "kv_offload_gb": 1.0}, "cannot connect to this address"),

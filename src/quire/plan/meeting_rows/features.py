@@ -181,7 +181,7 @@ RANKS: Mapping[str, Feature] = {
     "one rank": Feature(lambda i: i.parallel.size == 1, "one rank"),
     "too many ranks": Feature(lambda i: i.parallel.size > MOST_RANKS, "more ranks than can be planned"),
     "lock-step": Feature(lambda i: i.parallel.lockstep, "replicas that share experts", "{parallel}"),
-    "hosts or Ray": Feature(lambda i: i.config.hosts.nnodes > 1 or _ray(i), "ranks on several hosts"),
+    "hosts or Ray": Feature(lambda i: i.config.hosts.several, "ranks on several hosts"),
     "uneven hosts": Feature(
         lambda i: i.parallel.size % i.config.hosts.nnodes > 0 and not counts_replicas(i.config.hosts, i.parallel.dp),
         "ranks that hosts cannot share equally",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.args.checkpoint import ModelArgs
-from quire.config.connectors import CONNECTOR, tier_options
+from quire.config.connectors import node_options, tier_options
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.speculation import Speculation
@@ -90,8 +90,8 @@ class Inputs:
     @property
     def role(self) -> str:
         """Role among prefill and decode nodes, such as kv_producer; "": none."""
-        asked = self.config.cache.kv_transfer_config or {}
-        return str(asked.get("kv_role")) if asked.get("kv_connector") == CONNECTOR else ""
+        asked = node_options(self.config.cache)
+        return str(asked.get("kv_role")) if asked else ""
 
 
 @dataclass(frozen=True)
