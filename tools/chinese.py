@@ -24,6 +24,7 @@ PAIRS = {
 }
 BLOCK = re.compile(r"^```\w*\n.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+UNMARKED = re.compile(r"(?<!\))\]\(([^)\s]+)\)(?!（英文）|，英文）)")  # not an image that is a link
 
 
 class Structure(NamedTuple):
@@ -53,9 +54,7 @@ def structure(page: str, text: str) -> Structure:
     links = Counter[str]()
     for link in LINK.findall(prose):
         path, hash_, anchor = link.partition("#")
-        if ":" not in link:
-            path = ((ROOT / page).parent / path).resolve().relative_to(ROOT).as_posix()
-        if path not in twin:
+        if (path := target(page, path)) not in twin:
             paired = path in PAIRS or path in english  # its headings differ by language
             links[english.get(path, path) + (hash_ + anchor) * (not paired)] += 1
     return Structure(
@@ -66,6 +65,19 @@ def structure(page: str, text: str) -> Structure:
         tables=len(re.findall(r"^(?:\||- )", prose, re.MULTILINE)),
         places=set(re.findall(r"\{(\w+)\}", prose)),
     )
+
+
+def target(page: str, link: str) -> str:
+    """Return the path in the project that a link of a page leads to; the link itself if it leads out of the project."""
+    path = link.partition("#")[0]
+    return link if ":" in link else ((ROOT / page).parent / path).resolve().relative_to(ROOT).as_posix()
+
+
+def unmarked(page: str, text: str) -> list[str]:
+    """Return the links of a Chinese page to pages that are English alone, without the mark （英文） behind them."""
+    known = {*PAIRS, *PAIRS.values()}
+    found = UNMARKED.findall(text)
+    return [link for link in found if (path := target(page, link)).endswith(".md") and path not in known]
 
 
 def english(page: str) -> str:

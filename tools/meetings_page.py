@@ -4,7 +4,7 @@ PYTHONPATH=src python tools/meetings_page.py       writes them
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meetings import inputs_of, rows_of
 
 ROOT = Path(__file__).parents[1]
-READMES = ("README.md", "README.zh-CN.md")
+ZH = {  # features whose Chinese name is another
+    "hosts": "多台主机", "n-grams": "n-gram", "draft model": "草稿模型", "prompt embeddings": "prompt embedding",
+    "host memory": "KV 放在主机内存", "disk": "KV 放在磁盘", "sharing": "KV 共享", "peers": "对等引擎的 KV",
+    "adapters": "适配器", "batch invariance": "batch 不变性", "weights in host memory": "权重放在主机内存",
+    "KV events": "KV 事件",
+}  # fmt: skip
+READMES: dict[str, dict[str, str]] = {"README.md": {}, "README.zh-CN.md": ZH}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -103,15 +109,15 @@ def mark(one: str, other: str) -> str:
     return MARKS[REFUSED if REFUSED in found else MISSING if MISSING in found else ""]
 
 
-def matrix() -> str:
-    """Return the table of pairs as Markdown: below the diagonal."""
+def matrix(words: Mapping[str, str]) -> str:
+    """Return the table of pairs as Markdown: below the diagonal. words: names of features in another language"""
     names = list(EXAMPLES)[: list(EXAMPLES).index(LAST) + 1]
     lines = ["| | " + " | ".join(f"{number}" for number in range(1, len(names))) + " |"]
     lines.append("|---" * len(names) + "|")
     for number, name in enumerate(names):
         cells = [mark(other, name) for other in names[:number]] + [""] * (len(names) - 1 - number)
         flag = FEATURES[name].flag
-        label = name if flag.startswith(name) else f"{name} `{flag}`"
+        label = name if flag.startswith(name) else f"{words.get(name, name)} `{flag}`"
         lines.append(f"| {number + 1} {label} | {' | '.join(cells[: len(names) - 1])} |")
     return "\n".join(lines) + "\n"
 
@@ -154,12 +160,12 @@ def _name(words: str, flag: str) -> str:
     return words if not flag or flag in words or words == flag else f"{words} (`{flag}`)"
 
 
-def readme(text: str) -> str:
+def readme(text: str, words: Mapping[str, str]) -> str:
     """Return a README with the matrix of today."""
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{matrix()}{END}", text, flags=re.DOTALL)
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{matrix(words)}{END}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
     (ROOT / "docs" / "meetings.md").write_text(page().rstrip() + "\n")
-    for name in READMES:
-        (ROOT / name).write_text(readme((ROOT / name).read_text()))
+    for name, words in READMES.items():
+        (ROOT / name).write_text(readme((ROOT / name).read_text(), words))

@@ -3,7 +3,8 @@
 Each process holds half of every matrix. Queries, keys, values, gate and up are cut by rows, so each process has some
 of the heads and some of the inner numbers, and needs nothing from the other to compute with them. The next matrix is
 cut by columns: its result is a sum of two parts, and an all-reduce adds them, twice in each layer. The KV cache is cut
-with its heads.
+with its heads. Rows and columns are those of a stored matrix [outputs, inputs]: Megatron and vLLM call the first cut
+column parallel, and the second row parallel.
 
 In Quire: `plan/placement.py` decides the slices, `distributed/` sums, `quire explain -tp 2 --rank 1` shows what a rank
 reads.

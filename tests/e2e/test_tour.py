@@ -58,10 +58,11 @@ def test_the_tour_of_a_token(
 ) -> None:
     options = import_module("quire.tour.token").OPTIONS
     with LLM(**options) as llm:
-        (english, pages), (_, chinese) = visits(llm, "token")
+        (english, pages), (other, chinese) = visits(llm, "token")
         ids = llm.get_tokenizer().encode("The json module")
         file = tmp_path / "tour.html"
         write_page(file, english, pages)
+        write_page(tmp_path / "zh.html", other, chinese)
     assert [page.number for page in pages] == list(range(1, 13)) and len(chinese) == 12
     assert [page.values for page in chinese] == [page.values for page in pages]
     stops = import_module("quire.tour.token").STOPS
@@ -76,6 +77,8 @@ def test_the_tour_of_a_token(
     tags = Tags(text := file.read_text()).seen
     assert "`" not in re.sub("<pre>.*?</pre>", "", text, flags=re.S) and "quire-tiny: " in text
     assert tags.count("section") == 12 and tags.count("svg") == 3 and "script" not in tags
+    text = (tmp_path / "zh.html").read_text()
+    assert '<html lang="zh-CN">' in text and "<h3>代码：" in text and "</code>，<code>" in text
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stdin=terminal))
     answers = iter(["", "b", "", "q"])

@@ -109,6 +109,7 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
     drawings   SVG texts by name
     """
     words = WORDS[language]
+    colon = words["colon"]
     parts = [f'<!doctype html><html lang="{TAGS[language]}"><meta charset="utf-8"><title>{escape(tour.title)}</title>']
     parts += [f"<style>{STYLE}</style><h1>{escape(tour.title)}</h1><p>{_prose(tour.about)}</p>"]
     for page in found:
@@ -119,14 +120,14 @@ def write_html(file: Path, tour: Tour, found: Iterable[StopPage], language: str,
         rows = "".join(f"<tr><th>{name}</th><td>{shown}</td></tr>" for name, shown in values)
         parts.append(
             f"<section><h2>{page.number}. {escape(page.title)}</h2><p>{_prose(page.idea)}</p>"
-            f"<h3>{_code(page, words)}: {escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
-            f"<p>{words['ran']}: {escape(_ran(page, words))}<br>{escape(page.shapes)}</p><table>{rows}</table>"
+            f"<h3>{_code(page, words)}{colon}{escape(page.code.name)} ({escape(page.code.where)})</h3><pre>{code}</pre>"
+            f"<p>{words['ran']}{colon}{escape(_ran(page, words))}<br>{escape(page.shapes)}</p><table>{rows}</table>"
         )
         if page.drawing in drawings:
             parts.append(f"<figure>{drawings[page.drawing]}</figure>")
         if page.command:
             parts.append(f"<h3>{words['try']}</h3><pre>$ {escape(page.command)}</pre>")
-        parts.append(f"<p>{_prose(page.see)}</p><p>{words['vllm']}: {_prose(page.vllm)}</p></section>")
+        parts.append(f"<p>{_prose(page.see)}</p><p>{words['vllm']}{colon}{_prose(page.vllm)}</p></section>")
     try:
         file.write_text("\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
@@ -145,7 +146,7 @@ def _marked(code: Code) -> Iterator[str]:
 
 
 def _ran(page: StopPage, words: dict[str, str]) -> str:
-    return f"{page.ran} ({words[page.tie]})" if page.tie else page.ran
+    return page.ran + words["aside"].format(words[page.tie]) if page.tie else page.ran
 
 
 def _code(page: StopPage, words: dict[str, str]) -> str:

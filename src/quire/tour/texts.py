@@ -12,8 +12,11 @@ from typing import NamedTuple
 from quire.contracts.text_table import read_rows
 
 LANGUAGES = ("en", "zh")
+# colon, aside: signs behind a word, and around a remark
 WORDS = {
     "en": {
+        "colon": ": ",
+        "aside": " ({})",
         "code": "code",
         "reference": "code (the reference: the kernel that ran computes the same)",
         "ran": "ran",
@@ -29,6 +32,8 @@ WORDS = {
         "next": "Enter: next stop, b: back, q: leave",
     },
     "zh": {
+        "colon": "：",
+        "aside": "（{}）",
         "code": "代码",
         "reference": "代码（参考实现：实际运行的 kernel 计算结果相同）",
         "ran": "执行",

@@ -43,7 +43,7 @@ def test_numbers_of_the_plan(kind: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert ("step" in drawn) == (kind != "cpu") and ("experts" in drawn) == (kind in ("experts", "latents"))
     assert ("exchanges" in drawn) == (kind == "experts")
     expected = {
-        "experts": (("ranks", "query heads 24-31, KV 3-3"), ("exchanges", "all-gather")),
+        "experts": (("ranks", "query heads 24-31, KV head 3"), ("exchanges", "all-gather")),
         "latents": (("attention", "absorbed"), ("step", "gaps between kernels")),
         "windows": (("attention", "the last 512 tokens"),),
         "recurrent": (("model", "gated delta"),),

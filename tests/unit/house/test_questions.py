@@ -1,4 +1,4 @@
-"""docs/questions.md has fifty questions with answers. It and docs/terms.md name code that exists."""
+"""docs/questions.md has questions with answers. It and docs/terms.md name code that exists."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ QUESTION = r"^### (\d+)\. ([^\n]+)\n\n```console\n(.+?)^```\n\n(.+?)\n\nCode: "
 QUESTIONS = re.findall(QUESTION, PAGE, re.M | re.S)
 
 
-def test_there_are_fifty() -> None:
-    assert [int(number) for number, *_ in QUESTIONS] == list(range(1, 51))
+def test_questions_have_numbers_commands_and_short_answers() -> None:
+    assert [int(number) for number, *_ in QUESTIONS] == list(range(1, 1 + PAGE.count("\n### "))) and len(QUESTIONS) > 50
     beliefs = [title for _, title, *_ in QUESTIONS if title.startswith('"')]
     assert len(beliefs) >= 8
     for number, title, block, answer in QUESTIONS:

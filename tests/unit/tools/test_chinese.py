@@ -2,7 +2,7 @@
 
 import pytest
 
-from chinese import LINK, PAIRS, ROOT, differences, english, refreshed, structure
+from chinese import LINK, PAIRS, ROOT, differences, english, refreshed, structure, target, unmarked
 
 
 @pytest.mark.parametrize("page", PAIRS)
@@ -14,7 +14,18 @@ def test_both_pages_have_the_same_structure(page: str) -> None:
         f"{other}: python tools/chinese.py copies code blocks, the rest is to be translated\n" + "\n".join(found)
     )
     links = [link for link in LINK.findall(text) if ":" not in link]
-    assert all(((ROOT / other).parent / link.partition("#")[0]).exists() for link in links)
+    assert all((ROOT / target(other, link)).exists() for link in links)
+    assert unmarked(other, text) == []
+    if not page.startswith("src/"):
+        for one, its in ((page, other), (other, page)):
+            assert target(one, LINK.findall((ROOT / one).read_text())[0]) == its, (
+                "a page begins with a link to the other"
+            )
+
+
+def test_links_to_english_pages_are_marked() -> None:
+    marked = "[a](docs/kv.md)（英文） （[b](docs/kv.md)，英文） [English](README.md) [c](docs/zh/tour.md)"
+    assert unmarked("README.zh-CN.md", f"{marked} [![e](a.png)](docs/kv.md) [d](docs/kv.md#x)") == ["docs/kv.md#x"]
 
 
 PAGE = "# A\n\nText `x y` [on](b.md#c) {n}.\n\n```console\n$ one\n```\n\n- item\n"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meetings_page import BEGIN, END, READMES, matrix, page
+from meetings_page import BEGIN, END, EXAMPLES, READMES, matrix, page
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "PYTHONPATH=src python tools/meetings_page.py"
@@ -13,4 +13,5 @@ def test_the_page_about_meetings_is_current() -> None:
 
 
 def test_the_matrix_of_the_readmes_is_current() -> None:
-    assert all(f"{BEGIN}{matrix()}{END}" in (ROOT / name).read_text() for name in READMES), COMMAND
+    for name, words in READMES.items():
+        assert f"{BEGIN}{matrix(words)}{END}" in (ROOT / name).read_text() and words.keys() <= EXAMPLES.keys(), COMMAND

@@ -94,6 +94,7 @@ def test_a_page_of_another_request_has_the_values_of_both() -> None:
     lines = list(page_lines(page, 8, "en"))
     assert lines.count("    before the change  2") == 1 and not any("before the change  1" in line for line in lines)
     assert "ran  f, 1 ms, rank 1 (the code above ran when" in "".join(lines) and not any("$" in line for line in lines)
+    assert "执行  f, 1 ms, rank 1（上面的代码" in "".join(page_lines(page, 8, "zh"))
 
 
 @pytest.mark.parametrize(

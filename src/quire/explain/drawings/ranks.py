@@ -21,12 +21,12 @@ def draw_ranks(plan: Plan, cost: Plan) -> Svg:
             f"rank {rank['number']}",
             f"replica {rank['replica']}, stage {rank['stage']}, place {rank['place']}",
             f"layers {first}-{end - 1}",
-            "query heads {}-{}, KV {}-{}".format(*_ends(rank["heads"]), *_ends(rank["kv_heads"])),
+            f"query {_heads(*rank['heads'])}, KV {_heads(*rank['kv_heads'])}",
         ]
         lines += [f"experts {experts[0]}-{experts[-1]} ({len(experts)})"] if experts else []
         lines += [f"weights {size(rank['bytes'])}, KV {size(rank['kv_bytes'])}"]
         column, row = number % ACROSS, number // ACROSS
-        drawing.words(MARGIN + 232 * column, y + 124 * row, lines, "mixer" if rank["stage"] % 2 == 0 else "dense", 224)
+        drawing.words(MARGIN + 248 * column, y + 124 * row, lines, "mixer" if rank["stage"] % 2 == 0 else "dense", 240)
     y += 124 * (-(-min(len(ranks), MOST) // ACROSS)) + LINE
     if len(ranks) > MOST:
         drawing.text(MARGIN, y, f"... and {len(ranks) - MOST} more ranks")
@@ -38,8 +38,8 @@ def draw_ranks(plan: Plan, cost: Plan) -> Svg:
     return drawing
 
 
-def _ends(some: list[int]) -> tuple[int, int]:
-    return some[0], some[1] - 1
+def _heads(first: int, end: int) -> str:
+    return f"heads {first}-{end - 1}" if end - first > 1 else f"head {first}"
 
 
 def draw_exchanges(plan: Plan, cost: Plan) -> Svg | None:
