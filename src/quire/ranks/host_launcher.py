@@ -102,7 +102,7 @@ class Hosts:
                     "(CUDA_VISIBLE_DEVICES)."
                 )
             folders, address = hello.files.folders if hello else (), agent.address if agent else ""
-            places += [Place(host, devices[index], folders, hello is None, address) for index in range(each)]
+            places += [Place(host, devices[index], folders, address) for index in range(each)]
         self._owners = owners
         return places
 

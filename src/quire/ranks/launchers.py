@@ -21,15 +21,18 @@ class Place(NamedTuple):
 
     host     index of its host;  device  index of its device there
     folders  of the model and of its drafter on its host; (): as on this one
-    local    True on this process's host
     address  of its host, by which this process reaches it; "": this host
     """
 
     host: int
     device: int
     folders: tuple[str, ...] = ()
-    local: bool = True
     address: str = ""
+
+    @property
+    def local(self) -> bool:
+        """True on this process's host."""
+        return not self.address
 
 
 class RankProcess(Protocol):

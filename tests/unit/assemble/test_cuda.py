@@ -15,7 +15,7 @@ import torch
 
 from quire.args.checkpoint import read_checkpoint_config
 from quire.assemble import cuda
-from quire.assemble.loaded import Parts
+from quire.assemble.loaded import Outside, Parts
 from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
 from quire.config.engine import CacheConfig, EngineConfig
@@ -63,7 +63,7 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
     machine = Machine(device="cpu", words="NVIDIA T", total_memory=facts.total_memory)
     plan = resolve_engine(config, facts_of(folder), machine, here)
     loaded = cuda.load_cuda(plan, ALONE, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()), b"")
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), Outside())
 
 
 def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_rank_of_another_host_reads_model_and_drafter_there() -> None:
     own = planned(parse_checkpoint_config(tiny_config(Tiny(family="qwen3"))))
     drafter = msgspec.structs.replace(own, folder="here/drafter")
     plan = msgspec.structs.replace(own, folder="here", drafting=Drafting(model=drafter))
-    places = [Place(0, 0), Place(1, 0, ("there", "there/drafter"), False), Place(1, 1, (), False)]
+    places = [Place(0, 0), Place(1, 0, ("there", "there/drafter"), "10.0.0.2"), Place(1, 1, (), "10.0.0.2")]
     tasks = list(ranks._tasks([plan] * 3, places, slice(3), ""))
     folders = [(task.plan.folder, task.plan.draft and task.plan.draft.folder) for task in tasks]
     assert folders == [("here", "here/drafter"), ("there", "there/drafter"), ("here", "here/drafter")]

@@ -154,10 +154,10 @@ def test_hosts_whose_ranks_do_not_fit_are_told_why() -> None:
 def test_gpus_are_those_that_an_agent_has() -> None:
     with cluster(gpus=True) as made:
         assert [tuple(place) for place in made.hosts.place(4)] == [
-            (0, 0, (), True),
-            (0, 1, (), True),
-            (1, 4, (), False),
-            (1, 5, (), False),
+            (0, 0, (), ""),
+            (0, 1, (), ""),
+            (1, 4, (), "127.0.0.1"),
+            (1, 5, (), "127.0.0.1"),
         ]
         with pytest.raises(ConfigError, match="3 ranks would run on host1, which has 2 GPUs"):
             made.hosts.place(6)
