@@ -17,7 +17,7 @@ import torch
 from quire.answers.grammar import GrammarCompiler
 from quire.answers.grammar_trial import GrammarTrial
 from quire.assemble.engine import Found, assemble_core, join_replicas, plan_ranks, read_files
-from quire.assemble.loaded import Parts
+from quire.assemble.loaded import Outside, Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
 from quire.contracts.parallel import dcp_members, ep_members, mover_members, pp_members, tp_members
@@ -137,7 +137,7 @@ def simulated(
         for plan, one in zip(plans, make_groups(plans), strict=True)
     ]
     sizes = shared_sizes([resolve_sizing(plan, 1 << 28) for plan in plans])
-    parts = each([partial(one.finish, size, b"") for one, size in zip(loaded, sizes, strict=True)])
+    parts = each([partial(one.finish, size, Outside()) for one, size in zip(loaded, sizes, strict=True)])
     cores = [_core(parts[first : first + tp * pp], found) for first in range(0, len(parts), tp * pp)]
     return join_replicas(plans[0], cores, threading.Event()), parts
 
