@@ -72,11 +72,14 @@ RECIPES = (
     Recipe("qwen3-8b-w8a8-int8", "Qwen/Qwen3-8B", made="w8a8-int8"),
     Recipe("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
     Recipe("qwen3-30b-a3b-fp8", "Qwen/Qwen3-30B-A3B-FP8"),
+    Recipe("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "-tp 8"),
     Recipe("qwen3.5-0.8b", "Qwen/Qwen3.5-0.8B"),
     Recipe("qwen3.5-9b", "Qwen/Qwen3.5-9B"),
     Recipe("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B"),
     Recipe("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     Recipe("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "-tp 4"),
+    Recipe("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
+    Recipe("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1", "-tp 2"),
     Recipe("gemma-3-1b", "google/gemma-3-1b-it"),
     Recipe("gemma-3-12b", "google/gemma-3-12b-it"),
     Recipe("gpt-oss-20b", "openai/gpt-oss-20b"),
@@ -84,6 +87,7 @@ RECIPES = (
     Recipe("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
     Recipe("deepseek-v3", "deepseek-ai/DeepSeek-V3-0324", "-tp 8"),
     Recipe("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", "-tp 8"),
+    Recipe("glm-4.5-air", "zai-org/GLM-4.5-Air", "-tp 4"),
     Recipe("glm-5", "zai-org/GLM-5-FP8", "-tp 8"),
 )
 
