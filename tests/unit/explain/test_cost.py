@@ -115,6 +115,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--expert", "17"], "--rank N tells the rank of each expert"),
         (["--batch", "2"], "add --cost"),
         (["--layouts"], "add --cost"),
         (["--cost", "--context", "1m"], "longer than the model's 40,960"),
