@@ -505,3 +505,5 @@ def test_the_executor_is_shown_where_it_does_its_work(llm: LLM) -> None:
 def test_a_prompt_in_the_place_of_the_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "no such model"]) == 3
     assert "'no such model' does not exist" in (said := capsys.readouterr().err) and "quire trace -p PROMPT" in said
+    assert main(["trace", "no such model", "-p", "a prompt"]) == 3
+    assert "quire trace -p" not in capsys.readouterr().err

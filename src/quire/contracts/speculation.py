@@ -130,7 +130,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         number = f"0, {', '.join(map(str, self.auto))} (by measured gain)" if self.auto else str(self.num_drafts)
         words = f"{self.method}{f' {self.model}' * bool(self.model)}, {number} drafts per request"
-        lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
+        lengths = f"{self.shortest}" if self.shortest == self.longest else f"{self.shortest} to {self.longest}"
+        lookup = f", the last {lengths} tokens looked up" if self.method == "ngram" else ""
         ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
         false = ", SYNTHETIC acceptance: answers are not the model's" if self.synthetic else ""
         return words + lookup + (f" ({ranges})" if ranges else "") + false

@@ -43,7 +43,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
     for line in (
         *(f"note: {note}" for note in model["notes"]),
         *fact_lines(model["attention"], model["rope"], model["router"], model["foreign"]),
-        f"embeddings: {model['embedding']}",
+        f"embeddings of texts: {model['embedding']}",
         f"device: {plan['machine']}",
     ):
         add(tree, line)
@@ -219,7 +219,9 @@ def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:
         add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
     for dispatcher, kernel, why in one["candidates"]:
         if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
-            add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
+            words = kernel or "any kernel"
+            pair = f"{words} without a dispatcher" if dispatcher == "none" else f"{dispatcher} with {words}"
+            add(node, f"not {pair}: {why}")
 
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ def _parts(cost: Plan) -> Iterator[RenderableType]:
         yield ""
         yield _step(step, timed=rates is not None)
         read, work = (sum(one[key] for one in step["kernels"]) for key in ("num_bytes", "operations"))
-        yield f"in all {size(read)}, {work / 1e9:,.2f} GFLOP, {step['launches']} kernels that wait for each other"
+        yield f"in all {size(read)}, {_giga(work)} GFLOP, {step['launches']} kernels that wait for each other"
         if rates is not None:
             yield _sum(step)
     if cost["layouts"]:
@@ -62,11 +62,16 @@ def _step(step: Plan, *, timed: bool) -> Table:
             one["name"],
             str(one["times"]),
             size(one["num_bytes"]),
-            f"{one['operations'] / 1e9:,.2f}",
+            _giga(one["operations"]),
             f"{one['intensity']:,.1f}",
             *([one["bound"], f"{one['floor'] * 1e6:,.1f}", f"{one['seconds'] * 1e6:,.1f}"] if timed else []),
         )
     return table
+
+
+def _giga(operations: float) -> str:
+    few = 0 < operations < 1e8
+    return f"{operations / 1e9:,.{4 if few else 2}f}"
 
 
 def _sum(step: Plan) -> str:

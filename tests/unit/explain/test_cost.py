@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         for cost in (told, json.loads(capsys.readouterr().out))
     )
     assert here == there and told["steps"][0]["seconds"] is None and told["steps"][0]["kernels"][0]["bound"] is None
-    assert main(["explain", model, "--cost", "--device", "cpu"]) == 0
+    assert main(["explain", "--cost", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "FLOP/byte" in out and "GFLOP, " in out and "forecast" not in out
+    assert re.search(r"attention\.output .* 0\.\d{4} ", out)  # a decode has few operations
+    assert all(line == line.rstrip() for line in out.splitlines())
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--expert", "17"], "--rank N tells the rank of each expert"),
         (["--batch", "2"], "add --cost"),
         (["--layouts"], "add --cost"),
         (["--cost", "--context", "1m"], "longer than the model's 40,960"),

@@ -108,7 +108,7 @@ def test_explain_tells_the_drafter_and_the_cost_of_k(
     )
     assert main(["explain", str(shallow(f"hf/{model}")), "-sc", given, "--device", "h200"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
+    assert "speculation: ngram, 3 drafts per request, the last 2 tokens looked up (3 from 1 requests on, 1" in text
     assert "no weights and no part of the KV cache" in text and costs in text
 
 

@@ -66,6 +66,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     (MOVES, {"dense": True}, {("-ep", "no experts"), ("EPLB", "no experts")}),
     (SHARED | {"data_parallel_size": 16}, {}, {("-ep", "fewer experts")}),
     ({"enable_eplb": True}, {}, {("EPLB", "one expert rank")}),
+    ({"enable_expert_parallel": True}, {}, {("-ep", "one expert rank")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 1}}, {}, {("EPLB", "uneven slots")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 10}}, {}, {("EPLB", "too many slots")}),
     (SHARED, {"moe": {"decode": "no way to run the experts"}}, {("lock-step", "no dispatcher")}),

@@ -31,6 +31,7 @@ def configure(parser: flags.FlagParser) -> None:
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
+    parser.elsewhere = {"--expert": "--rank N tells the rank of each expert"}
     parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--rank", metavar="N", type=int, help="show one rank: its groups, exchanges and slices")
@@ -46,7 +47,10 @@ def configure(parser: flags.FlagParser) -> None:
         "--batch", metavar="N", type=_positive, help="requests of the decode step of --cost (default: 1)"
     )
     parser.add_argument(
-        "--context", metavar="N", type=_positive, help="tokens of each of its requests (default: 4096, or the longest)"
+        "--context",
+        metavar="N",
+        type=_positive,
+        help="tokens of each of its requests: 4k is 4,000, 4K 4,096 (default: 4K, or all)",
     )
     parser.add_argument(
         "--layouts", action="store_true", help="with --cost: what other divisions among GPUs send, and a forecast"
@@ -178,7 +182,13 @@ def _print_cost(args: argparse.Namespace, config: EngineConfig, described: str) 
 def _print(shown: object) -> None:
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(shown)
+        return
+    console = Console(width=WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n")  # tables are padded to their width
 
 
 def _positive(text: str) -> int:

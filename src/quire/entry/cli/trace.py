@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         raise_on_interrupt()
         return _print_calls(args, _of_server(args, options))
     except ModelNotFound as error:
-        raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
+        hint = " For a prompt to the bundled model: quire trace -p PROMPT." * (args.prompt is None)
+        raise ModelNotFound(f"{error}{hint}") from None
 
 
 def _of_server(args: argparse.Namespace, options: dict[str, Any]) -> "Span":

@@ -47,6 +47,7 @@ EXPERTS: tuple[Row, ...] = (
     Row("-ep", "layers of transformers", MISSING, "the module chooses experts, and rows do not travel from there",
         "leave out --enable-expert-parallel, or use -tp"),
     Row("routing", "layers of transformers", MISSING, "the module chooses experts", "leave it out"),
+    Row("-ep", "one expert rank", IDLE, "--enable-expert-parallel changes nothing: one rank has all experts"),
     Row("EPLB", "no experts", REFUSED, "--enable-eplb: this model has no experts", "leave it out"),
     Row("EPLB", "one expert rank", REFUSED,
         "--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole experts",
