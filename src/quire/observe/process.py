@@ -67,7 +67,7 @@ async def watch_event_loop(report: Callable[[float], None], interval: float = 0.
 async def collect_garbage() -> None:
     """Free objects that refer to each other, every `GARBAGE_SECONDS` until cancelled.
 
-    A closed connection leaves some 40 of them: transports of asyncio, parsers, cycles of uvicorn. Those that Python has
+    A closed connection leaves some 20 of them: transports of asyncio, parsers, cycles of uvicorn. Those that Python has
     moved to its older generations would wait for millions of others, and the process would grow for days.
     """
     while True:

@@ -36,6 +36,12 @@ def test_processes_of_a_dead_one_are_found_and_ended() -> None:
     left = offspring.left()
     assert len(left) == 2 and all(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left)
     os.kill(left[0], signal.SIGSTOP)
+    while " T " not in Path(f"/proc/{left[0]}/stat").read_text():
+        time.sleep(0.001)
     offspring.kill()
-    while offspring.left():
+    for _ in range(1000):
+        if not offspring.left():
+            return
         time.sleep(0.01)
+    os.kill(left[0], signal.SIGKILL)
+    pytest.fail("a stopped process lives on")

@@ -101,19 +101,24 @@ def test_requests_without_a_token_wait_for_the_next_core_and_others_fail_alone()
 
 def test_a_request_that_ends_every_core_gets_one_further_try_and_a_loop_ends_the_server() -> None:
     async def work() -> None:
-        async with Restarted(restart=1) as server:
-            server.end_core()
-            fatal = open_one(server.engine, 8)
-            await server.until(EngineState.RESTARTING)
+        async with Restarted(restart=2) as server:
             told = asyncio.create_task(server.engine.closed())
-            while len(server.cores) < 2 or server.cores[1].core is None:
-                await asyncio.sleep(0)
             server.end_core()
+            fatal = asyncio.create_task(read(open_one(server.engine, 8)))
+            for turn in (1, 2):
+                while len(server.cores) <= turn or server.cores[turn].core is None:
+                    await asyncio.sleep(0)
+                assert fatal.done() == (turn == 2), "it goes to every core"
+                server.end_core()
             with pytest.raises(EngineDead, match="device lost"):
-                await read(fatal)
+                await fatal
+            await server.until(EngineState.READY)
+            last = open_one(server.engine, 8)
             cause = str(await told)
-            assert "device lost" in cause and "It was started again 1 times (--restart)" in cause
-            assert server.engine.state is EngineState.DEAD and len(server.cores) == 2
+            with pytest.raises(EngineDead):
+                await read(last)
+            assert "device lost" in cause and "It was started again 2 times (--restart)" in cause
+            assert server.engine.state is EngineState.DEAD and len(server.cores) == 3
 
     run(work())
 
