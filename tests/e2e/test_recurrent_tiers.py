@@ -13,8 +13,9 @@ from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
 from quire.kvnet import block_share
 
+from ..dist.test_hosts import agent
 from ..support.addresses import free_address
-from ..support.full import full_rows
+from ..support.full import full_rows, only_full
 from ..support.tiny_models import Oracle, Tiny
 from .test_disaggregation import until
 
@@ -186,3 +187,28 @@ def test_a_checkpoint_goes_from_prefill_to_decode(
     assert tier(decoder, Tier.PEER).num_loaded == 3 and tier(decoder, Tier.PEER).num_failed == 0
     sharing = prefiller.engine.core.scheduler.roster.store.sharing
     until(lambda: (sharing.expire(), not sharing._leases and not sharing.states._leases)[1])
+
+
+@only_full
+def test_checkpoints_of_ranks_on_two_hosts_are_found_and_read(
+    cluster: None, oracle: Callable[..., Oracle], engine: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Each rank has its files, and is read, on its own host. The hosts are two programs on the loopback."""
+    folder = oracle(Tiny(family="qwen3_5_text")).folder
+    plain, _ = talk(engine(folder, **SMALL, enable_prefix_caching=False))
+    options = SMALL | TIERS | {"tensor_parallel_size": 2}
+    for restarted in (False, True):
+        share, port = free_address(4), int(free_address().rpartition(":")[2])
+        hosts = {"nnodes": 2, "master_port": port, "kv_share": share, "kv_offload_dir": str(tmp_path)}
+        with agent(port, str(folder)) as other:
+            llm = engine(folder, **options, **hosts)
+            found, cached = talk(llm, few=0 if restarted else 3)
+            assert found == plain and all(cached[0 if restarted else TALKS :]), cached
+            assert tier(llm, Tier.DISK).num_loaded >= TALKS * restarted and tier(llm, Tier.DISK).num_failed == 0
+            reader = engine(folder, **options, kv_peers=(share,))
+            know(reader, llm)
+            found, cached = talk(reader)
+            assert found == plain and all(cached), cached
+            assert tier(reader, Tier.PEER).num_loaded >= TALKS and tier(reader, Tier.PEER).num_failed == 0
+            llm.close()
+            assert other.end()[0] == 0
