@@ -28,7 +28,7 @@ from quire.router.upstream import Pool, UpstreamError
 LOG = logging.getLogger("quire")
 RESIDENT = re.compile(r'^\w+:adapter_requests\{[^}]*?\badapter="((?:[^"\\]|\\.)*)"', re.MULTILINE)
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
-LEAST_PAUSE = 0.05  # seconds between two checks of a backend, however often it is in doubt
+LEAST_PAUSE = 0.25  # seconds between two checks of a backend: full ones are in doubt with every request
 
 
 class Load:

@@ -192,6 +192,18 @@ def test_the_budget_bounds_retries_of_full_backends() -> None:
     run(work())
 
 
+def test_a_503_is_a_reason_to_ask_whether_a_backend_drains() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, routed(backends, health_interval=60.0) as (router, url):
+            async with ClientSession() as session:
+                backends[0].refuse, backends[0].told = 503, b'{"status":"draining"}'
+                assert await ask(session, url) == (200, "b1")
+                while not router.backends[0].ending:
+                    await asyncio.sleep(0.005)
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("pieces", "prompt", "output"),
     [
