@@ -3,20 +3,26 @@
 PYTHONPATH=src python tools/flags_page.py > docs/flags.md
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 
+import quire.router
 from quire.config.flags import flag_names, server_options
 from quire.config.option_parsers import FORMATS_LACK, REFUSED_FORMATS
 from quire.config.peer_flags import MEANINGS, PEER_FLAGS, PeerFlag
+from quire.contracts.text_table import read_rows
+
+ROUTER_FLAGS = Path(quire.router.__file__).with_name("flags.txt")
 
 
 def flags_page() -> str:
     """The whole page, as Markdown."""
     page = Path(__file__).with_suffix(".md").read_text()
-    return (
-        page.replace("@OPTIONS@", _options()).replace("@COUNTS@", _counts()).replace("@PEERS@", _peers() + _formats())
-    )
+    parts = {"@OPTIONS@": _options(), "@ROUTER@": _router(), "@COUNTS@": _counts(), "@PEERS@": _peers() + _formats()}
+    for mark, text in parts.items():
+        page = page.replace(mark, text)
+    return page
 
 
 def _options() -> str:
@@ -30,6 +36,18 @@ def _options() -> str:
             default = "on" if option.default else "off"
         names = ", ".join(f"`{name}`" for name in flag_names(option))
         lines.append(f"| {names} | {default} | {_cell(option.metadata['help'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _router() -> str:
+    """Rows of the flags of `quire route`, from the table that the command reads."""
+    lines = []
+    for flag, *cells in read_rows(ROUTER_FLAGS):
+        if not cells:
+            lines.append(f"| **{flag.capitalize()}** | | |")
+            continue
+        default = "" if cells[1] in ("-", "[]") else str(json.loads(cells[1]))
+        lines.append(f"| `{flag}` | {default} | {_cell(cells[2].replace(' (default: %(default)s)', ''))} |")
     return "\n".join(lines) + "\n"
 
 

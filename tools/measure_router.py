@@ -1,12 +1,14 @@
 """Cost and hit rate of `quire route`.
 
     python tools/measure_router.py overhead [--streams 64] [--events 200]
+    python tools/measure_router.py requests [--backends 1 64] [--policies ...] [--seconds 5] [--concurrency 32]
     python tools/measure_router.py turns [--backends 4] [--conversations 200] [--turns 8] [--blocks 3000]
 
 overhead: processor time of the router per streamed event, beside the time from a piece's arrival to its writing. The
-backend, the router and the client are three processes. turns: conversations whose every turn repeats the one before, on
+backend, the router and the client are three processes. requests: short answers, one at a time and many at once, without
+and with a router; one process plays all backends. turns: conversations whose every turn repeats the one before, on
 `quire serve --device mock` backends with prefix caches of limited size: the share of the prompts' tokens that the
-backends had, by policy.
+backends had, by policy; with --routers 2 every turn goes to one of two routers by chance.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import random
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -37,9 +40,10 @@ async def serve(reader, writer):
         while True:
             head = await reader.readuntil(b"\\r\\n\\r\\n")
             length = next((int(l[15:]) for l in head.lower().split(b"\\r\\n") if l.startswith(b"content-length:")), 0)
-            await reader.readexactly(length)
-            if head.startswith(b"GET"):
-                writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\n\\r\\n")
+            body = await reader.readexactly(length)
+            if b'"stream": true' not in body:
+                text = b'{"id":"cmpl-0","choices":[{"index":0,"text":" token"}]}' if body else b""
+                writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: %d\\r\\n\\r\\n%b" % (len(text), text))
                 continue
             writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\n"
                          b"transfer-encoding: chunked\\r\\n\\r\\n")
@@ -51,8 +55,8 @@ async def serve(reader, writer):
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
 async def main():
-    server = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[3]))
-    await server.serve_forever()
+    servers = [await asyncio.start_server(serve, "127.0.0.1", int(port)) for port in sys.argv[3:]]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 asyncio.run(main())
 """
 
@@ -129,11 +133,63 @@ async def overhead(args: argparse.Namespace) -> None:
     print(f"{total / count * 1e6:.1f} us from a piece's arrival to its writing, mean of {count:.0f}")
 
 
+async def requests(args: argparse.Namespace) -> None:
+    """Measure and print the cost of a request."""
+    for count in args.backends:
+        ports, front = [free_port() for _ in range(count)], free_port()
+        with started("-c", BACKEND, "0", "0", *map(str, ports), url=f"http://127.0.0.1:{ports[0]}/health"):
+            alone, _ = await _asked(ports[0], 1, args.seconds)
+            print(f"{count:2} backends, none between: {alone * 1e6:.0f} us, median of requests one after the other")
+            for policy in args.policies:
+                command = ["-m", "quire", "route", "--policy", policy, "--port", str(front)]
+                command += [f"--backend=http://127.0.0.1:{port}" for port in ports]
+                with started(*command, url=f"http://127.0.0.1:{front}/ready") as router:
+                    began = cpu_seconds(router.pid)
+                    await asyncio.sleep(args.seconds)
+                    idle = ((cpu_seconds(router.pid) or 0.0) - (began or 0.0)) / args.seconds
+                    through, _ = await _asked(front, 1, args.seconds)
+                    before = cpu_seconds(router.pid)
+                    _, number = await _asked(front, args.concurrency, args.seconds)
+                    used = (cpu_seconds(router.pid) or 0.0) - (before or 0.0)
+                    print(
+                        f"{count:2} backends, {policy:16} {(through - alone) * 1e6:5.0f} us added (median), "
+                        f"{number / args.seconds:6.0f} requests/s, {used / number * 1e6:4.0f} us of the router's "
+                        f"processor time each; {idle:.1%} of a core while nobody asks",
+                        flush=True,
+                    )
+
+
+async def _asked(port: int, concurrency: int, seconds: float) -> tuple[float, int]:
+    """Send completions with prompts of 2,000 bytes for some seconds; return their median time and their number."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+
+    async def ask(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        draw = random.Random(number)
+        text = " ".join(draw.choices(WORDS, k=520))[:2_000]
+        while (began := time.perf_counter()) < end:
+            text = text[100:] + " ".join(draw.choices(WORDS, k=30))[:100]
+            body = json.dumps({"prompt": text, "max_tokens": 1}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+            writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            assert length is not None or b"chunked" in head.lower(), head
+            await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
+            times.append(time.perf_counter() - began)
+        writer.close()
+
+    await asyncio.gather(*(ask(number) for number in range(concurrency)))
+    return statistics.median(times), len(times)
+
+
 async def turns(args: argparse.Namespace) -> None:
     """Measure and print the hit rate of each policy."""
     for policy in args.policies:
         ports = [free_port() for _ in range(args.backends)]
-        front = free_port()
+        fronts = [free_port() for _ in range(args.routers)]
         with contextlib.ExitStack() as stack:
             for port in ports:
                 stack.enter_context(
@@ -152,21 +208,12 @@ async def turns(args: argparse.Namespace) -> None:
                         url=f"http://127.0.0.1:{port}/ready",
                     )
                 )
-            stack.enter_context(
-                started(
-                    "-m",
-                    "quire",
-                    "route",
-                    "--policy",
-                    policy,
-                    "--port",
-                    str(front),
-                    *(f"--backend=http://127.0.0.1:{port}" for port in ports),
-                    url=f"http://127.0.0.1:{front}/ready",
-                )
-            )
+            for front in fronts:
+                command = ["-m", "quire", "route", "--policy", policy, "--port", str(front)]
+                command += [f"--backend=http://127.0.0.1:{port}" for port in ports]
+                stack.enter_context(started(*command, url=f"http://127.0.0.1:{front}/ready"))
             began = time.perf_counter()
-            cached, total = await _converse(args, f"http://127.0.0.1:{front}")
+            cached, total = await _converse(args, [f"http://127.0.0.1:{front}" for front in fronts])
             print(
                 f"{policy:16} {cached / total:6.1%} of {total} prompt tokens cached, "
                 f"{time.perf_counter() - began:.1f} s",
@@ -174,7 +221,7 @@ async def turns(args: argparse.Namespace) -> None:
             )
 
 
-async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
+async def _converse(args: argparse.Namespace, urls: list[str]) -> tuple[int, int]:
     """Hold all conversations; return cached tokens and tokens of all prompts."""
     counts = [0, 0]
     limit = asyncio.Semaphore(args.concurrency)
@@ -192,6 +239,7 @@ async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
+            url = draw.choice(urls)
             async with limit, session.post(f"{url}/v1/chat/completions", json=body) as answer:
                 lines = (await answer.read()).decode().split("\n\n")
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -215,9 +263,15 @@ def main() -> None:
     one.add_argument("--streams", type=int, default=64)
     one.add_argument("--events", type=int, default=200)
     one.add_argument("--interval", type=float, default=0.02, help="seconds between events of a stream")
+    few = kinds.add_parser("requests")
+    few.add_argument("--backends", type=int, nargs="+", default=[1, 64])
+    few.add_argument("--policies", nargs="+", default=["least-load", "prefix-affinity", "consistent-hash"])
+    few.add_argument("--seconds", type=float, default=5.0)
+    few.add_argument("--concurrency", type=int, default=32)
     two = kinds.add_parser("turns")
     for name, default in {
         "backends": 4,
+        "routers": 1,
         "conversations": 200,
         "turns": 8,
         "blocks": 3_000,
@@ -228,9 +282,11 @@ def main() -> None:
         two.add_argument(f"--{name}", type=int, default=default)
     two.add_argument("--step-ms", type=float, default=2.0)
     two.add_argument("--pause", type=float, default=0.5, help="longest pause between two turns, in seconds")
-    two.add_argument("--policies", nargs="+", default=["round-robin", "least-load", "prefix-affinity"])
+    two.add_argument(
+        "--policies", nargs="+", default=["round-robin", "least-load", "prefix-affinity", "consistent-hash"]
+    )
     args = parser.parse_args()
-    asyncio.run({"overhead": overhead, "turns": turns}[args.kind](args))
+    asyncio.run({"overhead": overhead, "requests": requests, "turns": turns}[args.kind](args))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,88 @@
-"""`quire route` in front of two `quire serve`: a backend is killed, an operator drains the other, the router ends."""
+"""Two `quire route` in front of two `quire serve` agree; a backend is killed, then a router; a drained one stays so.
+
+The first router has an operator and keeps a state, the second one has keys with limits.
+"""
 
 import http.client
 import json
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
-from .serving import MOCK, Answer, running_server, wait_until
+from .serving import MOCK, Answer, Server, running_server, wait_until
+
+KEYS = {"keys": {"few": {"key": "sk-few", "requests_per_minute": 1}, "all": {"key": "sk-all"}}}
+SESSIONS = [f"s{number}" for number in range(16)]  # that one server has all of them is as likely as 15 heads in a row
 
 
-def test_a_router_in_front_of_two_servers() -> None:
+def drain(router: Server, backend: str) -> None:
+    """Drain a backend on the operators' side of a router."""
+    operators = router.stderr.split("listening on ")[2].split()[0].removeprefix("http://")
+    connection = http.client.HTTPConnection(operators, timeout=10)
+    kind = {"content-type": "application/json"}
+    connection.request("POST", "/backends/drain", json.dumps({"backend": backend}), kind)
+    assert json.load(connection.getresponse())["draining"] is True
+    connection.close()
+
+
+def asked(router: Server, session: str, key: str = "", max_tokens: int = 4) -> Answer:
+    """A streamed completion of a session."""
+    body = {"prompt": "Once", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return router.ask("/v1/completions", body, **{"x-session-id": session, "authorization": f"Bearer {key}"})
+
+
+def backend_of(router: Server, session: str, key: str) -> str:
+    """The backend that answers a session."""
+    before = _answered(router, key)
+    assert asked(router, session, key).error() is None
+    (url,) = [url for url, count in _answered(router, key).items() if count != before.get(url, 0.0)]
+    return url
+
+
+def _answered(router: Server, key: str) -> dict[str, float]:
+    text = router.ask("/metrics", authorization=f"Bearer {key}").body.decode()
+    return {url: float(n) for url, n in re.findall(r'requests_total\{backend="([^"]*)",status="200"\} (\S+)', text)}
+
+
+def test_two_routers_in_front_of_two_servers(tmp_path: Path) -> None:
+    found, state, keys = tmp_path / "backends.txt", str(tmp_path / "state.json"), tmp_path / "keys.json"
+    keys.write_text(json.dumps(KEYS))
     with running_server(*MOCK, "--mock-step-ms", "10") as one, running_server(*MOCK) as two:
-        flags = ("--backend", one.url, "--backend", two.url, "--policy", "round-robin", "--admin-port", "0")
-        with running_server(*flags, command="route") as router:
-            assert [router.complete().status for _ in range(4)] == [200] * 4
-            broken: list[Answer] = []
-            asking = threading.Thread(target=lambda: broken.append(router.complete(max_tokens=4000)))
-            asking.start()
-            wait_until(lambda: sum(router.metric("quire_router:requests_total").values()) == 5, "the first byte")
-            os.killpg(one.process.pid, signal.SIGKILL)
-            asking.join()
-            error = broken[0].error()
-            assert error is not None and error["code"] == "backend_failed"
-            assert all(router.complete().error() is None for _ in range(3))
-            assert list(router.metric("quire_router:backend_up").values()) == [0.0, 1.0]
+        found.write_text(f"{one.url}\n{two.url} weight=1\n")
+        flags = ("--backend-file", str(found), "--policy", "consistent-hash")
+        keyed = running_server(*flags, "--api-key-file", str(keys), command="route", wait="/live")
+        operated = (*flags, "--admin-port", "0", "--state-file", state)
+        with keyed as second:
+            with running_server(*operated, command="route") as first:
+                homes = {session: backend_of(first, session, "") for session in SESSIONS}
+                assert set(homes.values()) == {one.url, two.url}
+                assert homes == {session: backend_of(second, session, "sk-all") for session in SESSIONS}
+                assert [asked(second, "s0", key).status for key in ("", "sk-few", "sk-few")] == [401, 200, 429]
+                keys.write_text(json.dumps({"keys": {"all": {"key": "sk-all"}}}))
+                second.signal(signal.SIGHUP)
+                wait_until(lambda: asked(second, "s0", "sk-few").status == 401, "the keys are read again")
 
-            operators = router.stderr.split("listening on ")[2].split()[0].removeprefix("http://")
-            connection = http.client.HTTPConnection(operators, timeout=10)
-            connection.request(
-                "POST", "/backends/drain", json.dumps({"backend": two.url}), {"content-type": "application/json"}
-            )
-            assert json.load(connection.getresponse())["draining"] is True
-            assert router.complete().status == 503 and router.ask("/ready").status == 503
-            assert router.ask("/v1/models", None, "GET", host="evil.example").status == 403
-            router.signal(signal.SIGTERM)
-            assert router.exit_code() == 0 and "SIGTERM: no new requests" in router.stderr
+                mine = next(session for session, url in homes.items() if url == one.url)
+                broken: list[Answer] = []
+                asking = threading.Thread(target=lambda: broken.append(asked(first, mine, "", 4000)))
+                asking.start()
+                wait_until(lambda: sum(_answered(first, "").values()) == 17, "the first byte")
+                os.killpg(one.process.pid, signal.SIGKILL)
+                asking.join()
+                error = broken[0].error()
+                assert error is not None and error["code"] == "backend_failed"
+                for session in (mine, *SESSIONS[:3]):
+                    assert backend_of(first, session, "") == backend_of(second, session, "sk-all") == two.url
+                assert list(first.metric("quire_router:backend_up").values()) == [0.0, 1.0]
+
+                drain(first, two.url)
+                assert first.complete().status == 503 and first.ask("/ready").status == 503
+                assert first.ask("/v1/models", None, "GET", host="evil.example").status == 403
+                os.killpg(first.process.pid, signal.SIGKILL)
+                assert asked(second, mine, "sk-all").error() is None  # the other router has not drained it
+            with running_server(*operated, command="route", wait="/live") as first:
+                assert "all are being drained" in first.complete().body.decode()
+                first.signal(signal.SIGTERM)
+                assert first.exit_code() == 0 and "SIGTERM: no new requests" in first.stderr

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 
 from quire.config.serve import HttpConfig, TracingConfig
 from quire.entry.http.listener import HttpListener
+from quire.entry.http.sockets import listen
 from quire.router.app import NO_TRACING, RouterApp
 from quire.router.settings import router_config
 
@@ -49,7 +49,7 @@ class MockBackend:
 
     async def start(self, port: int = 0) -> None:
         """Listen on a port of its own."""
-        listening = socket.create_server(("127.0.0.1", port))
+        listening = listen(HttpConfig(port=port))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._listener = HttpListener(self, HttpConfig(), listening, lambda status: None)
         self._listener.start()
@@ -59,12 +59,17 @@ class MockBackend:
     async def kill(self) -> None:
         """End as a killed process does: every connection is reset, and no further one is taken."""
         if self._listener is not None:
+            self.cut()
             listener, self._listener = self._listener, None
             for server in listener._server.servers:
                 server.close()
-            for connection in list(listener._server.server_state.connections):
-                connection.transport.abort()
             await listener.stop(0.0)
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        assert self._listener is not None
+        for connection in list(self._listener._server.server_state.connections):
+            connection.transport.abort()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         path = scope["path"]
@@ -167,15 +172,17 @@ async def routed(
     backends: list[MockBackend],
     prefills: tuple[MockBackend, ...] = (),
     *,
+    around: Callable[[Any], Any] = lambda router: router,
     tracing: TracingConfig = NO_TRACING,
     **settings: Any,
 ) -> AsyncIterator[tuple[RouterApp, str]]:
-    """A router in front of backends, and its URL, for the time of a `with`. `tracing`: its collector of spans."""
+    """A router in front of backends, and its URL, for the time of a `with`. around: puts an application before it;
+    tracing: its collector of spans"""
     urls = {"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills]}
     patient = {"health_interval": 0.05, "connect_timeout": 30.0}
     router = RouterApp(router_config(urls | patient | {"policy": "round-robin"} | settings), tracing=tracing)
-    listening = socket.create_server(("127.0.0.1", 0))
-    listener = HttpListener(router.traced, HttpConfig(), listening, router.refused)
+    listening = listen(HttpConfig(port=0))
+    listener = HttpListener(around(router.traced), HttpConfig(), listening, router.refused)
     await router.start()
     listener.start()
     try:
@@ -183,6 +190,18 @@ async def routed(
     finally:
         await listener.stop(0.5)
         await router.close()
+
+
+async def operate(router: RouterApp, path: str, body: object) -> None:
+    """Send a request of an operator, and drop the answer."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        assert message.get("status", 200) == 200
+
+    await router.operate({"type": "http", "method": "POST", "path": path}, receive, send)
 
 
 def kv_batch(*events: Any, as_map: bool = False) -> bytes:

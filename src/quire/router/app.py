@@ -20,23 +20,26 @@ from typing import Any
 import msgspec
 
 from quire.config.serve import TracingConfig
-from quire.contracts.errors import RequestError, shown
+from quire.contracts.errors import CallerRefused, RequestError, shown
 from quire.observe.tracing import open_tracer
-from quire.router.backends import Backend, check, watch
-from quire.router.events import KVIndex, follow
-from quire.router.exchange import Asked, Forwarder, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.breaker import Circuit
+from quire.router.discovery import DnsSource, FileSource, Source, SourceWatch
+from quire.router.exchange import Forwarder
+from quire.router.fleet import Fleet
+from quire.router.gate import CallerGate, OpenGate
 from quire.router.live import LIVE, LiveStreams, ask_one, is_live
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser
 from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 from quire.router.spans import TracedRoutes
+from quire.router.state import RouterState
 
 LOG = logging.getLogger("quire")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 NO_TRACING = TracingConfig()
-RESPONSES = "/v1/responses"
 ROUTES = {
     **dict.fromkeys(
         (
@@ -65,21 +68,28 @@ DRAIN, RESUME = "/backends/drain", "/backends/resume"
 class RouterApp:
     """A router: an ASGI application. `start` checks the backends first; `drain`, `idle` and `close` end it.
 
-    num_live   requests that are being answered
-    traced     the application with a span for each request, if there is a collector; else the router itself
+    num_live        requests that are being answered
+    backends, own   all backends of now, and those that answer requests; both change
+    watches         sources of backends that are looked at again and again
+    gate            limits of callers
+    traced          the application with a span for each request, if there is a collector; else the router itself
     """
 
     def __init__(self, config: RouterConfig, *, web: bool = True, tracing: TracingConfig = NO_TRACING) -> None:
-        """web: pass the live view on, too."""
-        addresses = (*config.backend, *config.prefill_backend)
-        self.backends = [Backend(number, address, config) for number, address in enumerate(addresses)]
-        own = self.backends[: len(config.backend)]
-        self._indexes = {number: KVIndex() for number in range(len(config.kv_events))}
-        self.metrics = RouterMetrics(self.backends, self._indexes)
-        self._config, self._own = config, own
-        self._chooser = Chooser(config, self.backends, self._indexes)
-        self._forwarder = Forwarder(config, own, self.backends[len(own) :], self._chooser, self.metrics)
-        self._live, self._web = LiveStreams(self.backends, config.first_byte_timeout), web
+        """web: pass the live view on, too. Raises `ConfigError`."""
+        self._config, self._fleet = config, Fleet(config, RouterState(config.state_file))
+        self.backends, self.own, discovery = self._fleet.backends, self._fleet.own, config.discovery
+        seconds, timeout = discovery.discovery_interval, config.faults.connect_timeout
+        files = [] if discovery.backend_file is None else [FileSource(discovery.backend_file, seconds)]
+        names = [DnsSource(one, seconds, timeout) for one in discovery.backend_dns]
+        sources: list[Source] = [*files, *names]
+        self.watches = [SourceWatch(source, self._fleet) for source in sources]
+        self.metrics = RouterMetrics(self.backends, self._counts)
+        self._chooser = Chooser(config, self.backends)
+        self._forwarder = Forwarder(config, self.own, self._fleet.prefills, self._chooser, self.metrics)
+        self._live, self._web = LiveStreams(self.backends, config.faults.first_byte_timeout), web
+        self.gate: CallerGate = OpenGate()
+        self._fleet.fell, self._fleet.changed = self._chooser.fell, self._changed
         self._tasks: list[asyncio.Task[None]] = []
         self._tracer = open_tracer(tracing, self.metrics.trace_spans, "quire-router")
         self.traced = self if self._tracer is None else TracedRoutes(self, self._tracer)
@@ -91,16 +101,24 @@ class RouterApp:
         self.metrics.count("refusals", str(status))
 
     async def start(self) -> None:
-        """Check every backend once, and from now on again and again; follow their KV events."""
-        faults = await asyncio.gather(*(check(backend, self._config) for backend in self.backends))
-        for backend, fault in zip(self.backends, faults, strict=True):
-            backend.checked(fault)
-            if fault:
-                LOG.warning("backend %s is down: %s", backend.name, fault)
-            backend.fell = self._chooser.fell
-            self._tasks.append(asyncio.create_task(watch(backend, self._config)))
-        for number, addresses in enumerate(self._config.kv_events):
-            self._tasks.append(asyncio.create_task(follow(self._indexes[number], *addresses)))
+        """Find the backends and check each once, and from now on again and again. Raises `ConfigError`."""
+        for one in self.watches:
+            await one.first()
+        await self._fleet.start()
+        seconds = self._config.discovery.discovery_interval
+        self._tasks = [asyncio.create_task(one.run(seconds)) for one in self.watches]
+
+    def _changed(self) -> None:
+        self.metrics.forget_gone()
+        self._live.tell()
+
+    def _counts(self) -> dict[str, Any]:
+        """Return the counts that others keep, for the metrics."""
+        return {
+            "retries_denied": self._forwarder.budget.denied,
+            "overflows": self._chooser.overflows,
+            "discovery_failures": {one.source.name: one.failures for one in self.watches},
+        }
 
     def drain(self) -> None:
         """Refuse new requests; those that are being answered go on. The live view goes on until none is left."""
@@ -124,8 +142,7 @@ class RouterApp:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for backend in self.backends:
-            backend.pool.close()
+        await self._fleet.close()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -169,21 +186,20 @@ class RouterApp:
         backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
         if backend is None:
             return _refusal(scope, 404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
-        backend.draining = draining
-        self._live.tell()
-        return _json(backend.described())
+        forgotten = self._fleet.set_draining(backend, draining)
+        return _json(backend.described() | ({"not_kept": forgotten} if forgotten else {}))
 
     def _own_answer(self, scope: Scope) -> WholeAnswer | None:
         """Return the answer to what is not passed on; None for what is."""
         method, path = scope["method"], scope["path"]
         if path in ("/health", "/live", "/ready") and method == "GET":
-            able = [backend for backend in self._own if backend.usable]
+            able = [backend for backend in self.own if backend.usable]
             ends = self._draining and path == "/ready"
             if path != "/live" and (ends or not able):
                 return _refusal(scope, 503, "the router ends." if ends else "no backend takes requests.", "not_ready")
-            return _json(
-                {"status": "draining" if self._draining else "ok", "backends": len(self._own), "usable": len(able)}
-            )
+            circuits = sum(backend.breaker.state is not Circuit.CLOSED for backend in self.own)
+            told = {"backends": len(self.own), "usable": len(able), "open_circuits": circuits}
+            return _json({"status": "draining" if self._draining else "ok", **told})
         if path == "/metrics" and method == "GET":
             text, kind = self.metrics.render()
             return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
@@ -216,7 +232,7 @@ class RouterApp:
         except RequestError as error:
             self.refused(400)
             return await _refusal(scope, 400, str(error), "invalid_value").send(send)
-        asked = asked_for(scope, body)
+        asked, model, tokens = asked_for(scope, body), body.model, body.num_tokens
         del body  # `asked` lets it go when the answer begins
         answering = asyncio.current_task()
         assert answering is not None
@@ -230,7 +246,13 @@ class RouterApp:
 
         watching = asyncio.create_task(leave_with_client())
         try:
-            await self._answer(asked, send)
+            with self.gate.hold(scope, model, tokens) as spent:
+                if spent is not None:
+                    asked.direct, send = spent.direct(asked.direct), spent.sending(send)
+                await self._answer(asked, send)
+        except CallerRefused as refused:
+            self.refused(refused.status)
+            await _refused(asked, refused).send(send)
         except asyncio.CancelledError:
             if not watching.done():
                 raise
@@ -243,13 +265,17 @@ class RouterApp:
         if asked.path == LIVE:
             await self._live.answer(asked, send)
         elif is_live(asked.path):
-            await (await ask_one(self.backends, asked, self._config.first_byte_timeout)).send(send)
+            await (await ask_one(self.backends, asked, self._config.faults.first_byte_timeout)).send(send)
         else:
             await self._forwarder.forward(asked, send)
 
 
 def _refusal(scope: Scope, status: int, message: str, code: str) -> WholeAnswer:
     return refusal(status, message, code, scope["path"], request_id_of(scope.get("headers", ())))
+
+
+def _refused(asked: Asked, error: CallerRefused) -> WholeAnswer:
+    return refusal(error.status, str(error), error.code, asked.path, asked.request_id, error.retry_after)
 
 
 def _check_stateless(path: str, body: RoutedBody) -> None:

@@ -1,13 +1,16 @@
 """Backends: their health, and the load that this router has put on them.
 
     down --check answers 200--> up --`FAILURES` checks fail, or a connection is refused--> down
-    a drained backend gets no new requests, nor does one that drains itself; those that it has go on
+    a drained backend gets no new requests, nor does one that drains itself or that is no longer named; those that it
+    has go on
+    one that is up and fails requests is left alone for a while (`breaker.py`)
 
 Knows nothing of policies and of the content of requests.
 """
 
 import asyncio
 import logging
+import random
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +18,17 @@ from typing import Any
 
 import msgspec
 
-from quire.router.settings import COSTED, Address, RouterConfig
+from quire.router.addresses import Member
+from quire.router.breaker import Breaker, Circuit
+from quire.router.events import KVIndex
+from quire.router.rendezvous import hash_of
+from quire.router.settings import COSTED, RouterConfig
 from quire.router.upstream import Pool, UpstreamError
 
 LOG = logging.getLogger("quire")
 RESIDENT = re.compile(r'^\w+:adapter_requests\{[^}]*?\badapter="((?:[^"\\]|\\.)*)"', re.MULTILINE)
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
+LEAST_PAUSE = 0.25  # seconds between two checks of a backend: full ones are in doubt with every request
 
 
 class Load:
@@ -49,23 +57,32 @@ class Load:
 class Backend:
     """A server that answers requests.
 
-    number      place among all backends, those for prefill after the others
+    number      place in the table of prefixes; no other backend of now has it
+    weight      its share of the requests, beside the weights of others
+    seed        hash of its URL
+    index       its KV blocks, if it sends KV events
+    gone        no source names it any longer
     in_flight   requests that it answers now
     active      tokens of the prompts of these
     waiting     tokens of prompts that it must compute before their answers begin
     draining    an operator of this router drains it
     ending      it drains itself, as its answer to the health check says
     fell        called when it goes down
-    turn        grows with every choice; the backend with the smallest was chosen longest ago
+    chosen      number of the choice that it had last
+    turn        grows with every choice in turn, by less with a larger weight; the smallest is the next one
     resident    names of the adapters on its device, as far as it has told
     """
 
-    def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
-        self.number, self.name = number, address.url
-        self.pool = Pool(address, config.connect_timeout)
-        self.up = self.draining = self.ending = False
+    def __init__(self, number: int, member: Member, config: RouterConfig) -> None:
+        self.number, self.name, self.weight = number, member.address.url, member.weight
+        self.seed, self.kv_events = hash_of(self.name.encode()), member.kv_events
+        self.pool = Pool(member.address, config.faults.connect_timeout)
+        self.breaker = Breaker(config.faults.breaker_failures, config.faults.breaker_seconds)
+        self.index = KVIndex() if member.kv_events[0] else None
+        self.up = self.draining = self.ending = self.gone = False
         self.reason = "not checked yet"
-        self.in_flight = self.active = self.waiting = self.turn = 0
+        self.in_flight = self.active = self.waiting = self.chosen = 0
+        self.turn = 0.0
         self.resident = frozenset[str]()
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
@@ -74,12 +91,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.leaves
+        return self.up and not self.leaves and self.breaker.allows
 
     @property
     def leaves(self) -> bool:
-        """True while it is drained, by an operator or by itself."""
-        return self.draining or self.ending
+        """True while it is drained, by an operator or by itself, or has been taken out."""
+        return self.draining or self.ending or self.gone
 
     def failed(self, error: UpstreamError) -> None:
         """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
@@ -98,8 +115,11 @@ class Backend:
         """Return its state for the operators' list."""
         return {
             "backend": self.name,
+            "weight": self.weight,
             "up": self.up,
             "draining": self.leaves,
+            "gone": self.gone,
+            "circuit": self.breaker.state.name.lower(),
             "in_flight": self.in_flight,
             "reason": self.reason,
         }
@@ -108,28 +128,39 @@ class Backend:
         before, self.up, self.reason = self.up, not fault, fault
         if self.up != before:
             LOG.warning("backend %s is %s", self.name, "up" if self.up else f"down: {fault}")
-            if not self.up:
+            if self.up:
+                self.breaker.close()  # it may be a new process
+            else:
                 self.fell(self)
                 self.pool.close()
+
+    def judged(self, trial: bool, ok: bool | None) -> None:
+        """Take the end of a request for the circuit: see `Breaker.end`."""
+        before = self.breaker.state
+        self.breaker.end(trial, ok)
+        if (now := self.breaker.state) is not before and now is not Circuit.HALF_OPEN:
+            words = f"is open: no requests for {self.breaker.wait:g} s" if now is Circuit.OPEN else "is closed"
+            LOG.warning("backend %s: the circuit %s", self.name, words)
 
 
 async def watch(backend: Backend, config: RouterConfig) -> None:
     """Check a backend again and again, at once when it is in doubt."""
     while True:
         with suppress(TimeoutError):
-            async with asyncio.timeout(config.health_interval):
+            async with asyncio.timeout(config.health.health_interval * random.uniform(0.9, 1.1)):
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
-        if backend.up and config.policy in COSTED:
+        if backend.up and config.choice.policy in COSTED:
             backend.resident = await residents(backend, config)
+        await asyncio.sleep(min(LEAST_PAUSE, config.health.health_interval))
 
 
 async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
-    path = config.health_path
+    path = config.health.health_path
     try:
-        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
+        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.faults.connect_timeout)
     except UpstreamError as error:
         return str(error)
     if status != 200:
@@ -144,7 +175,7 @@ async def check(backend: Backend, config: RouterConfig) -> str:
 async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
     """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
     try:
-        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.connect_timeout)
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.faults.connect_timeout)
     except UpstreamError:
         return frozenset()
     names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()

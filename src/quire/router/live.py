@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlencode
 
 import msgspec
 
+from quire.router.asked import Asked, Send, WholeAnswer, refusal
 from quire.router.backends import Backend
-from quire.router.exchange import Asked, Send, WholeAnswer, refusal
 from quire.router.upstream import LEFT_OUT, UpstreamError, read_all
 
 LIVE, MODELS = "/debug/live", "/v1/models"
@@ -123,7 +123,7 @@ class LiveStreams:
             self.tell()
 
     def tell(self) -> None:
-        """Send the event `router` again: a backend drains, or does no more, or the router does."""
+        """Send the event `router` again: backends came, went or drain, or the router does."""
         self._version += 1
         for come in self._readers:
             come.set()
@@ -153,11 +153,11 @@ class LiveStreams:
     async def _merged(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """Yield the backends, then their events as they come, in pieces of whole events."""
         come = asyncio.Event()
-        every = [BackendEvents(backend, come) for backend in self._backends]
-        following = [asyncio.create_task(one.follow(asked, self._timeout)) for one in every]
+        following: dict[Backend, tuple[BackendEvents, asyncio.Task[None]]] = {}
         self._readers.add(come)
         try:
             version = self._version
+            self._follow_all(following, asked, come)
             yield self._router()
             while not self._ended:
                 try:
@@ -168,14 +168,31 @@ class LiveStreams:
                     continue
                 come.clear()
                 news = [] if version == self._version else [self._router()]
-                version = self._version
-                yield b"".join([*news, *(event for one in every for event in one.take())])
+                if news:
+                    version = self._version
+                    self._follow_all(following, asked, come)
+                yield b"".join([*news, *(event for one, _ in following.values() for event in one.take())])
             yield b'event: end\ndata: {"reason":"the router ends."}\n\n'
         finally:
             self._readers.discard(come)
-            for task in following:
+            tasks = [task for _, task in following.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _follow_all(
+        self,
+        following: dict[Backend, tuple[BackendEvents, "asyncio.Task[None]"]],
+        asked: Asked,
+        come: asyncio.Event,
+    ) -> None:
+        """Follow the backends of now, and no others."""
+        for backend in self._backends:
+            if backend not in following:
+                events = BackendEvents(backend, come)
+                following[backend] = events, asyncio.create_task(events.follow(asked, self._timeout))
+        for backend in following.keys() - set(self._backends):
+            following.pop(backend)[1].cancel()
 
     def _router(self) -> bytes:
         """Return the event `router`."""

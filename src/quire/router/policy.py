@@ -4,9 +4,10 @@
     least-load        the one with the fewest requests in flight
     prefix-affinity   the lowest cost, where prompts that it got before count as cached
     exact             the lowest cost, where the blocks of its KV events count as cached
+    consistent-hash   the home of its session by hashing; the next one if that has more than its share (`rendezvous.py`)
 
-    cost = PREFILL * (tokens that it must compute before streams begin + STAY * tokens of this prompt that it lacks)
-           + tokens of all its prompts
+    cost = (PREFILL * (tokens that it must compute before streams begin + STAY * tokens of this prompt that it lacks)
+            + tokens of all its prompts) / weight
 
 A token costs more to compute than to attend to: PREFILL. A prefix that is computed elsewhere costs the requests there,
 too, and pushes out other blocks: STAY. With STAY 1 a third of the turns of conversations changed their backend, since
@@ -22,9 +23,10 @@ import msgspec
 
 from quire.router.affinity import PrefixTable
 from quire.router.backends import Backend
-from quire.router.events import KVIndex, block_chain
+from quire.router.events import block_chain
 from quire.router.prompts import CHUNK, RoutedBody, TokenIds
-from quire.router.settings import COSTED, EXACT, RouterConfig
+from quire.router.rendezvous import hash_of, place
+from quire.router.settings import COSTED, EXACT, HASHED, RouterConfig
 from quire.router.upstream import Header, UpstreamError
 
 PREFILL, STAY = 4, 4
@@ -46,9 +48,11 @@ class Sight:
     total    tokens of the prompt, counted or estimated
     cached   tokens of it that a backend has, by its number; backends that are left out have none
     resident   numbers of the backends that have its adapter on their device; empty for no adapter
+    session    hash of its session; of policy consistent-hash alone
     """
 
     total: int
+    session: int = 0
     cached: dict[int, int] = field(default_factory=dict)
     resident: frozenset[int] = frozenset()
 
@@ -58,15 +62,25 @@ class Sight:
 
 
 class Chooser:
-    """Chooses backends by a policy, and remembers which prompts they got. `indexes`: backend number -> its blocks."""
+    """Chooses backends by a policy, and remembers which prompts they got.
 
-    def __init__(self, config: RouterConfig, backends: Sequence[Backend], indexes: dict[int, KVIndex]) -> None:
-        self._policy, self._indexes, self._timeout = config.policy, indexes, config.connect_timeout
-        self._table, self._backends = PrefixTable(len(backends), config.affinity_entries), backends
-        self._turns = 0
+    backends   all backends of now; the list changes
+    overflows  requests that went past the home of their session, since that had more than its share
+    """
+
+    def __init__(self, config: RouterConfig, backends: Sequence[Backend]) -> None:
+        choice = config.choice
+        self._policy, self._timeout = choice.policy, config.faults.connect_timeout
+        self._header, self._bound = choice.session_header.encode(), choice.load_bound
+        self._table, self._backends = PrefixTable(choice.affinity_entries), backends
+        self._turn, self._choices = 0.0, 0
+        self.overflows = 0
 
     async def look(self, body: RoutedBody, path: str, headers: Sequence[Header], asked: Backend | None) -> Sight:
         """Return what is known of a prompt. With policy exact, `asked` tokenizes it."""
+        if self._policy == HASHED:
+            named = next((value for name, value in headers if name == self._header), b"")
+            return Sight(total=body.num_tokens, session=hash_of(named or body.session()))
         if self._policy not in COSTED:
             return Sight(total=body.num_tokens)
         total, exact, resident = body.num_tokens, {}, self._resident(body)
@@ -74,19 +88,24 @@ class Chooser:
             tokens = body.token_ids() or await self._tokenize(body, path, headers, asked)
             total, exact = len(tokens) or total, self._blocks(tokens)
         share = total * CHUNK / max(1, body.size)  # tokens of a chunk
-        cached = {number: int(chunks * share) for number, chunks in enumerate(self._table.match(body.chunks))}
+        cached = {number: int(chunks * share) for number, chunks in self._table.match(body.chunks).items()}
         return Sight(total=total, cached=cached | exact if any(exact.values()) else cached, resident=resident)
 
     def pick(self, sight: Sight, candidates: Collection[Backend]) -> Backend:
         """Choose one of the candidates, of which there is at least one."""
-        self._turns += 1
         if self._policy == "round-robin":
-            chosen = min(candidates, key=lambda b: b.turn)
+            chosen = min(candidates, key=lambda b: (b.turn, b.chosen))
+            self._turn = max(self._turn, chosen.turn)  # one that was away has not saved turns up
+            chosen.turn = self._turn + 1 / chosen.weight
         elif self._policy == "least-load":
-            chosen = min(candidates, key=lambda b: (b.in_flight, b.turn))
+            chosen = min(candidates, key=lambda b: (b.in_flight / b.weight, b.chosen))
+        elif self._policy == HASHED:
+            chosen, overflows = place(sight.session, candidates, self._bound)
+            self.overflows += overflows
         else:
-            chosen = min(candidates, key=lambda b: (self._cost(sight, b), b.in_flight, b.turn))
-        chosen.turn = self._turns
+            chosen = min(candidates, key=lambda b: (self._cost(sight, b), b.in_flight, b.chosen))
+        self._choices += 1
+        chosen.chosen = self._choices
         return chosen
 
     def sent(self, body: RoutedBody, backend: Backend) -> None:
@@ -99,25 +118,22 @@ class Chooser:
     def fell(self, backend: Backend) -> None:
         """Forget a backend that went down: its cache may be gone."""
         self._table.forget(backend.number)
-        if backend.number in self._indexes:
-            self._indexes[backend.number].clear()
+        if backend.index is not None:
+            backend.index.clear()
 
-    def _cost(self, sight: Sight, backend: Backend) -> int:
+    def _cost(self, sight: Sight, backend: Backend) -> float:
         load = LOAD if sight.resident and backend.number not in sight.resident else 0
-        return PREFILL * (backend.waiting + load + STAY * (sight.total - sight.of(backend))) + backend.active
+        lacking = backend.waiting + load + STAY * (sight.total - sight.of(backend))
+        return (PREFILL * lacking + backend.active) / backend.weight
 
     def _resident(self, body: RoutedBody) -> frozenset[int]:
         return frozenset(one.number for one in self._backends if body.model and body.model in one.resident)
 
     def _blocks(self, tokens: Sequence[int]) -> dict[int, int]:
         """Return the tokens of a prompt in the blocks of each backend."""
-        sizes = {index.block_size for index in self._indexes.values() if index.block_size}
-        chains = {size: block_chain(tokens, size) for size in sizes}
-        return {
-            number: index.match(chains[index.block_size]) * index.block_size
-            for number, index in self._indexes.items()
-            if index.block_size
-        }
+        indexes = {one.number: one.index for one in self._backends if one.index is not None and one.index.block_size}
+        chains = {size: block_chain(tokens, size) for size in {index.block_size for index in indexes.values()}}
+        return {number: index.match(chains[index.block_size]) * index.block_size for number, index in indexes.items()}
 
     async def _tokenize(self, body: RoutedBody, path: str, headers: Sequence[Header], backend: Backend) -> list[int]:
         """Return the tokens of a completion or a chat, from a backend; [] if it does not tell."""

@@ -5,7 +5,8 @@ nothing of tokenizers: lengths in tokens are the backend's, or estimates.
 """
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,8 @@ MOST_CHUNKS = 4_096  # chunks of a prompt that are looked at
 BYTES_PER_TOKEN = 4  # estimate, of English text
 # Fields of a body that make its prompt, in the order in which templates put them.
 PARTS = ("tools", "system", "instructions", "prompt", "messages", "input")
+TURNS = ("prompt", "messages", "input")  # of these, the fields that grow with a conversation
+BEGINNING = 4 * CHUNK  # bytes of a prompt by which it is hashed when it is one text
 # Fields that /tokenize takes of a completion or a chat.
 TOKENIZED = (
     "model",
@@ -31,6 +34,7 @@ TOKENIZED = (
     "documents",
     "reasoning_effort",
 )
+MESSAGES = re.compile(rb"\[\s*\{")
 ONCE = (b"", b"null", b"1")  # values of n and best_of that give one answer
 Fields = dict[str, msgspec.Raw]
 TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
@@ -95,6 +99,21 @@ class RoutedBody:
         except (KeyError, msgspec.DecodeError):
             return None
 
+    def session(self) -> bytes:
+        """Return what all requests of a conversation begin with, and few others: the text by which it is hashed.
+
+        The client's own name for it (`prompt_cache_key`) if there is one; else everything up to the first message of a
+        user, which later turns repeat; of a prompt that is no list of messages its first `BEGINNING` bytes.
+        """
+        if self.given("prompt_cache_key"):
+            names: tuple[str, ...] = ("model", "cache_salt", "prompt_cache_key")
+            return b"\0".join(self.text(name) for name in names)
+        names = ("model", "cache_salt", *(part for part in PARTS if part not in TURNS))
+        begins = [self.text(name) for name in names]
+        for name in TURNS:
+            begins += _beginning(self.text(name))
+        return b"\0".join(begins)
+
     def with_fields(self, changes: dict[str, Any], without: Sequence[str] = ()) -> bytes:
         """Return the body with other values of some fields, and without others."""
         kept: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in without}
@@ -112,3 +131,28 @@ class RoutedBody:
             key = hash((key, text[at : at + CHUNK]))
             keys.append(key)
         return keys
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+
+
+def _beginning(text: bytes) -> Iterator[bytes]:
+    """Yield the messages up to the first one of a user; the beginning of what is no list of messages."""
+    try:
+        messages = msgspec.json.decode(text, type=list[msgspec.Raw]) if MESSAGES.match(text) else []
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        messages = []
+    if not messages:
+        yield text[:BEGINNING]
+    for message in messages:
+        yield bytes(message)
+        if _role(message) == "user":
+            return
+
+
+def _role(message: msgspec.Raw) -> str:
+    try:
+        return msgspec.json.decode(message, type=_Message).role
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""

@@ -8,13 +8,14 @@ over each piece of a body as it arrives. Knows bytes and connections, nothing of
 
 import asyncio
 import errno
+import functools
 import ssl
 import time
 from collections.abc import Callable, Iterable
 
 import httptools
 
-from quire.router.settings import Address
+from quire.router.addresses import Address
 
 Header = tuple[bytes, bytes]
 IDLE_SECONDS = 4.0  # uvicorn, under vLLM, closes idle connections after 5 s
@@ -193,7 +194,7 @@ class Pool:
     def __init__(self, address: Address, connect_timeout: float) -> None:
         self._address, self._timeout = address, connect_timeout
         self._idle: list[Upstream] = []
-        self._tls = ssl.create_default_context() if address.tls else None
+        self._tls = _certificates() if address.tls else None
 
     async def ask(self, method: bytes, target: bytes, headers: list[Header], body: bytes) -> Upstream:
         """Send a request and return the connection with the head of the answer. Raises `UpstreamError`.
@@ -252,13 +253,20 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout):
-                _, connection = await loop.create_connection(Upstream, host, port, ssl=self._tls)
+                name = (self._address.name or host) if self._tls else None  # that the certificate must have
+                _, connection = await loop.create_connection(Upstream, host, port, ssl=self._tls, server_hostname=name)
                 return connection
         except TimeoutError:
             raise UpstreamError(f"no connection within {self._timeout:g} s", "timeout") from None
         except OSError as error:
             reason = "files" if error.errno in (errno.EMFILE, errno.ENFILE) else "connect"
             raise UpstreamError(f"no connection: {error.strerror or error}", reason) from None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the system's certificates, read once for all backends."""
+    return ssl.create_default_context()
 
 
 async def read_all(connection: Upstream) -> bytes:

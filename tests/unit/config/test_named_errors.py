@@ -53,7 +53,7 @@ def test_a_list_that_is_none_is_refused() -> None:
     [
         ("bench latency", "--input-len", "the workloads have lengths of their own: --only"),
         ("bench throughput", "--num-prompts", "--scale changes the number of requests"),
-        ("route --backend http://a", "--api-key", "a router has no keys: it passes those of clients on"),
+        ("route --backend http://a", "--api-key", "a router passes the keys of clients on"),
     ],
 )
 def test_flags_of_other_commands(command: str, flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

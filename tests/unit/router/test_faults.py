@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import ClientSession
 
-from quire.router.settings import Address
+from quire.router.addresses import Address
 from quire.router.upstream import Pool, UpstreamError
 
 from ...support.mock_backends import mock_backends, routed

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import ClientResponse, ClientSession
 
 from quire.router import live
-from quire.router.app import DRAIN, RESUME, RouterApp
+from quire.router.app import DRAIN, RESUME
 from quire.router.live import MOST_WAITING, BackendEvents
 
-from ...support.mock_backends import MockBackend, mock_backends, routed
+from ...support.mock_backends import MockBackend, mock_backends, operate, routed
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -193,18 +193,6 @@ def test_streams_go_on_until_the_router_has_no_other_request() -> None:
                 await idle
 
     run(work())
-
-
-async def operate(router: RouterApp, path: str, body: object) -> None:
-    """Send a request of an operator, and drop the answer."""
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    async def send(message: Any) -> None:
-        assert message.get("status", 200) == 200
-
-    await router.operate({"type": "http", "method": "POST", "path": path}, receive, send)
 
 
 def test_readers_learn_of_a_backend_that_drains() -> None:

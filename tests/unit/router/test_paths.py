@@ -96,7 +96,8 @@ def test_an_operator_drains_a_backend() -> None:
             name = json.dumps({"backend": backends[0].url}).encode()
             assert await operate("POST", "/backends/drain", name) == (
                 200,
-                {"backend": backends[0].url, "up": True, "draining": True, "in_flight": 0, "reason": ""},
+                {"backend": backends[0].url, "weight": 1.0, "up": True, "draining": True, "gone": False}
+                | {"circuit": "closed", "in_flight": 0, "reason": ""},
             )
             for _ in range(3):
                 async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:
@@ -120,7 +121,7 @@ def test_exact_asks_a_backend_for_the_tokens() -> None:
 
     async def work() -> None:
         async with mock_backends(1) as (backend,):
-            settings = {"policy": "exact", "kv_events": ["tcp://127.0.0.1:1"]}
+            settings: dict[str, Any] = {"policy": "exact", "kv_events": ["tcp://127.0.0.1:1"]}
             async with routed([backend], **settings) as (router, url), ClientSession() as session:
                 for body in (
                     {"messages": [{"role": "user", "content": "hi"}]},
@@ -167,7 +168,7 @@ def test_wrong_flags_are_one_line(given: dict[str, Any], message: str) -> None:
 
 def test_addresses_of_backends() -> None:
     urls = ["http://h", "https://h/", "http://[::1]:81/base/v1"]
-    found = router_config({"backend": urls}).backend
+    found = [member.address for member in router_config({"backend": urls}).backend]
     assert [(a.url, a.host, a.port, a.tls, a.base, a.authority) for a in found] == [
         ("http://h:80", "h", 80, False, "", "h:80"),
         ("https://h:443", "h", 443, True, "", "h:443"),

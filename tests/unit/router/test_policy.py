@@ -27,7 +27,9 @@ def config(policy: str, count: int = 3) -> RouterConfig:
 def chooser(policy: str, indexes: dict[int, KVIndex] | None = None) -> tuple[Chooser, list[Backend]]:
     settings = config(policy)
     backends = [Backend(number, address, settings) for number, address in enumerate(settings.backend)]
-    return Chooser(settings, backends, indexes or {}), backends
+    for backend in backends:
+        backend.index = (indexes or {}).get(backend.number)
+    return Chooser(settings, backends), backends
 
 
 def look(chooser: Chooser, body: RoutedBody) -> Sight:
@@ -39,20 +41,20 @@ def prompt(text: Any) -> RoutedBody:
 
 
 def test_the_table_matches_the_longest_beginning_of_each_backend() -> None:
-    table = PrefixTable(3, 100)
+    table = PrefixTable(100)
     table.add([1, 2, 3], 0)
     table.add([1, 2], 2)
-    assert table.match([1, 2, 3, 4]) == [3, 0, 2]
-    assert table.match([5, 1]) == table.match([]) == [0, 0, 0]
+    assert table.match([1, 2, 3, 4]) == {0: 3, 2: 2}
+    assert table.match([5, 1]) == table.match([]) == {}
     table.forget(0)
-    assert table.match([1, 2, 3]) == [0, 0, 2]
+    assert table.match([1, 2, 3]) == {2: 2}
 
 
 def test_the_table_is_bounded_and_forgets_ends_before_beginnings() -> None:
-    table = PrefixTable(1, 4)
+    table = PrefixTable(4)
     table.add([1, 2, 3, 4], 0)
     table.add([1, 5], 0)
-    assert table.match([1, 2, 3, 4]) == [3] and table.match([1, 5]) == [2]
+    assert table.match([1, 2, 3, 4]) == {0: 3} and table.match([1, 5]) == {0: 2}
 
 
 def test_chunks_are_of_the_whole_beginning() -> None:

@@ -10,16 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from quire.config import flags
-from quire.config.serve import HttpConfig, ServerConfig, TracingConfig, is_loopback
+from quire.config.serve import AccessConfig, HttpConfig, ServerConfig, TracingConfig
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
 SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
-KEYS = "a router has no keys: it passes those of clients on, and the backends check them (`quire serve --api-key`)"
+KEYS = (
+    "a router passes the keys of clients on, and the backends check them (`quire serve --api-key`): for limits at the "
+    "router give --api-key-file"
+)
 OWN = (
-    "host port uds allowed_hosts ssl_keyfile ssl_certfile max_body_bytes max_header_bytes max_headers web "
+    "host port uds allowed_hosts ssl_keyfile ssl_certfile max_body_bytes max_header_bytes max_headers web api_key_file "
     "otlp_traces_endpoint otlp_traces_sample_rate"
 ).split()  # options of `quire serve` that a router has, too
 
@@ -30,7 +33,8 @@ def configure(parser: flags.FlagParser) -> None:
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
-    flags.add_flags(parser, (o for o in flags.options_of(HttpConfig, TracingConfig) if o[1].name in OWN))
+    options = flags.options_of(HttpConfig, AccessConfig, TracingConfig)
+    flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,48 +42,40 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.http.server import run_loop
 
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
-    own = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
-    http = own.http
+    server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
     logging.basicConfig(format="quire: %(message)s")
-    if http.uds is None and not is_loopback(http.host):
-        LOG.warning(
-            "warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
-            "--host 127.0.0.1, or keys there.",
-            http.host,
-            http.port,
-        )
     raise_on_interrupt()
-    return run_loop(_route(config, http, own.tracing))
+    return run_loop(_route(config, server))
 
 
-async def _route(config: RouterConfig, http: HttpConfig, tracing: TracingConfig) -> int:
+async def _route(config: RouterConfig, server: ServerConfig) -> int:
     """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
-    from quire.entry.http.access.auth import Guard, OwnNames, json_only
+    from quire.entry.http.access.front import guarded, operated
     from quire.entry.http.listener import HttpListener
     from quire.entry.http.server import FLUSH_GRACE, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
-    from quire.entry.http.web.page import ServesPage
-    from quire.entry.signals import StopRequests
+    from quire.entry.signals import OperatorSignals, StopRequests
     from quire.observe.process import collect_garbage
     from quire.router.app import RouterApp
 
-    router, admin = RouterApp(config, web=http.web, tracing=tracing), HttpConfig(port=config.admin_port or 0)
-    # A web page may reach a loopback address under a name of its own: see `OwnNames`.
-    private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
-    own = OwnNames(http.host, http.allowed_hosts, keyed=False)
-    whole = Guard(router.traced, ServesPage()) if http.web else router.traced
-    sides = [(Guard(whole, own) if private else whole, http)]
+    router = RouterApp(config, web=server.http.web, tracing=server.tracing)
+    admin = HttpConfig(port=config.admin_port or 0)
+    app, reload = guarded(router, server)
+    reload += [watch.now for watch in router.watches if watch.source.must]
+    sides = [(app, server.http)]
     if config.admin_port is not None:
-        sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host, keyed=False)), admin))
+        sides.append((operated(router.operate, admin.host), admin))
     with ExitStack() as stack, StopRequests() as stop:
         listeners = []
         for app, address in sides:
             stack.callback(release, socket := listen(address), address)
             listeners.append(HttpListener(app, address, socket, router.refused, files=2))
+        reload += [listeners[0].reload_certificate] if server.http.ssl_certfile is not None else []
+        stack.enter_context(OperatorSignals(reload, lambda number: None, LOG.warning, logging.WARNING))
         await router.start()
         settle_memory()
         collecting = asyncio.create_task(collect_garbage())
-        purposes = (f"{config.policy}, backends: {len(config.backend)}", "operators")
+        purposes = (f"{config.choice.policy}, backends: {len(router.own)}", "operators")
         for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
             LOG.warning("listening on %s (%s)", url_of(listener.socket, address), purpose)

@@ -105,7 +105,7 @@ class ServerContext:
     def hold(self, scope: Scope, request_id: str) -> Iterator[Ticket]:
         """Context manager: a request that runs. Raises 409 for an id that is taken, 429 at a limit of its key."""
         caller = caller_of(scope)
-        with self.in_flight.hold(caller.owner, request_id), self.limits.hold(caller) as ticket:
+        with self.in_flight.hold(caller.owner, request_id), self.limits.hold(Ticket(caller)) as ticket:
             ticket.deadlines = caller.rules.deadlines(self.config.deadlines)
             note_running(scope, ticket)
             yield ticket
@@ -153,7 +153,7 @@ class ServerContext:
         model, caller = self.model(name), caller_of(scope)
         note_model(scope, model)
         if not caller.rules.may_use(model):
-            self.metrics.key_refusals.add(caller.name, "model")
+            self.limits.refuse(caller, "model")
             words = f"the key {caller.name!r} may not use the model {shown(model)}: /v1/models lists those that it may."
             raise HttpError(403, words, kind=PERMISSION, code="model_not_allowed", param="model")
         return model

@@ -3,7 +3,7 @@
 import hmac
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -64,6 +64,10 @@ class Keyring:
             if hmac.compare_digest(digest, known):
                 return caller
         return None
+
+    def rules(self) -> Iterator[KeyRules]:
+        """Yield the rules of all keys."""
+        return (caller.rules for _, caller in self._callers.values())
 
     def reload(self) -> str:
         """Read the file again. Return a sentence for the operator. A file that cannot be used changes nothing."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import RATE_LIMIT, HttpError
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
-from quire.observe.metrics import Metrics
+from quire.observe.series import Tally
 
 MINUTE = 60.0
 ROWS = 1 << 14  # names of keys that a server knows in its life; the file of keys has at most 10,000
@@ -133,6 +133,14 @@ class KeyTable:
                 time.sleep(TRY_SECONDS)
 
 
+class KeyCounts(Protocol):
+    """Counters by name of the API key; `key_tokens` also by "prompt" or "generation", `key_refusals` by limit."""
+
+    key_requests: Tally
+    key_tokens: Tally
+    key_refusals: Tally
+
+
 class Ticket:
     """A running request: its prompts, its time limits, and the tokens that are counted of it."""
 
@@ -172,10 +180,13 @@ class Ticket:
         return new
 
 
+One = TypeVar("One", bound=Ticket)
+
+
 class KeyLimits:
     """The limits of named keys in one HTTP process. `table`: makes their table when it is needed first."""
 
-    def __init__(self, table: Callable[[], KeyTable], metrics: Metrics) -> None:
+    def __init__(self, table: Callable[[], KeyTable], metrics: KeyCounts) -> None:
         self._make, self._metrics = table, metrics
         self._live: dict[Ticket, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -197,9 +208,9 @@ class KeyLimits:
         return None
 
     @contextmanager
-    def hold(self, caller: Caller) -> Iterator[Ticket]:
-        """Context manager: a request that runs. Raises 429 when the key's tokens are used up, or too many run."""
-        ticket, name, rules = Ticket(caller), caller.name, caller.rules
+    def hold(self, ticket: One) -> Iterator[One]:
+        """Context manager: a request that runs. Raises 429 when its key's tokens are used up, or too many run."""
+        caller, name, rules = ticket.caller, ticket.caller.name, ticket.caller.rules
         if not name:
             yield ticket
             return
@@ -237,8 +248,12 @@ class KeyLimits:
             kind: self.table.take(caller.name, column, limit) for kind, column, limit in buckets if limit is not None
         }
 
-    def _refusal(self, caller: Caller, limit: str, words: str, wait: float) -> HttpError:
+    def refuse(self, caller: Caller, limit: str) -> None:
+        """Count a refusal for the metrics. limit: the word for what was reached"""
         self._metrics.key_refusals.add(caller.name, limit)
+
+    def _refusal(self, caller: Caller, limit: str, words: str, wait: float) -> HttpError:
+        self.refuse(caller, limit)
         seconds = max(1, math.ceil(wait))
         return HttpError(
             429,
