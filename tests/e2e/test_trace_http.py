@@ -75,6 +75,8 @@ def test_every_process_is_passed_in_the_order_of_time_and_nothing_stays(tmp_path
         "step 1: decode, 1 token",
         "step 2: decode, 1 token",
     ]
+    guards = [span.takes for _, span in found if span.name == "Guard.__call__"]
+    assert {"ServesPage", "Gate", "json_only"} <= set(guards) and len(set(guards)) == len(guards)
     (asked,) = (span for _, span in found if span.name.startswith("POST "))
     body = {"max_tokens": 3, "ignore_eos": True, "temperature": 0.25, "stream": True}
     assert asked.takes == f"{len(json.dumps({'messages': [{'role': 'user', 'content': 'Hello'}]} | body))} bytes"

@@ -231,7 +231,8 @@ class _Recording:
         name = f"rank {rank}" if ranks > 1 else "model runner"
         if isinstance(self._core, Replicas):
             name += f" of replica {self._number}"
-        return Span(name, "", begin=calls[0].begin, end=calls[-1].end, inside=calls)
+        where = "a process of its own" if ranks > 1 else "the process of the core"
+        return Span(name, where, begin=calls[0].begin, end=calls[-1].end, inside=calls)
 
     def _begin_step_of(
         self, number: int, core: EngineCore, begin_step: Callable[[], InFlight | None]

@@ -24,6 +24,7 @@ import msgspec
 from quire.config.serve import ServerConfig
 from quire.contracts.text_table import read_rows
 from quire.entry.cli.remote import CHAT, COMPLETIONS, RemoteServer
+from quire.entry.http.access.auth import Guard
 from quire.entry.http.app import build_app
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
@@ -206,8 +207,12 @@ def _taken_after(span: Span, time: int) -> Iterator[Span]:
 
 
 def _began(open_ones: list[Span], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add sizes of texts and bytes to the shapes. Of messages that are no request, nothing is told."""
+    """Add sizes of texts and bytes to the shapes, and the refusal of a guard. Of other messages nothing is told."""
     span = open_ones[-1]
+    if args and isinstance(args[0], Guard):
+        refusal = args[0].refusal
+        span.takes = getattr(refusal, "__name__", type(refusal).__name__)
+        return
     sizes = [size for one in (*args, *kwargs.values()) if (size := _size(one))]
     span.takes = ", ".join([span.takes, *sizes] if span.takes else sizes)
 

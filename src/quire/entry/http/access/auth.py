@@ -25,10 +25,10 @@ class Guard:
     """Middleware that sends the response of `refusal`, or calls the application when `refusal` returns None."""
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Scope], Response | None]) -> None:
-        self._app, self._refusal = app, refusal
+        self._app, self.refusal = app, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._refusal(scope) if scope["type"] == "http" else None
+        answer = self.refusal(scope) if scope["type"] == "http" else None
         await (answer or self._app)(scope, receive, send)
 
 
