@@ -103,16 +103,16 @@ def rank_slices(report: PlanReport, names: Sequence[str]) -> Iterator[str]:
                 continue
             one = next(one for one in holdings.with_one_expert(rank) if one.name == param.name)
             size = format_bytes(holdings.num_bytes(one, len(rank.expert_ids) if param.shard == "experts" else 1))
-            yield f"{rank_name(rank, parallel)} reads {_cuts(cuts)}: {where}, {size} for the kernel"
+            yield f"{rank_name(rank, parallel)} reads {_cuts(cuts, len(names) > 1)}: {where}, {size} for the kernel"
 
 
-def _cuts(slices: Sequence[Mapping[str, Any]]) -> str:
-    """Return slices of a module's tensors in words: "rows 0-127 of 256", of several tensors each with its last name."""
+def _cuts(slices: Sequence[Mapping[str, Any]], named: bool) -> str:
+    """Return slices of stored tensors in words: "rows 0-127 of 256". named: each with the tensor's last name"""
     by_tensor = dict[str, list[str]]()
     for one in slices:
         by_tensor.setdefault(one["tensor"], []).append(cut_words(one))
     words = {name: " and ".join(dict.fromkeys(cuts)) for name, cuts in by_tensor.items()}
-    if len(words) == 1:
+    if not named:
         (cut,) = words.values()
         return "it whole" if cut == "whole" else cut
     return ", ".join(f"{name.rpartition('.')[2]} {cut}" for name, cut in words.items())
