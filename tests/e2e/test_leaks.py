@@ -115,7 +115,7 @@ def test_nothing_is_left_of_many_requests(full: bool, monkeypatch: pytest.Monkey
             usages = [resident_bytes(pid) for pid in (os.getpid(), core.pid)]
             memory.append(tuple(used or 0 for used in usages))  # type: ignore[arg-type]
         assert engine.front is not None and len(engine.front) == 0 and engine.num_live == 0
-        assert not any(engine._deadlines._lines.values()) and not engine._live and not engine._replies
+        assert not any(engine._deadlines._lines.values()) and not engine._live and not engine._operations._replies
         assert (len(asyncio.all_tasks()), threading.active_count()) == (tasks, threads)
         assert descriptors() == fds
         await engine.close()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.contracts.request import BlockReason, RequestState
-from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
+from quire.contracts.step import CopyJob, FileNews, FinishedCopy, StepCopies, Tier
 from quire.kv.sharing import Sharing
 from quire.kv.tiered_pool import TieredPool
 
@@ -32,7 +32,7 @@ class TierLedger:
         self._jobs |= {job.id: job for job in (() if copies is None else copies.before + copies.after)}
         return copies
 
-    def finished(self, reports: Iterable[FinishedCopy]) -> None:
+    def finished(self, reports: Iterable[FinishedCopy], files: Iterable[FileNews] = ()) -> None:
         """See `KVStore`."""
         reports = tuple(reports)
         for report in reports:
@@ -44,7 +44,7 @@ class TierLedger:
             self._counted[kind, tier, "num_failed"] += len(report.failed)
             self._counted[kind, tier, f"num_{verb}"] += len(job.keys) - len(report.failed) - len(void)
             self._counted[kind, tier, f"{verb}_bytes"] += report.num_bytes
-        self._finished(reports)
+        self._finished(reports, files)
 
     def check(self) -> None:
         """Assert the invariants; `KVStore.check` has asserted those of references."""

@@ -125,15 +125,3 @@ class EngineClosed(EngineError):
 
 class EngineDead(EngineError):
     """The engine stopped because of a fault; the message holds the cause."""
-
-
-class CallerRefused(QuireError):
-    """A caller may not do this, or has reached a limit, in front of a router.
-
-    status, code   of the HTTP answer
-    retry_after    seconds until the caller may try again
-    """
-
-    def __init__(self, status: int, message: str, code: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.status, self.code, self.retry_after = status, code, retry_after
