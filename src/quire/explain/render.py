@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from math import floor
 from typing import Any
 
 from rich.console import Group
@@ -164,7 +165,7 @@ def _kernels(branch: Tree, plan: Plan) -> None:
     _joined(branch, plan["joined"])
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
-        when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
+        when = f"for up to {floor(most)} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
         add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
     if plan["chosen"]:
         _chosen(branch, plan["chosen"])

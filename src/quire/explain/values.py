@@ -1,5 +1,6 @@
 """The numbers of one stored tensor for `quire weights MODEL NAME`, dequantized where the checkpoint is quantized."""
 
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,8 +83,10 @@ def statistics(values: Tensor) -> dict[str, Any]:
     order = few.sort().values
     quantiles = [[share, float(order[round(share * (len(order) - 1))])] for share in QUANTILES]
     half = 4 * std or float(finite.abs().max()) or 1.0
-    width = 2 * half / BINS
-    bins = ((finite + half) / width).floor().clamp(0, BINS - 1).long()
+    if not isfinite(half):  # numbers whose squares are none
+        half = float(finite.abs().max())
+    width = half / BINS * 2
+    bins = (finite / width + BINS / 2).floor().clamp(0, BINS - 1).long()
     far = (finite - mean).abs() > FAR * std if std else torch.zeros(len(finite), dtype=torch.bool)
     top = flat.nan_to_num(mean, mean, mean).sub(mean).abs().topk(min(SHOWN, len(flat))).indices.tolist()
     return found | {

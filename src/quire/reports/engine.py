@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from quire.args.check_layer import check_layer
+from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
 from quire.contracts.errors import WeightsError
@@ -335,9 +336,8 @@ class PlanReport:
                 for call in calls
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
-            weights = [
-                self._weight(param, run.get(name, ""), self._pack(at, name, linear)) for name, param in params.items()
-            ]
+            pack = partial(self._pack, args, at, linear)
+            weights = [self._weight(param, run.get(name, ""), pack(name)) for name, param in params.items()]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head",
                 "kind": "drafts: " * (layer >= args.num_layers) + _kind(calls),
@@ -347,9 +347,9 @@ class PlanReport:
                 "weights": weights,
             }
 
-    def _pack(self, at: str, name: str, linear: Features) -> str:
+    def _pack(self, args: ModelArgs, at: str, linear: Features, name: str) -> str:
         """Return the function that packs a parameter; norms of transformers' layers have names of any kind."""
-        args, module = self.plan.args, (at + name).rpartition(".")[0]
+        module = (at + name).rpartition(".")[0]
         if args.foreign is not None and module not in self._linears:
             return ""
         return pack_function(args, name, linear, self.in_place(at + name))

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.config.serve import TracingConfig
+from quire.contracts.caller import CallerRefused
 from quire.contracts.errors import RequestError, shown
 from quire.observe.tracing import open_tracer
 from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, request_id_of
@@ -27,7 +28,7 @@ from quire.router.breaker import Circuit
 from quire.router.discovery import DnsSource, FileSource, Source, SourceWatch
 from quire.router.exchange import Forwarder
 from quire.router.fleet import Fleet
-from quire.router.gate import CallerGate, CallerRefused, OpenGate
+from quire.router.gate import CallerGate, OpenGate
 from quire.router.live import LIVE, LiveStreams, ask_one, is_live
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser

@@ -7,18 +7,6 @@ from typing import Any, Protocol
 from quire.router.asked import Send
 
 
-class CallerRefused(Exception):
-    """A caller may not do this, or has reached a limit.
-
-    status, code   of the HTTP answer
-    retry_after    seconds until the caller may try again
-    """
-
-    def __init__(self, status: int, message: str, code: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.status, self.code, self.retry_after = status, code, retry_after
-
-
 class Spending(Protocol):
     """The tokens of a running request: its answer passes through `sending`, or `direct`."""
 

@@ -4,7 +4,7 @@ With an indexer (`index.py`) it reads only the tokens that the indexer, or that 
 """
 
 from collections.abc import Iterator
-from math import isfinite
+from math import floor, isfinite
 from typing import Any
 
 from msgspec import structs
@@ -124,7 +124,7 @@ class LatentKind:
         sizes = self._sizes
         if not isfinite(sizes.break_even):
             return "", ""
-        few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in (FEW, MANY))
+        few, many = (f"{than} {floor(sizes.break_even)} query tokens per sequence" for than in (FEW, MANY))
         return few, many
 
     def calls(self, step: LayerStep) -> Iterator[Call]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from quire.contracts.caller import CallerRefused
 from quire.contracts.errors import shown
 from quire.entry.http.access.key_file import FREE, TIMEOUTS
 from quire.entry.http.access.keyring import Caller, Keyring, caller_of
 from quire.entry.http.access.limits import KeyLimits, Ticket
 from quire.entry.http.errors import HttpError
-from quire.router.gate import CallerRefused
 
 LEFT = ("weight", "priority", *TIMEOUTS)  # rules of a key that only an engine can keep
 TOLD = re.compile(rb'"(prompt|input|completion|output)_tokens":\s*(\d+)')  # in a text the quotes are escaped
