@@ -406,9 +406,9 @@ def test_tiers_of_two_ranks_through_chaos(Rig: Any) -> None:
     enough(seen, {f"{tier} {did}": 11 if FULL else 4 for tier in ("disk", "peer") for did in ("loaded", "failed")})
 
 
-def unfailed(store: Any, reports: Any) -> Any:
+def unfailed(store: Any, reports: Any, *files: Any) -> Any:
     """A store that publishes blocks that failed."""
-    return KVStore_finished(store, [msgspec.structs.replace(report, failed=()) for report in reports])
+    return KVStore_finished(store, [msgspec.structs.replace(report, failed=()) for report in reports], *files)
 
 
 def early(store: Any, keys: Any) -> int:

@@ -51,7 +51,7 @@ def show(folder: Path, parallel: Parallel = ALONE, device: str = "h200") -> Show
                 "router: top 8 of 256 experts, from the best 4 of 8 groups (by their two best experts), sigmoid scores "
                 "with a bias that only chooses, weights renormalized, scaled by 2.5",
                 "MLA cache: 512 + 64 values per token; "
-                "absorbed for up to 171 query tokens per sequence, expanded K/V above",
+                "absorbed for up to 170 query tokens per sequence, expanded K/V above",
                 f"note: Multi-token-prediction (MTP) layers are skipped (layer {DRAFTS_AT} of the checkpoint)",
                 f"model.layers.{DRAFTS_AT}.* (multi-token prediction)",
             ],
