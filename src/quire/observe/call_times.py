@@ -11,7 +11,7 @@ from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any
 
-from quire.observe.calls import Stop
+from quire.observe.calls import Stop, put
 
 Slice = tuple[str, str, int, int]  # track, name, begin in nanoseconds since 1970, nanoseconds
 
@@ -32,13 +32,9 @@ class CallTimes:
     def __enter__(self) -> "CallTimes":
         try:
             for owner, attribute, name in {stop[:2]: stop for stop in self._stops}.values():
-                function, had = getattr(owner, attribute), vars(owner)
+                function = getattr(owner, attribute)
                 if name and not iscoroutinefunction(function):
-                    undo = (
-                        (setattr, owner, attribute, had[attribute]) if attribute in had else (delattr, owner, attribute)
-                    )
-                    self._undo.callback(*undo)
-                    setattr(owner, attribute, self._timed(function, name))
+                    put(self._undo, owner, attribute, self._timed(function, name))
         except BaseException:
             self._undo.close()
             raise

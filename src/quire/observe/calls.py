@@ -79,6 +79,13 @@ class Traced(Protocol):
         """Return a few words: the numbers that matter."""
 
 
+def put(undo: ExitStack, owner: Any, name: str, value: object) -> None:
+    """Set the attribute `name` of `owner` until `undo` closes."""
+    had = vars(owner)
+    undo.callback(*((setattr, owner, name, had[name]) if name in had else (delattr, owner, name)))
+    setattr(owner, name, value)
+
+
 class CallRecorder:
     """Context manager that records all calls of given functions, by any thread or task, in the `Span` `root`.
 
@@ -117,9 +124,7 @@ class CallRecorder:
 
     def put(self, owner: Any, name: str, value: object) -> None:
         """Set the attribute `name` of `owner`; the end of the recording restores it."""
-        had = vars(owner)
-        self._undo.callback(*((setattr, owner, name, had[name]) if name in had else (delattr, owner, name)))
-        setattr(owner, name, value)
+        put(self._undo, owner, name, value)
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the recording ends."""
