@@ -2,13 +2,15 @@
 
     python tools/measure_router.py overhead [--streams 64] [--events 200]
     python tools/measure_router.py requests [--backends 1 64] [--policies ...] [--seconds 5] [--concurrency 32]
+    python tools/measure_router.py choice [--backends 64]
     python tools/measure_router.py turns [--backends 4] [--conversations 200] [--turns 8] [--blocks 3000]
 
 overhead: processor time of the router per streamed event, beside the time from a piece's arrival to its writing. The
 backend, the router and the client are three processes. requests: short answers, one at a time and many at once, without
-and with a router; one process plays all backends. turns: conversations whose every turn repeats the one before, on
-`quire serve --device mock` backends with prefix caches of limited size: the share of the prompts' tokens that the
-backends had, by policy; with --routers 2 every turn goes to one of two routers by chance.
+and with a router; one process plays all backends. choice: of a backend, in this process, without a network. turns:
+conversations whose every turn repeats the one before, on `quire serve --device mock` backends with prefix caches of
+limited size: the share of the prompts' tokens that the backends had, by policy; with --routers 2 every turn goes to one
+of two routers by chance.
 """
 
 import argparse
@@ -24,14 +26,19 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 
 from process_time import cpu_seconds
+from quire.router.affinity import PrefixTable
+from quire.router.backends import Backend
+from quire.router.policy import Chooser, Sight
+from quire.router.settings import router_config
 
+FULL = 262_144  # chunks of a full table of prefixes
 WORDS = "the cat sat on a mat and looked at the rain while seven small birds sang in the old tree".split()
 BACKEND = """
 import asyncio, socket, sys
@@ -185,6 +192,31 @@ async def _asked(port: int, concurrency: int, seconds: float) -> tuple[float, in
     return statistics.median(times), len(times)
 
 
+async def choice(args: argparse.Namespace) -> None:
+    """Time the choice among backends by policy, the look for those that may be asked, and the loss of one of them."""
+    for policy in args.policies:
+        given = {"backend": [f"http://127.0.0.1:{9000 + i}" for i in range(args.backends)], "policy": policy}
+        config = router_config(given)
+        backends = [Backend(number, member, config) for number, member in enumerate(config.backend)]
+        for one in backends:
+            one.up = True
+        chooser = Chooser(config, backends)
+        sight = Sight(total=1_000, cached={number: 100 for number in range(0, len(backends), 2)}, session=12345)
+        print(f"{policy}: {_microseconds(lambda: chooser.pick(sight, backends), 2_000):.1f} us a choice")  # noqa: B023
+    print(f"those that may be asked: {_microseconds(lambda: [one for one in backends if one.usable], 2_000):.1f} us")
+    table = PrefixTable(FULL)
+    for at in range(FULL):
+        table.add([at], at % args.backends)
+    print(f"forgetting a backend, {FULL:,} chunks known: {_microseconds(lambda: table.forget(0), 1) / 1000:.0f} ms")
+
+
+def _microseconds(call: Callable[[], object], times: int) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times * 1e6
+
+
 async def turns(args: argparse.Namespace) -> None:
     """Measure and print the hit rate of each policy."""
     for policy in args.policies:
@@ -268,6 +300,9 @@ def main() -> None:
     few.add_argument("--policies", nargs="+", default=["least-load", "prefix-affinity", "consistent-hash"])
     few.add_argument("--seconds", type=float, default=5.0)
     few.add_argument("--concurrency", type=int, default=32)
+    own = kinds.add_parser("choice")
+    own.add_argument("--backends", type=int, default=64)
+    own.add_argument("--policies", nargs="+", default=["least-load", "prefix-affinity", "consistent-hash"])
     two = kinds.add_parser("turns")
     for name, default in {
         "backends": 4,
@@ -286,7 +321,7 @@ def main() -> None:
         "--policies", nargs="+", default=["round-robin", "least-load", "prefix-affinity", "consistent-hash"]
     )
     args = parser.parse_args()
-    asyncio.run({"overhead": overhead, "requests": requests, "turns": turns}[args.kind](args))
+    asyncio.run({"overhead": overhead, "requests": requests, "choice": choice, "turns": turns}[args.kind](args))
 
 
 if __name__ == "__main__":
