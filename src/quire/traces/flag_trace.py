@@ -157,11 +157,7 @@ def _kept(tree: ast.AST, line: int, name: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not node.lineno <= line <= (node.end_lineno or line):
             continue
-        target, value = node.targets[0], node.value
-        pairs = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        for to, given in pairs:
+        for to, given in _pairs(node):
             own = isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name) and to.value.id == "self"
             if own and any(isinstance(one, ast.Attribute) and one.attr == name for one in ast.walk(given)):
                 assert isinstance(to, ast.Attribute)
@@ -179,7 +175,7 @@ def _reads(
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
             owner = node.value
             named = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-            if named and (named in {part} | known or (named == "self" and kind in inside)):
+            if named in known or (named == "self" and kind in inside) or _is_field(owner, part):
                 yield ".".join(own) or "module", node.lineno
         yield from _reads(node, part, kind, name, own, known)
 
@@ -189,8 +185,21 @@ def _standing(node: ast.AST, part: str, kind: str) -> Iterator[str]:
     for one in ast.walk(node):
         if isinstance(one, ast.arg) and one.annotation is not None and kind in ast.unparse(one.annotation).split(" | "):
             yield one.arg
-        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Attribute) and one.value.attr == part:
-            yield from (target.id for target in one.targets if isinstance(target, ast.Name))
+        if isinstance(one, ast.Assign):
+            yield from (to.id for to, given in _pairs(one) if isinstance(to, ast.Name) and _is_field(given, part))
+
+
+def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Return what an assignment sets, each with its value."""
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value)]
+
+
+def _is_field(node: ast.AST, part: str) -> bool:
+    """Return True for the field `part` of a configuration: what a plan has under this name is made of it."""
+    return isinstance(node, ast.Attribute) and node.attr == part and "config" in ast.unparse(node.value)
 
 
 def _functions(plan: dict[str, Any]) -> dict[tuple[str, str], None]:

@@ -96,6 +96,12 @@ def test_every_option_of_an_engine_is_read() -> None:
     assert not list(readers("scheduler", "SchedulerConfig", "no_such_option"))
 
 
+def test_what_a_plan_has_under_the_name_of_an_option_is_no_option() -> None:
+    """`engine.device.device` is the device that was found; `device.device` is that of a tensor."""
+    sources = [one.line for one in readers("device", "DeviceConfig", "device")]
+    assert len(sources) > 5 and all("config.device.device" in line for line in sources), sources
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
