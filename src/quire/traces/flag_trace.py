@@ -175,7 +175,7 @@ def _reads(
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
             owner = node.value
             named = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-            if named in known or (named == "self" and kind in inside) or _is_field(owner, part):
+            if named in known or (named == "self" and kind in inside) or _is_field(owner, part, kind):
                 yield ".".join(own) or "module", node.lineno
         yield from _reads(node, part, kind, name, own, known)
 
@@ -186,7 +186,7 @@ def _standing(node: ast.AST, part: str, kind: str) -> Iterator[str]:
         if isinstance(one, ast.arg) and one.annotation is not None and kind in ast.unparse(one.annotation).split(" | "):
             yield one.arg
         if isinstance(one, ast.Assign):
-            yield from (to.id for to, given in _pairs(one) if isinstance(to, ast.Name) and _is_field(given, part))
+            yield from (to.id for to, given in _pairs(one) if isinstance(to, ast.Name) and _is_field(given, part, kind))
 
 
 def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
@@ -197,8 +197,10 @@ def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     return [(target, value)]
 
 
-def _is_field(node: ast.AST, part: str) -> bool:
-    """Return True for the field `part` of a configuration: what a plan has under this name is made of it."""
+def _is_field(node: ast.AST, part: str, kind: str) -> bool:
+    """Return True for `part`; of a record `kind` only for the field of a configuration: a plan, too, has the name."""
+    if not kind:
+        return part in (getattr(node, "attr", ""), getattr(node, "id", ""))
     return isinstance(node, ast.Attribute) and node.attr == part and "config" in ast.unparse(node.value)
 
 
