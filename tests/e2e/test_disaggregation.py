@@ -247,4 +247,4 @@ def test_a_prompt_of_texts_at_other_positions_is_decoded_elsewhere() -> None:
             (other,) = second.generate(asked, params(40), use_tqdm=False)
             assert other.num_cached_tokens == 16 and other.outputs[0].token_ids == whole.outputs[0].token_ids
             second.engine.core.check()
-        until(lambda: not leases(first))
+            until(lambda: not leases(first))  # the decode node tells with its next word, if it still lives then
