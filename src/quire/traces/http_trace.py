@@ -169,7 +169,8 @@ def joined(calls: list[Span], seen: list[Span], traced: TracedRequest) -> Span:
     for span, after in pairwise(root.inside):
         if span.name == HTTP:  # a coroutine goes on after this stay
             last = after.begin if after.name in TRACKS else after.end
-            span.end = max(one.end for call in span.inside for one in _within(call) if one.end <= last)
+            ends = [one.end for call in span.inside for one in _within(call)]
+            span.end = max((end for end in ends if end <= last), default=last)  # all of its calls may go on
     return root
 
 
