@@ -37,6 +37,7 @@ def describe_cost(
     parameters    "all" and "active": those that a token is multiplied with
     experts       [tokens, experts that they hit] in a layer if the router chooses at random; []: none
     latent        bytes of a token in a layer, "absorbed" and "naive" (keys and values of all heads); None: no latents
+    replicas      of the engine: a step is that of one of them
     steps         of `StepForecast`, of the slowest rank's first stage
     layouts       what other divisions of the model send in these steps, if `layouts`
     """
@@ -55,6 +56,7 @@ def describe_cost(
         "parameters": dict(zip(("all", "active"), counted, strict=True)),
         "experts": [[n, every * (1 - (1 - top / every) ** n)] for n in sorted({*BATCHES, requests})] if moe else [],
         "latent": _latent(report),
+        "replicas": config.parallel.data_parallel_size,
         "steps": [],
         "layouts": [],
     }

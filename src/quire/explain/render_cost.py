@@ -37,6 +37,8 @@ def _parts(cost: Plan) -> Iterator[RenderableType]:
             "byte on operations are the bound, below it memory. A kernel waits "
             f"{rates['gap'] * 1e6:.1f} us for the one before it."
         )
+    if (replicas := cost["replicas"]) > 1:
+        yield f"steps, requests and tokens per second are those of one of {replicas} replicas"
     for step in cost["steps"]:
         yield ""
         yield _step(step, timed=rates is not None)

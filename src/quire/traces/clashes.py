@@ -28,6 +28,8 @@ def _clashes(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield bool(args.after) and other, "--after is for a trace of a request: leave it or --from out."
     for name in ("prompt", "after"):
         yield getattr(args, name) == "", f"--{name} is an empty text: give it one, or leave it out."
+    prompt = args.prompt is not None or args.prompt_argument is not None
+    yield prompt and args.begin in ("start", "load", "flag"), f"--from {args.begin} sends no prompt: leave it out."
     belongs = "--request and --api-key belong to a server: add --url, or leave them out."
     sampling = next((name for name in vars(args) if name.startswith(SAMPLING)), "")
     elsewhere = args.url is not None or args.begin in ("start", "load", "flag")

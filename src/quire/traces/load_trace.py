@@ -43,6 +43,29 @@ def load_lines(llm: LLM, tensor: str | None) -> Iterator[str]:
             end = header.offset + header.num_bytes
             yield f"{one}  {shape} {header.dtype}, bytes {header.offset:,} to {end:,} of {header.file.name}"
     yield from (f"  {one}" for one in rank_slices(report, found))
+    yield from (f"  {one}" for one in ways_to_kernels(report, found))
+    if engine.runner is None:
+        yield "  in the processes of the ranks: their memory is not shown"
+        return
+    place, *others = _places(param, found[0])
+    alone = param.shard == "experts" and not others
+    for words in _memory(engine.runner.model, param, place if alone else -1):
+        yield f"  {words}"
+
+
+def ways_to_kernels(report: PlanReport, names: Sequence[str]) -> Iterator[str]:
+    """Yield the ways of a module's stored tensors to each parameter that reads them on any rank, as lines.
+
+    Two parameters read a tied embedding where the first and the last stage are different ranks.
+    """
+    held = (param for rank, _ in report.holdings.held for param in report.holdings.params_of(rank))
+    readers = {one.name: one for one in held if any(name in names for name in tensor_names(one))}
+    for name, param in readers.items():
+        yield from (f"{name}: {words}" if len(readers) > 1 else words for words in _way(report, param))
+
+
+def _way(report: PlanReport, param: Param) -> Iterator[str]:
+    """Yield a parameter's format, the functions on its way to the kernel, and what the kernel has, as lines."""
     layer = param.name.split(".")[1] if param.name.startswith("layers.") else ""
     described = next(
         weight
@@ -52,19 +75,12 @@ def load_lines(llm: LLM, tensor: str | None) -> Iterator[str]:
     )
     if described["format"] != "unquantized":
         stored = described["stored_as"] or "stored unquantized"
-        yield f"  format {described['format']}: {stored}; decided by {described['decided_by']}"
+        yield f"format {described['format']}: {stored}; decided by {described['decided_by']}"
     for stage in ("load", "convert", "pack", "run"):
         if described[stage]:
-            yield f"  {stage}  {_function(described[stage])}"
+            yield f"{stage}  {_function(described[stage])}"
     whole = f", {format_bytes(described['bytes'])}" * (report.plan.mesh.parallel.size == 1)
-    yield f"  as the kernel has it: {described['dtype']}{whole}"
-    if engine.runner is None:
-        yield "  in the processes of the ranks: their memory is not shown"
-        return
-    place, *others = _places(param, found[0])
-    alone = param.shard == "experts" and not others
-    for words in _memory(engine.runner.model, param, place if alone else -1):
-        yield f"  {words}"
+    yield f"as the kernel has it: {described['dtype']}{whole}"
 
 
 def check_tensor(config: EngineConfig, tensor: str) -> None:

@@ -98,6 +98,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", model, "--device", "h200", "--cost", "--batch", "2", "--context", "1k"]) == 0
     out = capsys.readouterr().out
     assert "2 requests, 1 token each, context 1,000" in out and "mlp.gate_up" in out and "forecast" in out
+    assert "replicas" not in out and main(["explain", model, "--device", "h200", "--cost", "-dp", "2"]) == 0
+    assert "are those of one of 2 replicas" in capsys.readouterr().out
     assert main(["explain", model, "--cost", "--json", "--device", "cpu"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rates"] is None and told["parameters"]["active"] == told["parameters"]["all"]
@@ -130,6 +132,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--diff", "--layer 0"], "--layer says what is printed, not what is planned"),
         (["--svg", "x.svg"], "x.svg is a name of one: give a folder"),
         (["--svg", "x", "--json"], "leave one out"),
+        (["--svg", ""], "an empty text: give the folder"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:

@@ -40,7 +40,7 @@ from quire.plan.parallel_notes import parallel_notes
 from quire.plan.placement import ranks
 from quire.reports.engine import PlanReport
 from quire.reports.ranks import describe_one, rank_lines, rank_name
-from quire.traces.load_trace import rank_slices
+from quire.traces.load_trace import rank_slices, ways_to_kernels
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
@@ -142,6 +142,14 @@ def test_a_trace_of_a_tensor_has_the_slices_of_every_rank(folders: Folders) -> N
             count = one["end"] - one["start"]
             assert end - begin == (count if one["axis"] == 0 else one["shape"][0])
             assert ("expert " in line) == (".experts." in name), line
+
+
+def test_a_tied_embedding_has_a_way_for_each_stage_that_reads_it() -> None:
+    report = plan_engine(EngineConfig.from_flat(model=str(bundled_model()), pipeline_parallel_size=2, device="cpu"))
+    lines = list(ways_to_kernels(report, ["model.embed_tokens.weight"]))
+    assert {line.partition(":")[0] for line in lines} == {"embed.weight", "head.weight"}
+    assert any(line.startswith("embed.weight: run  torch.nn.functional.embedding") for line in lines)
+    assert any(line.startswith("head.weight: pack  quire.kernels.linear.") for line in lines)
 
 
 def told(folder: Path, slices: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:

@@ -114,6 +114,8 @@ def test_what_a_plan_has_under_the_name_of_an_option_is_no_option() -> None:
         (["--enable-dbo"], "a step is not split into two batches"),
         (["--from", "start", "--after", "x"], "a trace of a request"),
         (["--from", "load", "--out", "x.json"], "has no times"),
+        (["--from", "load", "-p", "x"], "sends no prompt"),
+        ([".", "x", "--from", "start"], "sends no prompt"),
         (["--from", "load", "--tensor", TENSOR + "x", *SMALL], "Near: " + TENSOR),
         (["--from", "load", "--tensor", "q_proj", *SMALL], "Near: model.layers.0.self_attn.q_proj.weight"),
         (["--from", "load", "--tensor", "layers.0.attention.qkv"], "is made of model.layers.0.self_attn.q_proj.weight"),

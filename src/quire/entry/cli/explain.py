@@ -42,7 +42,7 @@ def configure(parser: flags.FlagParser) -> None:
     part.add_argument(
         "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff='-q fp8 -tp 4'"
     )
-    part.add_argument("--svg", metavar="FOLDER", type=Path, help="write drawings of the plan to this folder")
+    part.add_argument("--svg", metavar="FOLDER", type=flags.reporting(_folder), help="write drawings of the plan to this folder")
     parser.add_argument(
         "--batch", metavar="N", type=_positive, help="requests of the decode step of --cost (default: 1)"
     )
@@ -189,6 +189,12 @@ def _print(shown: object) -> None:
     with console.capture() as captured:
         console.print(shown)
     print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n")  # tables are padded to their width
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise ValueError("an empty text: give the folder of the drawings")
+    return Path(text)
 
 
 def _positive(text: str) -> int:

@@ -26,6 +26,7 @@ from quire.entry.keyboard_interrupt import raise_on_interrupt
 if TYPE_CHECKING:
     from quire.observe.calls import Span
 
+BUILT_IN = "The quire is a stack of folded pages."  # prompt
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
 
@@ -36,7 +37,6 @@ def configure(parser: FlagParser) -> None:
         "prompt_argument",
         metavar="PROMPT",
         nargs="?",
-        default="The quire is a stack of folded pages.",
         help="text to continue (default: a built-in one)",
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
@@ -155,4 +155,4 @@ def _print_calls(args: argparse.Namespace, found: "Span", lines: Iterable[str] |
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    return str(args.prompt or args.prompt_argument)
+    return str(args.prompt or args.prompt_argument or BUILT_IN)
