@@ -42,7 +42,9 @@ def configure(parser: flags.FlagParser) -> None:
     part.add_argument(
         "--diff", metavar="WORDS", help="what changes with these flags or for this model: --diff='-q fp8 -tp 4'"
     )
-    part.add_argument("--svg", metavar="FOLDER", type=flags.reporting(_folder), help="write drawings of the plan to this folder")
+    part.add_argument(
+        "--svg", metavar="FOLDER", type=flags.reporting(_folder), help="write drawings of the plan to this folder"
+    )
     parser.add_argument(
         "--batch", metavar="N", type=_positive, help="requests of the decode step of --cost (default: 1)"
     )
