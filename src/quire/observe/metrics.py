@@ -8,7 +8,7 @@ Knows nothing of HTTP and of the engine; the server calls the hooks.
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +110,7 @@ class Metrics(Collector):
     def __init__(self, prefix: str = "quire", model_name: str = "") -> None:
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": ENGINE}
         self._stats = StepStats()
+        self._held: Callable[[], int] | None = None  # see `engine_lost`; None: there is an engine, or none was lost
         self._adapters = AdapterStats()
         self._num_blocks = self._num_slots = 0
         self._cache_info: dict[str, str] = {}
@@ -149,6 +150,9 @@ class Metrics(Collector):
         core_pid: int | None = None,
     ) -> None:
         """Record that the core is loaded, with these sizes, in process `core_pid` (None: this process)."""
+        self._stats = StepStats(num_waiting=self.num_held(), num_free_blocks=num_blocks)
+        self._busy_since = time.monotonic() if self._stats.num_waiting else None
+        self._held = None
         self._num_slots, self._num_blocks = num_slots, num_blocks
         self._size_lengths(max_model_len)
         self._cache_info = {
@@ -161,6 +165,16 @@ class Metrics(Collector):
             self._pids["core"] = core_pid
         if (seconds := self.restarts.served()) is not None:
             self._seen["restart_seconds"].observe(seconds)
+
+    def engine_lost(self, held: Callable[[], int]) -> None:
+        """Record that the core is dead and that another one follows.
+        held: returns how many requests of this process wait for it"""
+        self._held = held
+        self._stats, self._busy_since, self._num_blocks = StepStats(), None, 0
+
+    def num_held(self) -> int:
+        """Return how many requests of this process wait for the next core."""
+        return 0 if self._held is None else self._held()
 
     def step(self, stats: StepStats, num_tokens: int, adapters: AdapterStats | None = None) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
@@ -262,7 +276,7 @@ class Metrics(Collector):
         runs, _, *right = [new - old for new, old in zip(stats.drafts, earlier, strict=True)] or (0, 0)
         return StatsLine(
             num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_waiting=self._num_waiting,
             kv_usage=self._kv_usage,
             hit_rate=hits / queries if queries else None,
             prompt_tokens_per_s=prompt / seconds,
@@ -288,7 +302,11 @@ class Metrics(Collector):
 
     @property
     def _kv_usage(self) -> float:
-        return 1.0 - self._stats.num_free_blocks / self._num_blocks if self._num_blocks and self._num_steps else 0.0
+        return 1.0 - self._stats.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._stats.num_waiting + self.num_held()
 
     @property
     def _load(self) -> float:
@@ -300,7 +318,7 @@ class Metrics(Collector):
         The larger one counts. The second one takes a waiting request for as large as those that run.
         """
         running, slots = self._stats.num_running, self._num_slots
-        wanted = running + self._stats.num_waiting
+        wanted = running + self._num_waiting
         return max(wanted / slots if slots else 0.0, self._kv_usage * wanted / running if running else 0.0)
 
     @property
@@ -314,13 +332,17 @@ class Metrics(Collector):
         """Return the values of gauges and counters: a number, or a number for each value of the label."""
         s, phases = self._stats, self._phase_tokens
         runs, drafts, *accepted = s.drafts or (0, 0)
-        used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
+        used = self._num_blocks - s.num_free_blocks
         return {
             "engine_load": self._load,
             "num_requests_running": s.num_running,
             "num_requests_running_by_replica": {str(number): count for number, count in s.replicas.items()},
-            "num_requests_waiting": s.num_waiting,
-            "num_requests_waiting_by_reason": {"capacity": s.num_waiting - s.num_blocked, "deferred": s.num_blocked},
+            "num_requests_waiting": self._num_waiting,
+            "num_requests_waiting_by_reason": {
+                "capacity": s.num_waiting - s.num_blocked,
+                "deferred": s.num_blocked,
+                "restart": self.num_held(),
+            },
             "kv_cache_usage_perc": self._kv_usage,
             "kv_blocks": {
                 "used": used,

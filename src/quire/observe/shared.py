@@ -1,7 +1,7 @@
 """Metrics of a server with several HTTP processes: each writes its counts to a file, and any of them adds all up.
 
 Counts of requests are those of a process. Counts of steps are made by the first process alone. The state of the engine
-is known to all. The file of a process that has ended stays, so that no counter goes back.
+is known to all; while there is none, each process knows the requests that it holds. The file of a process that has ended stays, so that no counter goes back.
 """
 
 import asyncio
@@ -26,8 +26,11 @@ NUMBERS = ("_num_steps", "_generated", "_delivered")
 
 
 class Counts(msgspec.Struct):
-    """All that a process has counted. `seen`, `parts`: buckets and sum of each histogram, by name."""
+    """All that a process has counted. `seen`, `parts`: buckets and sum of each histogram, by name.
+    `held`: requests of process `number` that wait for the next core, a gauge"""
 
+    number: int
+    held: int
     numbers: list[int]
     phases: dict[str, int]
     seen: dict[str, tuple[list[int], float]]
@@ -85,6 +88,14 @@ class SharedMetrics(Metrics):
                 )
             self._failed = True
 
+    def num_held(self) -> int:
+        """Return how many requests of all processes wait for the next core."""
+        own = super().num_held()
+        if self._held is None:
+            return own
+        others = {counts.number: counts.held for counts in self._others()}  # the last process of each number
+        return own + sum(held for number, held in others.items() if number != self._number)
+
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of a scrape: those of all processes, added up."""
         if self._count == 1:
@@ -95,6 +106,7 @@ class SharedMetrics(Metrics):
         whole._stats, whole._adapters = self._stats, self._adapters
         whole._num_slots, whole._num_blocks, whole._cache_info = self._num_slots, self._num_blocks, self._cache_info
         whole._busy_since = self._busy_since
+        whole._held = None if self._held is None else self.num_held
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last
             whole._add(counts)
@@ -102,6 +114,8 @@ class SharedMetrics(Metrics):
 
     def _counts(self) -> Counts:
         return Counts(
+            number=self._number,
+            held=super().num_held(),
             numbers=[getattr(self, name) for name in NUMBERS],
             phases=self._phase_tokens,
             seen={name: (one.counts, one.total) for name, one in self._seen.items()},

@@ -169,6 +169,20 @@ def test_outputs_without_a_step_change_the_state_only() -> None:
     assert value(metrics, "steps_total") == 1 and value(metrics, "iteration_tokens_total_count") == 1
 
 
+def test_while_the_engine_is_started_again_the_requests_that_are_held_wait() -> None:
+    metrics = ready()
+    metrics.step(STEP, 4)
+    metrics.engine_lost(lambda: 12)
+    empty = {"num_requests_running": 0, "kv_cache_usage_perc": 0, "num_requests_waiting": 12, "engine_load": 1.5}
+    assert {name: value(metrics, name) for name in empty} == empty
+    assert value(metrics, "num_requests_waiting_by_reason", reason="restart") == 12
+    assert metrics.snapshot().num_waiting == 12 and value(metrics, "kv_blocks", state="used") == 0
+    metrics.engine_ready(num_slots=8, num_blocks=100, block_size=16, max_model_len=1000)
+    assert {name: value(metrics, name) for name in empty} == empty, "the next core gets them, and has said nothing yet"
+    metrics.step(STEP, 4)
+    assert value(metrics, "num_requests_waiting") == 5 and value(metrics, "kv_cache_usage_perc") == 0.4
+
+
 def test_a_replica_that_died_is_left_out() -> None:
     """Its KV blocks are neither used nor free."""
     metrics = ready()

@@ -82,6 +82,18 @@ def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
     assert [any(f'"{role}"' in key for key in roles) for role in ("http", "http_1", "http_2")] == [True] * 3
 
 
+def test_requests_that_wait_for_the_next_core_are_those_of_all_processes(tmp_path: Path) -> None:
+    every = made()
+    asyncio.run(shared(every, tmp_path))
+    for number, metrics in enumerate(every):
+        metrics.engine_lost(lambda number=number: number + 1)
+        metrics._publish(tmp_path)
+    again = SharedMetrics("quire", "m", number=2, count=3, again=1)  # one that was killed holds nothing
+    again._publish(tmp_path)
+    name = 'quire:num_requests_waiting{engine="0",model_name="m"}'
+    assert samples(every[0])[name] == 1 + 2 == every[0].snapshot().num_waiting
+
+
 def test_counts_are_written_again_after_a_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

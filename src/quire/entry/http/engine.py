@@ -18,7 +18,6 @@ import msgspec
 
 from quire.config.serve import DeadlineConfig, ServerConfig
 from quire.contracts import errors
-from quire.contracts.output import StepStats
 from quire.contracts.request import NO_ACCOUNT, Account
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
@@ -425,7 +424,7 @@ class ServedEngine:
             return self._die(error)
         if self.state is EngineState.READY:
             self.state, self.loss, self.loading = EngineState.RESTARTING, str(error), messages.Loading("waiting")
-            self._metrics.step(StepStats(step=-1), 0)
+            self._metrics.engine_lost(lambda: self._unsent.num_requests)
             if self.place.number == 0:
                 self._metrics.restarts.lost(self.loss)
             words = f"{error} It is started again: send the request again."

@@ -87,6 +87,8 @@ def test_requests_without_a_token_wait_for_the_next_core_and_others_fail_alone()
                     refused()
             with pytest.raises(EngineStarting):
                 await engine.control("plan")
+            line = server.metrics.snapshot()
+            assert (line.num_running, line.num_waiting, line.kv_usage) == (0, 4, 0.0), "the front end holds 4 requests"
             gone.close()  # its client does not wait
             for index, answer in enumerate(await asyncio.gather(*waiting)):
                 assert token_ids(answer[0]) == expected(engine, [index, 2], 8)

@@ -22,6 +22,11 @@ class Unsent:
     def __init__(self, *, on: bool) -> None:
         self._on, self._held = on, dict[RequestStream, _Waiting]()
 
+    @property
+    def num_requests(self) -> int:
+        """Number of the core's requests in these streams: one per completion."""
+        return sum(len(add.requests) for held in self._held.values() for add in held.adds)
+
     def hold(self, stream: RequestStream, adds: Sequence[Add]) -> None:
         """Note a stream that is sent to the core."""
         if self._on and adds:
