@@ -42,12 +42,12 @@ def test_every_line_is_json_and_none_holds_a_text_of_a_user() -> None:
         statuses = [ask(path, body, f"id-{number}") for number, (path, body) in enumerate(ASKED)]
         assert {200, 400} <= {*statuses}
         for number, (path, _) in enumerate(ASKED):
-            wait_until(lambda number=number: bool(lines(request_id=f"id-{number}")))  # printed after the answer
-            (line,) = lines(request_id=f"id-{number}")
+            wait_until(lambda number=number: bool(lines(request_id=f"id-{number}", message="request")))  # later
+            (line,) = lines(request_id=f"id-{number}", message="request")
             assert (line["path"], line["status"], line["process"]) == (path, statuses[number], "http")
-        assert [line for line in lines() if line["message"].startswith("request id-0: ")], (
-            "sizes and reason of a request"
-        )
+        assert lines(request_id="id-0", generated_tokens=2, finish="length"), "sizes and reason of a request"
+        assert lines(request_id="id-0", message="request", finish="length")
+        assert lines(request_id="id-2", message="request", error="context_length_exceeded")
         server.signal(signal.SIGUSR2)
         wait_until(lambda: bool([line for line in lines() if "log is info" in line["message"]]))
         ask("/version", name="later")

@@ -105,12 +105,12 @@ class Completion:
             drafts=self.drafts,
         )
 
-    def ending(self, cause: str) -> str:
-        """Return the finish reason with its cause, such as "aborted (queue_timeout)".
+    def ending(self, cause: str) -> tuple[str, str]:
+        """Return the finish reason and its cause, such as ("aborted", "queue_timeout"); cause "": there is none.
         cause: cause for which the request was aborted, if it was; it counts when this completion had not finished"""
         code = self.stop_reason if self.finish_reason == "error" else ""  # a message may hold the request's schema
         why = code or ("" if self.finish_reason else cause)
-        return (self.finish_reason or "aborted") + f" ({why})" * bool(why)
+        return self.finish_reason or "aborted", str(why)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Decode the unread tokens. Return the stop string that was found, or None."""

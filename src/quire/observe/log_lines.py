@@ -28,7 +28,8 @@ def notice(message: str, level: str, log_format: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats the records of Python's loggers in a process of this name."""
+    """Formats the records of Python's loggers in a process of this name. A call with `extra={"fields": {...}}` adds
+    fields to its line."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Override a method of `logging.Formatter`."""
-        fields = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        fault = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        fields = {**record.__dict__.get("fields", {}), **fault}
         return json_line(record.getMessage(), record.levelname.lower(), self._process, **fields)
 
 

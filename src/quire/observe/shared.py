@@ -1,7 +1,8 @@
 """Metrics of a server with several HTTP processes: each writes its counts to a file, and any of them adds all up.
 
 Counts of requests are those of a process. Counts of steps are made by the first process alone. The state of the engine
-is known to all; while there is none, each process knows the requests that it holds. The file of a process that has ended stays, so that no counter goes back.
+is known to all. While there is no engine, each process knows the requests that it holds. The file of a process that has
+ended stays, so that no counter goes back.
 """
 
 import asyncio

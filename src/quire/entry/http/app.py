@@ -37,12 +37,13 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer, http_error
 from quire.entry.http.life.routes import OFF, life_routes
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.observed.spans import TracedRequests
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate
-from quire.entry.http.request_scope import AccessLog, RequestScope
+from quire.entry.http.request_scope import RequestScope
 from quire.entry.http.web.page import ServesPage
 from quire.entry.http.web.routes import live_routes
 from quire.observe.metrics import Metrics

@@ -18,7 +18,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import PERMISSION, HttpError
 from quire.entry.http.freed_memory import FreedMemory
 from quire.entry.http.kept.store import ResponseStore
-from quire.entry.http.observed.spans import note_model, note_running
+from quire.entry.http.observed.spans import note_model
 from quire.entry.http.text_work import TextWork
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
@@ -107,7 +107,7 @@ class ServerContext:
         caller = caller_of(scope)
         with self.in_flight.hold(caller.owner, request_id), self.limits.hold(Ticket(caller)) as ticket:
             ticket.deadlines = caller.rules.deadlines(self.config.deadlines)
-            note_running(scope, ticket)
+            scope.setdefault("state", {})["ticket"] = ticket
             yield ticket
 
     def _key_table(self) -> KeyTable:

@@ -148,8 +148,7 @@ class Exchange:
     async def fail(self, error: BaseException) -> None:
         """Send an error: as a response with its status, or as the last event of a stream that has begun."""
         answer = http_error(error)
-        if (span := self.scope.get("state", {}).get("span")) is not None:
-            span.error = answer.code or answer.kind
+        self.scope.setdefault("state", {})["error"] = answer.code or answer.kind  # for the access log and spans
         answer.message = self._own_words(answer.message)
         answer.param = answer.param and self._own_words(answer.param).partition(".")[0]
         if self._stream is not None:

@@ -6,7 +6,6 @@ Knows nothing of routes.
 import logging
 import re
 import secrets
-import sys
 import time
 from collections.abc import Collection
 
@@ -14,35 +13,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.serve import LogConfig
-from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.errors import error_answer
-from quire.observe.log_lines import JSON, json_line
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 CLIENT_GONE = 499  # status in log and metrics of a request whose client disconnected; never sent
 NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would have no limit
-
-
-class AccessLog:
-    """The lines about HTTP requests: with --access-log, and at the level debug."""
-
-    def __init__(self, config: LogConfig) -> None:
-        self._on, self._json = config.access_log, config.log_format == JSON
-
-    def tell(self, scope: Scope, status: int, seconds: float) -> None:
-        """Print the line of an answered request."""
-        if not self._on and not LOG.isEnabledFor(logging.DEBUG):
-            return
-        client, method, path = _client(scope), scope["method"], ascii(scope["path"])[1:-1]
-        request_id = scope["state"]["request_id"]
-        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}"
-        if self._json:
-            asked = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
-            key = {"key": name} if (name := caller_of(scope).name) else {}
-            line = json_line("request", "info", "http", **asked, **key, seconds=round(seconds, 6))
-        print(line, file=sys.stderr)
 
 
 class RequestScope:
@@ -97,6 +75,7 @@ class RequestScope:
             outcome = status if complete else CLIENT_GONE
             self._metrics.http(self._label(scope), outcome, scope["method"])
             self._access_log.tell(scope, outcome, time.monotonic() - began)
+            scope["state"].pop("ticket", None)  # the scope may wait for the garbage collection, prompts need not
 
     def _label(self, scope: Scope) -> str:
         """Return the metrics label of a request: the route's pattern, or its path when a middleware answered."""
@@ -113,8 +92,3 @@ class RequestScope:
 def _request_id(scope: Scope) -> str:
     given: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if SANE_ID.fullmatch(given) else secrets.token_hex(16)
-
-
-def _client(scope: Scope) -> str:
-    client = scope.get("client")
-    return f"{client[0]}:{client[1]}" if client else "-"

@@ -142,11 +142,11 @@ class KeyCounts(Protocol):
 
 
 class Ticket:
-    """A running request: its prompts, its time limits, and the tokens that are counted of it."""
+    """A running request: its streams, its time limits, and the tokens that are counted of it."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
-        self.generations: list[Generation] = []
+        self.streams: list[RequestStream] = []
         self.deadlines = DeadlineConfig()
         self._prompt = self._output = 0
 
@@ -168,13 +168,19 @@ class Ticket:
             deadlines=self.deadlines,
             **more,
         )
-        self.generations += stream.generations
+        self.streams.append(stream)
         return stream
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Its prompts."""
+        return [generation for stream in self.streams for generation in stream.generations]
 
     def new_tokens(self) -> tuple[int, int]:
         """Return the prompt and output tokens since the last call."""
-        prompt = sum(len(generation.prompt_token_ids) for generation in self.generations)
-        output = sum(len(each.token_ids) for generation in self.generations for each in generation.completions)
+        generations = self.generations
+        prompt = sum(len(generation.prompt_token_ids) for generation in generations)
+        output = sum(len(each.token_ids) for generation in generations for each in generation.completions)
         new = prompt - self._prompt, output - self._output
         self._prompt, self._output = prompt, output
         return new

@@ -53,13 +53,6 @@ class TracedRequests:
             _end(span, scope, answering.status)
 
 
-def note_running(scope: Scope, ticket: Ticket) -> None:
-    """Note the request that runs for an HTTP request, if it is traced."""
-    state = scope.get("state", {})
-    if "span" in state:
-        state["ticket"] = ticket
-
-
 def note_model(scope: Scope, model: str) -> None:
     """Note the model of an HTTP request, if it is traced: the span's name has it."""
     if (span := scope.get("state", {}).get("span")) is not None and span.records:
@@ -86,6 +79,7 @@ def _end(span: ServerSpan, scope: Scope, status: int) -> None:
     if not span.records:
         return span.end(status)
     state = scope["state"]
+    span.error = span.error or state.get("error", "")
     found: dict[str, Any] = {"gen_ai.provider.name": "quire"}
     if request_id := state.get("request_id"):
         found["gen_ai.request.id"] = request_id

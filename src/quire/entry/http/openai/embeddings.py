@@ -15,6 +15,7 @@ from quire.contracts.step import F32
 from quire.entry.embedding import embed_params, vector_of
 from quire.entry.http.access.keyring import client_of
 from quire.entry.http.context import ServerContext
+from quire.entry.http.observed.request_lines import log_embedding, num_prompt
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import IDS, away, encoded, fitted, longest_prompt, several, tokenizer_of
@@ -113,15 +114,9 @@ async def vectors_of(
                     stream.close()
             watch.stop()
     vectors = [vector_of(generation, plan, dimensions) for generation in ticket.generations]
-    count = sum(len(generation.prompt_token_ids) for generation in ticket.generations)
+    count = num_prompt(ticket.streams)
     if context.logs_requests:
-        LOG.info(
-            "request %s: %d prompt tokens in %d texts, embedded, %.3f s",
-            exchange.request_id,
-            count,
-            len(prompts),
-            time.monotonic() - began,
-        )
+        log_embedding(exchange.scope, exchange.request_id, ticket.streams, time.monotonic() - began)
     return vectors, schema.PromptUsage(prompt_tokens=count, total_tokens=count)
 
 

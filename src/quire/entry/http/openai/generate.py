@@ -21,6 +21,7 @@ from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
+from quire.entry.http.observed.request_lines import log_generation
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import grammar_error, request_timeout
@@ -214,21 +215,8 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
             finally:
                 stream.close()
                 if context.logs_requests:
-                    _log(job, stream, time.monotonic() - began)
+                    log_generation(exchange.scope, job.request_id, [stream], time.monotonic() - began)
     await exchange.reply(answer)
-
-
-def _log(job: Job, stream: RequestStream, seconds: float) -> None:
-    """Log a finished request in one line: token counts, finish reasons and seconds; no text."""
-    completions = [c for generation in stream.generations for c in generation.completions]
-    LOG.info(
-        "request %s: %d prompt tokens, %d generated, %s, %.3f s",
-        job.request_id,
-        sum(len(prompt.token_ids or ()) for prompt in job.prompts),
-        sum(len(completion.token_ids) for completion in completions),
-        "+".join(sorted({completion.ending(stream.cause) for completion in completions})),
-        seconds,
-    )
 
 
 async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:

@@ -1,17 +1,23 @@
 """/v1/completions over the mock core: prompts, choices, echo, logprobs, extensions, limits."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from quire.contracts.errors import QueueTimeout
+from quire.config.serve import LogConfig
+from quire.contracts.errors import EngineDead, QueueTimeout
 from quire.contracts.request import NO_ACCOUNT
 from quire.contracts.sampling import SamplingParams
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.request_scope import RequestScope
+from quire.observe.log_lines import JsonFormatter
 from quire.observe.metrics import Metrics
 from quire.text import fill_in_middle
+
+from .conftest import Reply
 
 PATH = "/v1/completions"
 
@@ -283,6 +289,35 @@ def test_the_line_of_an_aborted_request_has_the_cause(
 
     asyncio.run(work())
     assert "aborted (queue_timeout)" in caplog.text
+    (record,) = (each for each in caplog.records if hasattr(each, "fields"))
+    line = json.loads(JsonFormatter("http").format(record))
+    assert (line["finish"], line["cause"], line["prompt_tokens"]) == ("aborted", "queue_timeout", 1)
+    assert line["request_id"] in line["message"] and line["generated_tokens"] >= 0
+
+
+def test_the_access_line_of_a_stream_that_fails_says_so(
+    mock_engine: Any, make_client: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status is 200, since its first event was sent."""
+
+    async def work(log: LogConfig) -> None:
+        client, reply = make_client(mock_engine), Reply()
+        client.app = RequestScope(client.app, metrics=Metrics(), access_log=AccessLog(log))
+        body = json.dumps({"prompt": "Hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+        asked = asyncio.create_task(client.call("POST", PATH, body, reply=reply))
+        while not reply.parts:
+            await asyncio.sleep(0)
+        ((stream, _, _),) = mock_engine._open.values()
+        stream.cause = "engine"
+        stream.put(EngineDead("planted."))
+        await asked
+
+    asyncio.run(work(LogConfig(access_log=True)))
+    assert " 200 " in (line := capsys.readouterr().err)
+    assert line.endswith(" finish=aborted cause=engine error=engine_dead\n")
+    asyncio.run(work(LogConfig(access_log=True, log_format="json")))
+    line = json.loads(capsys.readouterr().err)
+    assert (line["status"], line["finish"], line["cause"], line["error"]) == (200, "aborted", "engine", "engine_dead")
 
 
 def test_request_ids(mock_engine: Any, make_client: Callable[..., Any]) -> None:
