@@ -108,9 +108,10 @@ class Completion:
     def ending(self, cause: str) -> tuple[str, str]:
         """Return the finish reason and its cause, such as ("aborted", "queue_timeout"); cause "": there is none.
         cause: cause for which the request was aborted, if it was; it counts when this completion had not finished"""
-        code = self.stop_reason if self.finish_reason == "error" else ""  # a message may hold the request's schema
-        why = code or ("" if self.finish_reason else cause)
-        return self.finish_reason or "aborted", str(why)
+        if self.finish_reason is None:
+            return "aborted", cause
+        failed = self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        return self.finish_reason, str(self.stop_reason or "") if failed else ""
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Decode the unread tokens. Return the stop string that was found, or None."""
@@ -173,6 +174,11 @@ class Generation:
             if completion.finish_reason is None:
                 return False
         return True
+
+    def ending(self) -> tuple[str, str]:
+        """Return the finish reason of the first completion, and the cause of the first that failed; "": none did."""
+        ends = [completion.ending("") for completion in self.completions]
+        return ends[0][0], next((cause for _, cause in ends if cause), "")
 
     def add_logprobs(self, completion: Completion, rows: RowLogprobs, row: int) -> None:
         """Keep the logprobs of a completion's next token and its alternatives. They are row `row` of `rows`."""

@@ -124,7 +124,7 @@ class Metrics(Collector):
         self._parts = {part: Histogram(self._seen["step_time_seconds"].bounds) for part in STEP_PARTS}
         self._size_lengths(DEFAULT_CONTEXT)
         self._finished = Tally(*((reason.value,) for reason in FinishReason), limit=8)
-        self._aborts, self._rejections = Tally(limit=16), Tally(limit=16)
+        self._aborts, self._rejections = Tally(limit=32), Tally(limit=16)
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from quire.config.serve import DeadlineConfig
-from quire.contracts.errors import QueueTimeout, RequestError, RequestFailed
-from quire.entry.http.request_stream import RequestStream
+from quire.contracts.errors import RequestError, RequestFailed
+from quire.entry.http.request_stream import RequestStream, not_started
 
 QUEUE, FIRST_TOKEN = "queue", "first_token"
 Line = dict[RequestStream, float]  # stream -> its deadline; the same limit for all, so in the order of deadlines
@@ -18,11 +18,12 @@ Line = dict[RequestStream, float]  # stream -> its deadline; the same limit for 
 
 def too_late(request_id: str, kind: str, seconds: float) -> RequestError:
     """Return the error of a request that waited so many seconds for its start or its first token."""
-    waited = f"request {request_id} waited {seconds:g} s and"
-    if kind == FIRST_TOKEN:
-        words = f"{waited} had no first token: try again later, or send a shorter prompt."
-        return RequestFailed(words, code=f"{kind}_timeout")
-    return QueueTimeout(f"{waited} did not start, because the server is busy: try again later.")
+    if kind == QUEUE:
+        return not_started(request_id, seconds)
+    words = (
+        f"request {request_id} waited {seconds:g} s and had no first token: try again later, or send a shorter prompt."
+    )
+    return RequestFailed(words, code=f"{kind}_timeout")
 
 
 class Deadlines:

@@ -288,9 +288,9 @@ class ServedEngine:
             self._client.send(add)
 
     def _abandon(self, stream: RequestStream) -> None:
-        """Abort a stream that its reader closed."""
+        """Abort a stream that its reader closed, since the client has left or an output could not be made."""
         if stream.num_open:
-            self._abort(stream, "disconnect")
+            self._abort(stream, stream.cause or "disconnect")
 
     def _abort(self, stream: RequestStream, cause: str | None) -> None:
         """End the unfinished prompts of a stream, here and in the core.
@@ -381,8 +381,10 @@ class ServedEngine:
                 self._deadlines.end(found[0])
                 self._unsent.drop(found[0])
                 found[0].end_one(found[1])
-                first = generation.completions[0]
-                self._count_end(generation, first.finish_reason or "abort", first.error or "")
+                reason, cause = generation.ending()
+                if cause:
+                    self._metrics.aborted(cause)
+                self._count_end(generation, reason, cause)
         self._tell_idle()
 
     def _count_end(self, generation: Generation, reason: str, cause: str) -> None:

@@ -7,6 +7,7 @@ end, or on an error. This saves a task switch per event. Knows nothing of the co
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Self
 
@@ -126,16 +127,20 @@ class RequestStream:
             output = generation.output()
         except Exception as error:
             LOG.exception("the output of request %s could not be made", self.request_id)
+            self.cause = INTERNAL
             raise failure(self.request_id, INTERNAL) from error
         for completion in output.outputs:
             if completion.finish_reason == "error":
                 if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
-                    raise QueueTimeout(
-                        f"request {self.request_id} did not start within its time limit, because the "
-                        "server is busy: try again later."
-                    )
+                    raise not_started(self.request_id, time.monotonic() - generation.metrics.arrival_time)
                 raise failure(self.request_id, str(completion.stop_reason), completion.error)
         return output
+
+
+def not_started(request_id: str, seconds: float) -> QueueTimeout:
+    """Return the error of a request that no step has scheduled in the seconds of a limit, of the queue or its own."""
+    words = f"request {request_id} waited {round(seconds, 2):g} s and did not start"
+    return QueueTimeout(f"{words}, because the server is busy: try again later.")
 
 
 def failure(request_id: str, code: str, words: str | None = None) -> RequestFailed:

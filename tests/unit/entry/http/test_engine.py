@@ -372,7 +372,7 @@ def test_whose_time_is_up_before_it_began_has_waited_too_long() -> None:
         async with serving(max_num_seqs=1, mock_step_ms=5.0) as (engine, _):
             first = open_one(engine, 60)
             prompts = [Prompt(token_ids=PROMPT), Prompt(token_ids=PROMPT)]
-            with pytest.raises(QueueTimeout, match="request w did not start within its time limit"):
+            with pytest.raises(QueueTimeout, match=r"request w waited \S+ s and did not start"):
                 await read(engine.open(prompts, params(3), request_id="w", timeout=0.1))
             await read(first)
             late = engine.open(prompts, params(4000), request_id="late", timeout=0.1)
@@ -439,13 +439,16 @@ def test_what_answers_consist_of_is_told_at_the_start() -> None:
 
 def test_who_takes_too_long_fails_alone() -> None:
     async def work() -> None:
-        async with serving(mock_step_ms=5.0, request_timeout=30.0) as (engine, _):
+        counted = Counted()
+        async with serving(counted, mock_step_ms=5.0, request_timeout=30.0) as (engine, _):
             prompt = [Prompt(token_ids=PROMPT)]
             late = engine.open(prompt, params(4000), request_id="late", timeout=0.1)
             (outputs,) = await read(open_one(engine, 10))
             with pytest.raises(RequestFailed) as caught:
                 await read(late)
             assert caught.value.code == "deadline" and len(token_ids(outputs)) == 10
+            assert counted.calls["aborted"] == [(("deadline",), {})]
+            assert {record["cause"] for record in engine.requests()} == {"", "deadline"}
 
     run(work())
 
@@ -516,13 +519,15 @@ def test_a_request_that_fails_in_the_core_fails_alone() -> None:
 @pytest.mark.parametrize("where", ["push", "output"])
 def test_a_request_whose_text_fails_fails_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        async with serving(mock_step_ms=1.0) as (engine, _):
+        counted = Counted()
+        async with serving(counted, mock_step_ms=1.0) as (engine, _):
             bad, good = open_one(engine, 4000), open_one(engine, 20)
             target: Any = bad.generations[0].completions[0].text if where == "push" else bad.generations[0]
             monkeypatch.setattr(target, where, lambda *args, **kwargs: 1 / 0)
             with pytest.raises(RequestFailed) as caught:
                 await read(bad)
             assert caught.value.code == "internal"
+            assert counted.calls["aborted"] == [(("internal",), {})]
             assert token_ids((await read(good))[0]) == expected(engine, PROMPT, 20)
 
     run(work())

@@ -38,8 +38,6 @@ def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
         metrics.first_token(taken.now - generation.metrics.arrival_time)
     for _ in range(taken.num_stop_strings):
         metrics.aborted("stop_string")
-    for _ in taken.broken:
-        metrics.aborted("internal")
 
 
 def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
