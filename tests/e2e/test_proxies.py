@@ -63,12 +63,12 @@ def server(folder: Path) -> Iterator[Server]:
         yield made
 
 
-def prepared(file: str, folder: Path, server: Server, port: int) -> str:
+def prepared(file: str, folder: Path, server: int, port: int) -> str:
     """Return a configuration with this port, server and certificate in place of those that it names."""
     text = (CONFIGURATIONS / file).read_text()
     changes = {
-        "127.0.0.1:8000": f"127.0.0.1:{server.port}",
-        "port_value: 8000": f"port_value: {server.port}",
+        "127.0.0.1:8000": f"127.0.0.1:{server}",
+        "port_value: 8000": f"port_value: {server}",
         "443": str(port),
         f"/etc/ssl/{NAME}": str(folder),
         SITE: f"{NAME}:{port} {{\n\ttls {folder}/fullchain.pem {folder}/privkey.pem\n",
@@ -79,8 +79,8 @@ def prepared(file: str, folder: Path, server: Server, port: int) -> str:
     return text
 
 
-def arguments_of(proxy: str, folder: Path, server: Server, port: int) -> list[str]:
-    """Write the configuration of a proxy. Return the arguments with which it runs."""
+def arguments_of(proxy: str, folder: Path, server: int, port: int) -> list[str]:
+    """Write the configuration of a proxy. Return the arguments with which it runs. `server`: port of the server"""
     config = folder / proxy
     if proxy == "nginx":
         config.write_text(NGINX.format(folder=folder, text=prepared("nginx.conf", folder, server, port)))
@@ -152,7 +152,7 @@ def test_a_proxy_in_front_of_a_server(proxy: str, program: str, folder: Path, se
         body = server.ask("/metrics", authorization=key).body.decode()
         return sum(float(line.rpartition(" ")[2]) for line in body.splitlines() if line.startswith(f"quire:{name}{{"))
 
-    with running([program, *arguments_of(proxy, folder, server, port)], folder, port):
+    with running([program, *arguments_of(proxy, folder, server.port, port)], folder, port):
         client = Client(folder, port)
         answer = client.ask("/v1/completions", asked(), authorization=key, x_request_id=f"of-{proxy}")
         assert answer.status == 200 and answer.json()["usage"]["completion_tokens"] == 2
@@ -173,3 +173,12 @@ def test_a_proxy_in_front_of_a_server(proxy: str, program: str, folder: Path, se
         stream.close()
         wait_until(lambda: count("request_aborts_total") > aborted, "the engine hears that the client has left")
         wait_until(lambda: count("num_requests_running") == 0, "the end of the request")
+
+
+@pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
+def test_nginx_says_when_to_come_back_while_no_server_listens(folder: Path) -> None:
+    nobody, port = (int(free_address().rpartition(":")[2]) for _ in range(2))
+    with running([PROGRAMS["nginx"], *arguments_of("nginx", folder, nobody, port)], folder, port):
+        answer = Client(folder, port).ask("/v1/completions", asked(), x_request_id="of-nobody")
+    assert (answer.status, answer.headers["retry-after"], answer.headers["x-request-id"]) == (503, "5", "of-nobody")
+    assert answer.headers["content-type"] == "application/json" and answer.json()["error"]["code"] == "no_server"

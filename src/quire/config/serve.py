@@ -113,6 +113,9 @@ class LogConfig:
     """Log lines of a server."""
 
     access_log: bool = option(False, "log a line per HTTP request")
+    disable_access_log_for_endpoints: str = option(
+        "", "paths without a line in the access log, separated by commas: /live,/ready,/health,/metrics"
+    )
     enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
     disable_log_stats: bool = option(False, "do not log a line of statistics every 10 s")
     log_format: str = option("text", "lines on standard error: text, or a JSON object each", choices=("text", "json"))
@@ -122,6 +125,11 @@ class LogConfig:
         "SIGUSR1 chooses debug, and SIGUSR2 this level",
         choices=("debug", "info", "warning", "error"),
     )
+
+    @property
+    def quiet_paths(self) -> frozenset[str]:
+        """Paths without a line in the access log."""
+        return frozenset(filter(None, map(str.strip, self.disable_access_log_for_endpoints.split(","))))
 
     @property
     def level(self) -> int:
@@ -224,6 +232,9 @@ def check_server(config: ServerConfig) -> None:
     for origin in http.allowed_origins:
         if not ORIGIN.fullmatch(origin):
             raise ConfigError(f"allowed_origins={origin!r}: must be * or like https://example.org, without a path.")
+    for path in config.log.quiet_paths:
+        if not path.startswith("/"):
+            raise ConfigError(f"disable_access_log_for_endpoints: {path!r} must be a path, such as /health.")
     for name in http.allowed_hosts:
         if not HOST_NAME.fullmatch(name):
             raise ConfigError(

@@ -364,7 +364,9 @@ def test_an_error_of_ours_gets_its_status(engine: FakeEngine) -> None:
 def test_access_log(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     call(make(engine), "/health")
     assert capsys.readouterr().err == ""
-    call(make(engine, ServerConfig(log=LogConfig(access_log=True))), "/he\nalth", x_request_id="r-2")
+    app = make(engine, ServerConfig(log=LogConfig(access_log=True, disable_access_log_for_endpoints="/ready, /health")))
+    call(app, "/health")
+    call(app, "/he\nalth", x_request_id="r-2")
     assert re.fullmatch(r"127\.0\.0\.1:1 GET /he\\nalth 404 0\.\d{3}s r-2\n", capsys.readouterr().err)
 
 

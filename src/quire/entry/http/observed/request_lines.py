@@ -25,11 +25,11 @@ class AccessLog:
     """The lines about HTTP requests: with --access-log, and at the level debug."""
 
     def __init__(self, config: LogConfig) -> None:
-        self._on, self._json = config.access_log, config.log_format == JSON
+        self._on, self._json, self._quiet = config.access_log, config.log_format == JSON, config.quiet_paths
 
     def tell(self, scope: Scope, status: int, seconds: float) -> None:
         """Print the line of an answered request."""
-        if not self._on and not LOG.isEnabledFor(logging.DEBUG):
+        if scope["path"] in self._quiet or not (self._on or LOG.isEnabledFor(logging.DEBUG)):
             return
         client, method, path, state = _client(scope), scope["method"], ascii(scope["path"])[1:-1], scope["state"]
         request_id = state["request_id"]
