@@ -3,6 +3,7 @@
 Knows processes, times and the files of a server's folder. Knows nothing of sockets.
 """
 
+import logging
 import os
 import signal
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from quire.procs.child_process import PROC
 
+LOG = logging.getLogger("quire")
 FIRST_WAIT = 0.5  # seconds from the end of a core to the start of the next; it doubles with each end in a row
 CALM_SECONDS = 10.0  # of service, after which an end is the first in a row
 MOST_WAIT = 30.0
@@ -32,7 +34,10 @@ class CoreRestarts:
         self._row = 0  # ends without `CALM_SECONDS` of service between them
 
     def served(self, now: float) -> None:
-        """Note that the engine serves. `now`: monotonic time"""
+        """Note that the engine serves, and tell the operator if it does so again. `now`: monotonic time"""
+        if self.lost is not None and self.count:
+            seconds, left = now - self.lost, self.most - self.count
+            LOG.info("The engine serves again after %.1f s; %d of %d restarts are left.", seconds, left, self.most)
         self._served, self.lost = now, None
 
     def ended(self, now: float) -> float | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_requests_without_a_token_wait_for_the_next_core_and_others_fail_alone() -> None:
+def test_requests_without_a_token_wait_for_the_next_core_and_others_fail_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "quire")
+
     async def work() -> None:
         async with Restarted(restart=2) as server:
             engine = server.engine
@@ -97,6 +102,7 @@ def test_requests_without_a_token_wait_for_the_next_core_and_others_fail_alone()
             assert server.metrics.restarts.counts == {("core", "failed"): 1}
             assert sum(server.metrics._seen["restart_seconds"].counts) == 1
             assert sorted(os.listdir(engine.place.folder)) == ["from_1", "to_1"], "sockets of the dead core are left"
+            assert re.search(r"The engine serves again after \d+\.\d s; 1 of 2 restarts are left\.", caplog.text)
 
     run(work())
 
