@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -157,6 +158,7 @@ def test_https_with_a_certificate_that_is_read_again(tmp_path: Path) -> None:
                 trusted.wrap_socket(plain, server_hostname="127.0.0.1") as peer,
             ):
                 head = b"POST /ping HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+                end = ssl.cert_time_to_seconds(str((peer.getpeercert() or {})["notAfter"]))
                 peer.sendall(head + b"x" * 100)
                 assert peer.recv(65536).startswith(b"HTTP/1.1 %d " % status)
         first = ssl.get_server_certificate(("127.0.0.1", port))
@@ -168,3 +170,9 @@ def test_https_with_a_certificate_that_is_read_again(tmp_path: Path) -> None:
             server.signal(signal.SIGHUP)
             wait_until(lambda words=words: words in server.stderr, server.stderr)
             assert (ssl.get_server_certificate(("127.0.0.1", port)) == first) == (content is not good)
+            if content is not good:
+                url, unchecked = f"https://127.0.0.1:{port}/metrics", ssl._create_unverified_context()
+                body = urllib.request.urlopen(url, context=unchecked).read().decode()
+                lines = [line for line in body.splitlines() if line[0] != "#"]
+                found = {line.partition("{")[0]: float(line.split()[-1]) for line in lines}
+                assert found["quire:certificate_end_time_seconds"] == end and found["quire:reloads_total"] == 1

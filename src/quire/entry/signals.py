@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, INTERRUPTED
 
 LOG = logging.getLogger("quire")
@@ -64,7 +65,8 @@ class OperatorSignals:
     """`with` block in which an operator may send SIGHUP, SIGUSR1 and SIGUSR2. Use it in the main thread, with a running
     event loop.
 
-    reload   functions that read a file again, and return a sentence for the operator
+    reload   functions that read a file again, and return a sentence for the operator; they raise a `QuireError` when
+             they cannot use it, which the log has as an error
     others   passes a signal on to the other HTTP processes
     tell     shows a sentence to the operator
     level    level of the log that SIGUSR2 returns to
@@ -95,9 +97,16 @@ class OperatorSignals:
         if number is signal.SIGHUP:
             for read in self._reload:  # in a thread: a file of 10,000 keys takes half a second
                 done = asyncio.get_running_loop().run_in_executor(None, read)
-                done.add_done_callback(lambda done: self._tell(done.result()))
+                done.add_done_callback(self._told)
             if not self._reload:
                 self._tell("SIGHUP: this server has no files to read again (--api-key-file, --ssl-certfile).")
             return
         LOG.setLevel(self._levels[number])
         self._tell(f"{number.name}: the level of the log is {logging.getLevelName(LOG.level).lower()}.")
+
+    def _told(self, done: "asyncio.Future[str]") -> None:
+        """Tell the operator what has come of a file."""
+        try:
+            self._tell(done.result())
+        except QuireError as error:
+            LOG.error("%s", error)

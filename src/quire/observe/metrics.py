@@ -130,6 +130,8 @@ class Metrics(Collector):
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
         self.trace_spans = Tally(limit=3)  # by what became of them
         self.restarts = RestartTally(limit=16)
+        self.reloads = Tally(limit=8)
+        self.certificate_end: Callable[[], float | None] = lambda: None  # seconds since the epoch; None: no TLS
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
@@ -353,6 +355,7 @@ class Metrics(Collector):
             "expert_balancedness": s.balancedness,
             **_tier_values(s.tiers),
             **_adapter_values(self._adapters),
+            "certificate_end_time_seconds": {} if (end := self.certificate_end()) is None else end,
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {
                 role: held for role, pid in self._pids.items() if (held := resident_bytes(pid)) is not None
@@ -377,6 +380,7 @@ class Metrics(Collector):
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
             "restarts": self.restarts.counts,
+            "reloads": self.reloads.counts,
             "internal_messages_dropped": self._dropped.counts,
             "trace_spans": self.trace_spans.counts,
             "key_requests": self.key_requests.counts,

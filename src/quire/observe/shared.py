@@ -21,7 +21,7 @@ LOG = logging.getLogger("quire")
 INTERVAL = 1.0  # seconds between two writes
 TALLIES = (
     *("_finished", "_aborts", "_rejections", "_http", "_dropped"),
-    *("key_requests", "key_tokens", "key_refusals", "trace_spans", "restarts"),
+    *("key_requests", "key_tokens", "key_refusals", "trace_spans", "restarts", "reloads"),
 )
 NUMBERS = ("_num_steps", "_generated", "_delivered")
 
@@ -106,7 +106,7 @@ class SharedMetrics(Metrics):
         whole._registry.register(whole)
         whole._stats, whole._adapters = self._stats, self._adapters
         whole._num_slots, whole._num_blocks, whole._cache_info = self._num_slots, self._num_blocks, self._cache_info
-        whole._busy_since = self._busy_since
+        whole._busy_since, whole.certificate_end = self._busy_since, self.certificate_end
         whole._held = None if self._held is None else self.num_held
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp
 
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
+from quire.entry.http.certificate import check_certificate, end_of
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
 from quire.entry.http.sockets import BACKLOG, max_connections
 
@@ -71,13 +71,10 @@ class HttpListener:
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
         )
-        try:
-            settings.load()
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot be used: {error}."
-            ) from None
+        check_certificate(config)
+        settings.load()
         self._settings, self._config = settings, config
+        self.certificate_end = None if config.ssl_certfile is None else end_of(config.ssl_certfile)
         self._server = _Server(settings)
         self._begun = False
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,15 +85,16 @@ class HttpListener:
             self._begun, self.serving = True, asyncio.create_task(self._server.serve(sockets=[self.socket]))
 
     def reload_certificate(self) -> str:
-        """Read certificate and key again, for new connections. Return a sentence for the operator; a certificate that
-        cannot be used changes nothing."""
+        """Read certificate and key again, for new connections. Return a sentence for the operator. Raises `ConfigError`
+        for files that cannot be used; then the certificate stays as it was."""
         certificate, key = self._config.ssl_certfile, self._config.ssl_keyfile
         assert self._settings.ssl is not None and certificate is not None
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # both parts fit together
-            self._settings.ssl.load_cert_chain(certificate, key)
-        except (OSError, ssl.SSLError) as error:
-            return f"The certificate stays as it was: {certificate} with {key} cannot be used: {error}."
+            check_certificate(self._config)
+        except ConfigError as error:
+            raise ConfigError(f"The certificate stays as it was: {error}") from None
+        self._settings.ssl.load_cert_chain(certificate, key)
+        self.certificate_end = end_of(certificate)
         return f"The certificate is read again from {certificate}."
 
     async def stop(self, grace: float) -> None:

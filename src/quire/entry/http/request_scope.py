@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.serve import LogConfig
 from quire.entry.http.errors import error_answer
-from quire.entry.http.observed.request_lines import AccessLog
+from quire.entry.http.observed.request_lines import AccessLog, facts_of
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
@@ -74,7 +74,7 @@ class RequestScope:
         finally:
             outcome = status if complete else CLIENT_GONE
             self._metrics.http(self._label(scope), outcome, scope["method"])
-            self._access_log.tell(scope, outcome, time.monotonic() - began)
+            self._access_log.tell(scope, outcome, time.monotonic() - began, **facts_of(scope))
             scope["state"].pop("ticket", None)  # the scope may wait for the garbage collection, prompts need not
 
     def _label(self, scope: Scope) -> str:

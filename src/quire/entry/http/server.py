@@ -32,6 +32,7 @@ from quire.entry.http.console import Console
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
+from quire.entry.http.observed.reloads import counted
 from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
@@ -95,9 +96,12 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
         shared=place.count > 1,
     )
-    reload = [context.keyring.reload] if config.access.api_key_file is not None else []
-    reload += [http.reload_certificate] if config.http.ssl_certfile is not None else []
-    operator = OperatorSignals(reload, engine.signal_others, console.note, config.log.level)
+    metrics.certificate_end = lambda: http.certificate_end
+    reload = {"keys": context.keyring.reload} if config.access.api_key_file is not None else {}
+    reload |= {"certificate": http.reload_certificate} if config.http.ssl_certfile is not None else {}
+    operator = OperatorSignals(
+        [*counted(reload, metrics.reloads)], engine.signal_others, console.note, config.log.level
+    )
     with operator, StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()

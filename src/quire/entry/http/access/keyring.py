@@ -70,11 +70,12 @@ class Keyring:
         return (caller.rules for _, caller in self._callers.values())
 
     def reload(self) -> str:
-        """Read the file again. Return a sentence for the operator. A file that cannot be used changes nothing."""
+        """Read the file again. Return a sentence for the operator. Raises `ConfigError` for a file that cannot be used;
+        then the keys stay as they were."""
         try:
             self._load()
         except ConfigError as error:
-            return f"The API keys stay as they were: {error}"
+            raise ConfigError(f"The API keys stay as they were: {error}") from None
         return f"{self.num_named} API keys are read again from {self._file}."
 
     def _load(self) -> None:

@@ -22,24 +22,25 @@ LOG = logging.getLogger("quire")
 
 
 class AccessLog:
-    """The lines about HTTP requests: with --access-log, and at the level debug."""
+    """The lines about HTTP requests: with --access-log, and at the level debug. process: name of this process"""
 
-    def __init__(self, config: LogConfig) -> None:
-        self._on, self._json, self._quiet = config.access_log, config.log_format == JSON, config.quiet_paths
+    def __init__(self, config: LogConfig, process: str = "http") -> None:
+        self._on, self._json, self._process = config.access_log, config.log_format == JSON, process
+        self._quiet = config.quiet_paths
 
-    def tell(self, scope: Scope, status: int, seconds: float) -> None:
-        """Print the line of an answered request."""
+    def tell(self, scope: Scope, status: int, seconds: float, **facts: object) -> None:
+        """Print the line of an answered request. facts: further fields"""
         if scope["path"] in self._quiet or not (self._on or LOG.isEnabledFor(logging.DEBUG)):
             return
-        client, method, path, state = _client(scope), scope["method"], ascii(scope["path"])[1:-1], scope["state"]
-        request_id = state["request_id"]
-        ended = ending(state["ticket"].streams) if "ticket" in state else {}
-        ended |= {"error": state["error"]} if "error" in state else {}
-        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}"
-        line += "".join(f" {name}={value}" for name, value in ended.items())
+        client, method, path = _client(scope), scope["method"], ascii(scope["path"])[1:-1]
+        request_id = scope["state"]["request_id"]
+        words = "".join(f" {name}={value}" for name, value in facts.items())
+        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}{words}"
         if self._json:
             asked = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
-            line = json_line("request", "info", "http", **asked, **_key(scope), **ended, seconds=round(seconds, 6))
+            line = json_line(
+                "request", "info", self._process, **asked, **_key(scope), **facts, seconds=round(seconds, 6)
+            )
         print(line, file=sys.stderr)
 
 
@@ -74,6 +75,13 @@ def log_embedding(scope: Scope, request_id: str, streams: Sequence[RequestStream
 def num_prompt(streams: Sequence[RequestStream]) -> int:
     """Return the tokens of all prompts."""
     return sum(len(one.prompt_token_ids) for stream in streams for one in stream.generations)
+
+
+def facts_of(scope: Scope) -> dict[str, str]:
+    """Return how an answered HTTP request ended: `finish`, `cause` and `error`, those that it has."""
+    state = scope["state"]
+    ended = ending(state["ticket"].streams) if "ticket" in state else {}
+    return ended | ({"error": state["error"]} if "error" in state else {})
 
 
 def ending(streams: Sequence[RequestStream]) -> dict[str, str]:
