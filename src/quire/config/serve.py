@@ -46,6 +46,9 @@ class HttpConfig:
         100, "maximum number of headers of a request; more are answered 431", flags=("--h11-max-header-count",), least=1
     )
     web: bool = option(True, "serve the page at / and the live view: what the engine does, and the lives of requests")
+    warmup_requests: str | None = option(
+        None, "file of requests, as `quire run-batch` reads it, that are answered before /ready says yes"
+    )
     trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
 
 
@@ -225,6 +228,11 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError("host='': give an address: 127.0.0.1 for this machine only, 0.0.0.0 for all.")
     if (http.ssl_keyfile is None) != (http.ssl_certfile is None):
         raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or none.")
+    if http.warmup_requests is not None and (serve.api_server_count > 1 or serve.headless):
+        raise ConfigError(
+            "warmup_requests needs one HTTP process: further ones (api_server_count) would take requests meanwhile; "
+            "with headless there is none."
+        )
     if http.root_path and not http.root_path.startswith("/"):
         raise ConfigError(f"root_path={http.root_path!r}: must begin with a slash.")
     if not all(key and key.isprintable() and key == key.strip() and key.isascii() for key in config.access.api_key):

@@ -265,6 +265,11 @@ class Metrics(Collector):
         """Count a delay of the event loop; see `process.watch_event_loop`."""
         self._seen["event_loop_lag_seconds"].observe(seconds)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """KV blocks that no request holds and that the prefix cache can reuse."""
+        return self._stats.num_cached_blocks
+
     # --- output -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StatsLine:

@@ -116,27 +116,24 @@ class Batch:
     async def run(self, app: App, report: Callable[[], None]) -> None:
         """Run all requests that have no answer. `report` is called after each answer.
         Raises `EngineError` when the engine has died. The answers up to then are kept."""
-        room = asyncio.Semaphore(IN_FLIGHT)
 
-        async def answer(line: Line) -> None:
-            try:
-                result = await _ask(app, line)
-            finally:
-                room.release()
+        async def answer(number: int, line: Line) -> None:
+            status, headers, body = await ask(app, line)
+            response = {
+                "status_code": status,
+                "request_id": "".join(headers["x-request-id"]),
+                "body": msgspec.Raw(body),
+            }
+            response |= {"warnings": warnings} if (warnings := headers["x-quire-warning"]) else {}
+            result = _result(line, response, msgspec.json.decode(body)["error"] if status >= 400 else None)
             self._places[line.custom_id] = self._file.seek(0, os.SEEK_END)
             self._file.write(result)
             self._file.flush()
             self.done += 1
             report()
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _, line in self._lines():
-                    if not line.problem and line.custom_id not in self._places:
-                        await room.acquire()
-                        tasks.create_task(answer(line))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        lines = self._lines()
+        await all_at_once(((n, line) for n, line in lines if self._asks(line)), answer)
 
     def finish(self) -> Outcome:
         """Write the output in the order of the input, and delete the partial file."""
@@ -186,23 +183,49 @@ class Batch:
         return places
 
     def _lines(self) -> Iterator[tuple[int, Line]]:
-        """Yield every line of the input that is not empty, with its number."""
-        with self._source.open("rb") as file:
-            for number, data in enumerate(file, 1):
-                if not data.strip():
-                    continue
-                line = Line()
-                try:
-                    line = msgspec.json.decode(data, type=Line)
-                    problem = (
-                        f"the line has more than {self._most} bytes: send less, or set --max-body-bytes"
-                        if len(data) > self._most
-                        else line.check()
-                    )
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    problem = f"the line is not a request ({json_fault(error, data)})"
-                line.problem = problem and f"line {number}: {problem}."
-                yield number, line
+        return read_lines(self._source, self._most)
+
+    def _asks(self, line: Line) -> bool:
+        return not line.problem and line.custom_id not in self._places
+
+
+def read_lines(source: Path, most: int) -> Iterator[tuple[int, Line]]:
+    """Yield every line of a file that is not empty, with its number. most: maximum bytes of a line"""
+    with source.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            if not data.strip():
+                continue
+            line = Line()
+            try:
+                line = msgspec.json.decode(data, type=Line)
+                problem = (
+                    f"the line has more than {most} bytes: send less, or set --max-body-bytes"
+                    if len(data) > most
+                    else line.check()
+                )
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                problem = f"the line is not a request ({json_fault(error, data)})"
+            line.problem = problem and f"line {number}: {problem}."
+            yield number, line
+
+
+async def all_at_once(lines: Iterator[tuple[int, Line]], answer: Callable[[int, Line], Awaitable[None]]) -> None:
+    """Call `answer` with each line and its number, for up to `IN_FLIGHT` lines at once. Raises the first error."""
+    room = asyncio.Semaphore(IN_FLIGHT)
+
+    async def one(number: int, line: Line) -> None:
+        try:
+            await answer(number, line)
+        finally:
+            room.release()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number, line in lines:
+                await room.acquire()
+                tasks.create_task(one(number, line))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[str, int]]:
@@ -228,8 +251,9 @@ def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[s
             place += len(data)
 
 
-async def _ask(app: App, line: Line) -> bytes:
-    """Send the request of a line until there is room for it. Return the answer as a line of the output."""
+async def ask(app: App, line: Line) -> tuple[int, dict[str, list[str]], bytes]:
+    """Send the request of a line until there is room for it. Return the answer, as `_post` does. Raises `EngineError`
+    when the engine is dead."""
     asked = bytes(line.body)
     if line.url == RESPONSES:  # do not store the response, unless the request says so
         given = msgspec.json.decode(asked, type=dict[str, msgspec.Raw])
@@ -240,11 +264,8 @@ async def _ask(app: App, line: Line) -> bytes:
         if status == UNABLE:
             raise EngineError(msgspec.json.decode(body)["error"]["message"])
         if status not in NO_ROOM:
-            break
+            return status, headers, body
         await asyncio.sleep(RETRY_SECONDS)
-    response = {"status_code": status, "request_id": "".join(headers["x-request-id"]), "body": msgspec.Raw(body)}
-    response |= {"warnings": warnings} if (warnings := headers["x-quire-warning"]) else {}
-    return _result(line, response, msgspec.json.decode(body)["error"] if status >= 400 else None)
 
 
 def _result(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:

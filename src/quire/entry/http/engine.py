@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from quire.entry.http.observed.request_metrics import (
     count_finished,
     count_refusal,
     count_step,
+    note_ready,
     request_record,
 )
 from quire.entry.http.request_stream import RequestStream
@@ -63,6 +64,7 @@ class ServedEngine:
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
+    warm_up              called before the first request is taken, with a function that takes progress
     signal_others        function that sends a signal to the other front ends
     live, adapters       the watchers of the live view; the adapters by name
     failure              reason of the state DEAD: the engine could not start, died or was closed
@@ -96,6 +98,7 @@ class ServedEngine:
         self.signal_others = self._client.signal_others
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
+        self.warm_up: Callable[[Callable[[messages.Loading], None]], Awaitable[None]] | None = None
         self._starting: asyncio.Future[messages.Ready] | None = None
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
         self._deadlines = Deadlines(self._late)
@@ -148,30 +151,20 @@ class ServedEngine:
             self.text, self.ready = text, (ready := msgspec.structs.replace(ready, notes=(*ready.notes, note)))
             self.front = self._front_of(text, ready)
             await self.adapters.start()
+            note_ready(self._metrics, ready, self.config, self._client.core)
+            if self.warm_up is not None:
+                await self.warm_up(self._take)
         except BaseException as error:
             starting.cancel()
             words = f"the engine was not started ({type(error).__name__})."
             self._die(error if isinstance(error, errors.QuireError) else errors.EngineClosed(words))
             await self._client.close()
             raise
-        self._serve_now(ready)
+        self.state = EngineState.READY
         return ready
 
     def _front_of(self, text: TextSide, ready: messages.Ready) -> FrontEnd:
         return FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place, width=text.pooling.width)
-
-    def _serve_now(self, ready: messages.Ready) -> None:
-        """Take requests. The core is loaded."""
-        self._metrics.engine_ready(
-            num_slots=ready.num_slots,
-            num_blocks=ready.num_blocks,
-            block_size=ready.block_size,
-            max_model_len=ready.max_model_len,
-            cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            core_pid=self._client.core.pid if self._client.core is not None else None,
-        )
-        self.state = EngineState.READY
 
     def open(
         self,
@@ -438,7 +431,8 @@ class ServedEngine:
         self.ready = msgspec.structs.replace(ready, notes=self.ready.notes)
         self.front.limits = self._front_of(self.text, self.ready).limits
         self._last_sign = time.monotonic()
-        self._serve_now(self.ready)
+        note_ready(self._metrics, self.ready, self.config, self._client.core)
+        self.state = EngineState.READY
         for add in self._unsent.adds():
             self._client.send(add)
         self.live.go_on()

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
-from quire.entry.http.certificate import check_certificate, end_of
+from quire.entry.http.access.certificate import check_certificate, end_of
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
 from quire.entry.http.sockets import BACKLOG, max_connections
 

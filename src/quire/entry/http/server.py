@@ -31,6 +31,7 @@ from quire.entry.http.app import build_app, make_context
 from quire.entry.http.console import Console
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
+from quire.entry.http.life.warm_up import WarmUp
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.observed.reloads import counted
 from quire.entry.http.sockets import listen, release, url_of
@@ -89,6 +90,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
     context = make_context(engine, config, metrics)
+    if config.http.warmup_requests is not None:
+        engine.warm_up = WarmUp(context, console.note).run
     http = HttpListener(
         build_app(engine, config, metrics, context, tracer),
         config.http,

@@ -13,7 +13,7 @@ import pytest
 
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
-from quire.entry.http.certificate import check_certificate
+from quire.entry.http.access.certificate import check_certificate
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.observed.reloads import counted
 from quire.entry.signals import OperatorSignals

@@ -7,12 +7,14 @@ import logging
 import time
 from typing import Any
 
+from quire.config.engine import EngineConfig
 from quire.contracts import errors
 from quire.contracts.output import StepOutputs
 from quire.entry.completion import Generation
 from quire.entry.front_end import Taken
 from quire.observe.metrics import Metrics
-from quire.procs.messages import Dropped
+from quire.procs.child_process import ChildProcess
+from quire.procs.messages import Dropped, Ready
 
 LOG = logging.getLogger("quire")
 
@@ -25,6 +27,19 @@ REFUSALS: tuple[tuple[type[Exception], str], ...] = (
     (errors.EngineStarting, "starting"),
     (errors.EngineDead, "dead"),
 )
+
+
+def note_ready(metrics: Metrics, ready: Ready, config: EngineConfig, core: ChildProcess | None) -> None:
+    """Note a core that is loaded."""
+    metrics.engine_ready(
+        num_slots=ready.num_slots,
+        num_blocks=ready.num_blocks,
+        block_size=ready.block_size,
+        max_model_len=ready.max_model_len,
+        cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        core_pid=core.pid if core is not None else None,
+    )
 
 
 def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:

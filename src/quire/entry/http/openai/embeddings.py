@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from quire.entry.http.request_response import Exchange
 from quire.entry.http.request_stream import failure
 from quire.entry.prompts import Prompt
 
-LOG = logging.getLogger("quire")
 DECODER = RequestDecoder(schema.EmbeddingRequest)
 ENCODE = msgspec.json.Encoder().encode
 

@@ -6,7 +6,6 @@ so that nothing is generated for a client that has disconnected.
 
 import asyncio
 import itertools
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,7 +32,6 @@ from quire.entry.prompts import Prompt
 from quire.text.tokenizer import Tokenizer
 
 MOST_NOTES, MOST_NOTE_CHARS = 20, 1_000  # limits of one warning about schema keywords that are not enforced
-LOG = logging.getLogger("quire")
 Request = TypeVar("Request", bound=SamplingFields)
 Piece = tuple[int, CompletionOutput]  # (choice, its new part)
 
