@@ -23,7 +23,7 @@ from quire.config.serve import TracingConfig
 from quire.contracts.caller import CallerRefused
 from quire.contracts.errors import RequestError, shown
 from quire.observe.tracing import open_tracer
-from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, state_of
 from quire.router.breaker import Circuit
 from quire.router.discovery import DnsSource, FileSource, Source, SourceWatch
 from quire.router.exchange import Forwarder
@@ -272,10 +272,13 @@ class RouterApp:
 
 
 def _refusal(scope: Scope, status: int, message: str, code: str) -> WholeAnswer:
-    return refusal(status, message, code, scope["path"], request_id_of(scope.get("headers", ())))
+    state = state_of(scope)
+    state["facts"]["error"] = code
+    return refusal(status, message, code, scope["path"], state["request_id"])
 
 
 def _refused(asked: Asked, error: CallerRefused) -> WholeAnswer:
+    asked.failed(error.code)
     return refusal(error.status, str(error), error.code, asked.path, asked.request_id, error.retry_after)
 
 

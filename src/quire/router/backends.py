@@ -127,10 +127,11 @@ class Backend:
     def _judge(self, fault: str) -> None:
         before, self.up, self.reason = self.up, not fault, fault
         if self.up != before:
-            LOG.warning("backend %s is %s", self.name, "up" if self.up else f"down: {fault}")
             if self.up:
+                LOG.info("backend %s is up", self.name)
                 self.breaker.close()  # it may be a new process
             else:
+                LOG.warning("backend %s is down: %s", self.name, fault)
                 self.fell(self)
                 self.pool.close()
 
@@ -139,8 +140,10 @@ class Backend:
         before = self.breaker.state
         self.breaker.end(trial, ok)
         if (now := self.breaker.state) is not before and now is not Circuit.HALF_OPEN:
-            words = f"is open: no requests for {self.breaker.wait:g} s" if now is Circuit.OPEN else "is closed"
-            LOG.warning("backend %s: the circuit %s", self.name, words)
+            words, level = "is closed", logging.INFO
+            if now is Circuit.OPEN:
+                words, level = f"is open: no requests for {self.breaker.wait:g} s", logging.WARNING
+            LOG.log(level, "backend %s: the circuit %s", self.name, words)
 
 
 async def watch(backend: Backend, config: RouterConfig) -> None:
@@ -168,7 +171,7 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     ending = _told(body).status == "draining"
     if ending != backend.ending:
         backend.ending = ending
-        LOG.warning("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
+        LOG.info("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
     return ""
 
 

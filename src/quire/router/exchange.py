@@ -125,7 +125,9 @@ class Forwarder:
             words = f"no backend takes requests: {self._why()}. Try again in a moment."
             waits = [backend.breaker.wait for backend in self._backends if backend.up and not backend.leaves]
             wait = min(waits, default=self._config.health.health_interval)
+            asked.failed("no_backend")
             return refusal(503, words, "no_backend", asked.path, asked.request_id, wait)
+        asked.failed(FAILED)
         words = f"no backend answered this request: {fault.message}. Send it again."
         if asked.stores and fault.reason not in UNTOUCHED:
             words = f"the backend of this request failed: {fault.message}. It may have stored an answer: send it again."
@@ -189,8 +191,7 @@ class Forwarder:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamError as error:
             self._metrics.count("broken_answers", backend.name)
-            if asked.span is not None:
-                asked.span.error = FAILED
+            asked.failed(FAILED)
             attempt.failed(error)
             kinds = dict(connection.headers)
             events = b"event-stream" in kinds.get(b"content-type", b"") and b"content-encoding" not in kinds

@@ -59,12 +59,12 @@ class Fleet:
                 backend.weight = one.weight
             if backend.gone != (one is None):
                 backend.gone, changed = one is None, True
-                LOG.warning("backend %s is %s", url, "gone: it gets no new requests" if backend.gone else "named again")
+                LOG.info("backend %s is %s", url, "gone: it gets no new requests" if backend.gone else "named again")
                 if backend.gone:
                     self._sweep_later(backend)
         if changed and self._started:
             for backend in came:
-                LOG.warning("backend %s is new", backend.name)
+                LOG.info("backend %s is new", backend.name)
             self.changed()
 
     def set_draining(self, backend: Backend, draining: bool) -> str:
@@ -73,6 +73,7 @@ class Fleet:
         drained = {one.name for one in self.backends if one.draining}
         absent = self._state.draining - {one.name for one in self.backends}
         reason = self._state.keep(drained | absent)
+        LOG.info("backend %s %s", backend.name, "is drained by an operator" if draining else "is drained no more")
         self.changed()
         return reason
 
@@ -147,5 +148,5 @@ class Fleet:
                     task.cancel()
             self.fell(backend)
             backend.pool.close()
-            LOG.warning("backend %s is left out", backend.name)
+            LOG.info("backend %s is left out", backend.name)
             self.changed()

@@ -4,8 +4,6 @@ Knows nothing of routes.
 """
 
 import logging
-import re
-import secrets
 import sys
 import time
 from collections.abc import Collection
@@ -14,40 +12,41 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.serve import LogConfig
+from quire.contracts.request_ids import request_id_of
 from quire.entry.http.access.keyring import caller_of
 from quire.entry.http.errors import error_answer
 from quire.observe.log_lines import JSON, json_line
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
-SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 CLIENT_GONE = 499  # status in log and metrics of a request whose client disconnected; never sent
 NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would have no limit
 
 
 class AccessLog:
-    """The lines about HTTP requests: with --access-log, and at the level debug."""
+    """The lines about HTTP requests: with --access-log, and at the level debug. process: name of this process"""
 
-    def __init__(self, config: LogConfig) -> None:
-        self._on, self._json = config.access_log, config.log_format == JSON
+    def __init__(self, config: LogConfig, process: str = "http") -> None:
+        self._on, self._json, self._process = config.access_log, config.log_format == JSON, process
 
-    def tell(self, scope: Scope, status: int, seconds: float) -> None:
-        """Print the line of an answered request."""
+    def tell(self, scope: Scope, status: int, seconds: float, **facts: object) -> None:
+        """Print the line of an answered request. facts: further fields"""
         if not self._on and not LOG.isEnabledFor(logging.DEBUG):
             return
         client, method, path = _client(scope), scope["method"], ascii(scope["path"])[1:-1]
         request_id = scope["state"]["request_id"]
-        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}"
+        words = "".join(f" {name}={value}" for name, value in facts.items())
+        line = f"{client} {method} {path} {status} {seconds:.3f}s {request_id}{words}"
         if self._json:
             asked = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
             key = {"key": name} if (name := caller_of(scope).name) else {}
-            line = json_line("request", "info", "http", **asked, **key, seconds=round(seconds, 6))
+            line = json_line("request", "info", self._process, **asked, **key, **facts, seconds=round(seconds, 6))
         print(line, file=sys.stderr)
 
 
 class RequestScope:
-    """Outermost middleware: request ids, metrics, access log. An `X-Request-Id` that matches `SANE_ID` is used, else a
-    new id. Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
+    """Outermost middleware: request ids, metrics, access log. The id is that of `request_id_of`. Routes read it from
+    `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
         scope["path"] = self._below_root(scope["path"])
         status, complete, began = 0, False, time.monotonic()
@@ -108,11 +107,6 @@ class RequestScope:
     def _below_root(self, path: str) -> str:
         """Return the path without `root_path`. A proxy may have removed that already."""
         return path[len(self._root) :] if self._root and path.startswith(self._root + "/") else path
-
-
-def _request_id(scope: Scope) -> str:
-    given: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if SANE_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def _client(scope: Scope) -> str:
