@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.env import BACKEND_KEY
 from quire.router.addresses import Member
 from quire.router.breaker import Breaker, Circuit
 from quire.router.events import KVIndex
@@ -71,6 +72,7 @@ class Backend:
     chosen      number of the choice that it had last
     turn        grows with every choice in turn, by less with a larger weight; the smallest is the next one
     resident    names of the adapters on its device, as far as it has told
+    tells       False: it has refused to tell, so that it is not asked until it comes up again
     """
 
     def __init__(self, number: int, member: Member, config: RouterConfig) -> None:
@@ -83,7 +85,7 @@ class Backend:
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.chosen = 0
         self.turn = 0.0
-        self.resident = frozenset[str]()
+        self.resident, self.tells = frozenset[str](), True
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
@@ -130,6 +132,7 @@ class Backend:
             if self.up:
                 LOG.info("backend %s is up", self.name)
                 self.breaker.close()  # it may be a new process
+                self.tells = True
             else:
                 LOG.warning("backend %s is down: %s", self.name, fault)
                 self.fell(self)
@@ -154,7 +157,7 @@ async def watch(backend: Backend, config: RouterConfig) -> None:
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
-        if backend.up and config.choice.policy in COSTED:
+        if backend.up and backend.tells and config.choice.policy in COSTED:
             backend.resident = await residents(backend, config)
         await asyncio.sleep(min(LEAST_PAUSE, config.health.health_interval))
 
@@ -163,7 +166,9 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
     path = config.health.health_path
     try:
-        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.faults.connect_timeout)
+        status, body = await backend.pool.fetch(
+            b"GET", path.encode(), config.health.headers, b"", config.faults.connect_timeout
+        )
     except UpstreamError as error:
         return str(error)
     if status != 200:
@@ -177,10 +182,20 @@ async def check(backend: Backend, config: RouterConfig) -> str:
 
 async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
     """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    headers, timeout = config.health.headers, config.faults.connect_timeout
     try:
-        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.faults.connect_timeout)
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", headers, b"", timeout)
     except UpstreamError:
         return frozenset()
+    if status in (401, 403):
+        backend.tells = False
+        LOG.warning(
+            "backend %s answers /metrics with %d, and is not asked again: the router does not know which adapters it "
+            "has loaded. Give the router a key for its backends: %s, or --backend-api-key.",
+            backend.name,
+            status,
+            BACKEND_KEY,
+        )
     names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
     return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)
 
