@@ -171,15 +171,16 @@ class RouterApp:
         """Answer a request of an operator."""
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/backends"):
+            await self._fleet.look()
             answer = _json({"backends": [backend.described() for backend in self.backends]})
         elif method == "POST" and path in (DRAIN, RESUME):
-            answer = self._set_draining(scope, await _read(receive), path == DRAIN)
+            answer = await self._set_draining(scope, await _read(receive), path == DRAIN)
         else:
             words = f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST {RESUME}."
             answer = _refusal(scope, 404, words, "unknown_path")
         await answer.send(send)
 
-    def _set_draining(self, scope: Scope, body: bytes, draining: bool) -> WholeAnswer:
+    async def _set_draining(self, scope: Scope, body: bytes, draining: bool) -> WholeAnswer:
         try:
             name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -187,6 +188,8 @@ class RouterApp:
         backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
         if backend is None:
             return _refusal(scope, 404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
+        if not draining:
+            await self._fleet.look(backend)
         forgotten = self._fleet.set_draining(backend, draining)
         return _json(backend.described() | ({"not_kept": forgotten} if forgotten else {}))
 

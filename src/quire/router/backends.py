@@ -108,9 +108,10 @@ class Backend:
             self._judge(str(error))
 
     def checked(self, fault: str) -> None:
-        """Record a health check; `fault` is "" for a good one."""
+        """Record a health check; `fault` is "" for a good one. One fault is enough while it gets no requests: an
+        operator waits for the end of a restart."""
         self._failures = self._failures + 1 if fault else 0
-        if not fault or self._failures >= FAILURES or not self.up:
+        if not fault or self._failures >= FAILURES or not self.up or self.leaves:
             self._judge(fault)
 
     def described(self) -> dict[str, Any]:

@@ -77,11 +77,17 @@ class Fleet:
         self.changed()
         return reason
 
+    async def look(self, *some: Backend) -> list[str]:
+        """Check these backends now, or all of them. Return the reason why each is not healthy, or ""."""
+        looked = some or tuple(self.backends)
+        faults = await asyncio.gather(*(check(backend, self._config) for backend in looked))
+        for backend, fault in zip(looked, faults, strict=True):
+            backend.checked(fault)
+        return faults
+
     async def start(self) -> None:
         """Check every backend once, and from now on again and again; follow their KV events."""
-        faults = await asyncio.gather(*(check(backend, self._config) for backend in self.backends))
-        for backend, fault in zip(self.backends, faults, strict=True):
-            backend.checked(fault)
+        for backend, fault in zip(self.backends, await self.look(), strict=True):
             if fault:
                 LOG.warning("backend %s is down: %s", backend.name, fault)
         self._started = True
