@@ -117,7 +117,7 @@ def test_an_operator_drains_a_backend() -> None:
 
 
 def test_an_operator_sees_the_health_of_now() -> None:
-    """A drained backend restarts between two checks: who waits for `up`, then resumes it, does not resume it too early."""
+    """A drained backend restarts between two checks: who waits for `up` does not resume it too early."""
 
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend], health_interval=600) as (router, _):
