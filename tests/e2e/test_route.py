@@ -75,11 +75,16 @@ def test_two_routers_in_front_of_two_servers(tmp_path: Path) -> None:
                 second.signal(signal.SIGHUP)
                 wait_until(lambda: asked(second, "s0", "sk-few").status == 401, "the keys are read again")
 
+                made = second.ask(
+                    "/v1/responses", {"input": "x", "background": True}, authorization="Bearer sk-all"
+                ).json()
+                assert first.ask(f"/v1/responses/{made['id']}", None, "GET").json()["id"] == made["id"]
+
                 mine = next(session for session, url in homes.items() if url == one.url)
                 broken: list[Answer] = []
                 asking = threading.Thread(target=lambda: broken.append(asked(first, mine, "", 4000)))
                 asking.start()
-                wait_until(lambda: sum(_answered(first, "").values()) == 17, "the first byte")
+                wait_until(lambda: sum(_answered(first, "").values()) == 18, "the first byte")
                 os.killpg(one.process.pid, signal.SIGKILL)
                 asking.join()
                 error = broken[0].error()

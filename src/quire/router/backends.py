@@ -93,7 +93,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.leaves and self.breaker.allows
+        return self.readable and not self.leaves
+
+    @property
+    def readable(self) -> bool:
+        """True when requests may go here for what it alone has stored: also while it is drained."""
+        return self.up and self.breaker.allows
 
     @property
     def leaves(self) -> bool:

@@ -24,9 +24,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     [
         ("POST", "/v1/completions", b"{", 400, "not a JSON object"),
         ("POST", "/v1/completions", b"[1]", 400, "not a JSON object"),
-        ("POST", "/v1/responses", b'{"previous_response_id": "r"}', 400, "send the whole conversation as input"),
-        ("POST", "/v1/responses", b'{"background": true}', 400, "background is true"),
-        ("GET", "/v1/responses/r", b"", 404, "stored responses are not reached"),
+        ("GET", "/v1/responses/resp_1/../resp_2", b"", 404, "passes on no path"),
+        ("POST", "/v1/responses/resp_1", b"{}", 405, "use GET or DELETE"),
+        ("GET", "/v1/responses/resp_1/cancel", b"", 405, "use POST"),
         ("GET", "/debug/kernels", b"", 404, "passes on no path '/debug/kernels'"),
         ("GET", "/debug/requests/../../metrics", b"", 404, "passes on no path"),
         ("POST", "/debug/live", b"", 405, "use GET"),
