@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 import rules
+from quire.config.env import CACHE_DIR, variable
+from quire.config.serve import server_names
 from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
 from quire.observe.metrics import FAMILIES
 from quire.router import metrics as router_metrics
@@ -24,6 +26,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
 DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
 PROXIES = sorted((DEPLOY / "proxies").iterdir())
 UNIT = DEPLOY / "systemd" / "quire.service"
+FILES = DEPLOY / "systemd" / "files.conf"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 UPDATE = DEPLOY / "rolling_update.py"
 SERIES = {"counter": "_total", "gauge": "", "histogram": "_bucket"}  # kind of a metric -> end of its series in rules
@@ -146,15 +149,21 @@ def test_an_image(path: Path) -> None:
 
 
 def test_the_unit_of_systemd(tmp_path: Path) -> None:
-    """It starts again after faults alone, and gives running requests their time."""
+    """It starts again after faults alone, and gives running requests their time. Its variables are options."""
     text = UNIT.read_text()
     given = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
     (words,) = quire_commands(given["ExecStart"].replace("/opt/quire/bin/", ""))
     assert refusal(words) == "" and int(given["TimeoutStopSec"]) > int(words[words.index("--shutdown-timeout") + 1])
     assert given["Restart"] == "on-failure"
     assert {int(code) for code in given["RestartPreventExitStatus"].split()} == {MISUSED, REFUSED, NO_MEMORY}
+    options = {variable(name) for name in server_names()} | {CACHE_DIR}
+    assert {*re.findall(r"QUIRE_\w+(?==)", text.partition("[Service]")[2] + FILES.read_text())} - {
+        "QUIRE_MODEL"
+    } <= options
     if shutil.which("systemd-analyze"):
-        unit = tmp_path / UNIT.name
+        unit, files = tmp_path / UNIT.name, tmp_path / f"{UNIT.name}.d" / FILES.name
+        files.parent.mkdir()
+        files.write_text(FILES.read_text())
         unit.write_text(text.replace("/opt/quire/bin/quire", "/bin/true"))
         done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
@@ -193,7 +202,7 @@ def test_the_page_says_of_each_file_whether_it_ran() -> None:
     said = dict(re.findall(r"^\| `deploy/([^`]+)` \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
     files = {
         path.relative_to(DEPLOY).as_posix()
-        for path in (*DOCKERFILES, UNIT, *SETS, *PROXIES, DEPLOY / "grafana", ALERTS, UPDATE)
+        for path in (*DOCKERFILES, UNIT, FILES, *SETS, *PROXIES, DEPLOY / "grafana", ALERTS, UPDATE)
     }
     assert said.keys() == files
     assert {path.relative_to(DEPLOY).parts[:2] for path in MANIFESTS} == {
