@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 from .serving import MOCK, Answer, Server, running_server, wait_until
 
@@ -46,13 +47,19 @@ def _answered(router: Server, key: str) -> dict[str, float]:
     return {url: float(n) for url, n in re.findall(r'requests_total\{backend="([^"]*)",status="200"\} (\S+)', text)}
 
 
+def told(router: Server, key: str) -> list[dict[str, Any]]:
+    """The lines of the log about the requests with a key. Every line is JSON."""
+    return [line for text in router.stderr.splitlines() if (line := json.loads(text)).get("key") == key]
+
+
 def test_two_routers_in_front_of_two_servers(tmp_path: Path) -> None:
     found, state, keys = tmp_path / "backends.txt", str(tmp_path / "state.json"), tmp_path / "keys.json"
     keys.write_text(json.dumps(KEYS))
     with running_server(*MOCK, "--mock-step-ms", "10") as one, running_server(*MOCK) as two:
         found.write_text(f"{one.url}\n{two.url} weight=1\n")
         flags = ("--backend-file", str(found), "--policy", "consistent-hash")
-        keyed = running_server(*flags, "--api-key-file", str(keys), command="route", wait="/live")
+        logged = ("--log-format", "json", "--access-log")
+        keyed = running_server(*flags, "--api-key-file", str(keys), *logged, command="route", wait="/live")
         operated = (*flags, "--admin-port", "0", "--state-file", state)
         with keyed as second:
             with running_server(*operated, command="route") as first:
@@ -61,14 +68,23 @@ def test_two_routers_in_front_of_two_servers(tmp_path: Path) -> None:
                 assert homes == {session: backend_of(second, session, "sk-all") for session in SESSIONS}
                 assert [asked(second, "s0", key).status for key in ("", "sk-few", "sk-few")] == [401, 200, 429]
                 keys.write_text(json.dumps({"keys": {"all": {"key": "sk-all"}}}))
+                wait_until(lambda: len(told(second, "few")) == 2, "a line of each request with the key")
+                first_line, limited = told(second, "few")
+                shown = {"backend": homes["s0"], "tries": 1, "status": 200, "process": "router", "level": "info"}
+                assert shown.items() <= first_line.items() and first_line["time"] and limited["status"] == 429
                 second.signal(signal.SIGHUP)
                 wait_until(lambda: asked(second, "s0", "sk-few").status == 401, "the keys are read again")
+
+                made = second.ask(
+                    "/v1/responses", {"input": "x", "background": True}, authorization="Bearer sk-all"
+                ).json()
+                assert first.ask(f"/v1/responses/{made['id']}", None, "GET").json()["id"] == made["id"]
 
                 mine = next(session for session, url in homes.items() if url == one.url)
                 broken: list[Answer] = []
                 asking = threading.Thread(target=lambda: broken.append(asked(first, mine, "", 4000)))
                 asking.start()
-                wait_until(lambda: sum(_answered(first, "").values()) == 17, "the first byte")
+                wait_until(lambda: sum(_answered(first, "").values()) == 18, "the first byte")
                 os.killpg(one.process.pid, signal.SIGKILL)
                 asking.join()
                 error = broken[0].error()

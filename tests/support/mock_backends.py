@@ -192,16 +192,20 @@ async def routed(
         await router.close()
 
 
-async def operate(router: RouterApp, path: str, body: object) -> None:
-    """Send a request of an operator, and drop the answer."""
+async def operate(router: RouterApp, path: str, body: object = None) -> Any:
+    """Send a request of an operator, a GET without a body. Return the JSON of the answer."""
+    sent: list[Any] = []
 
     async def receive() -> Any:
         return {"type": "http.request", "body": json.dumps(body).encode()}
 
     async def send(message: Any) -> None:
-        assert message.get("status", 200) == 200
+        sent.append(message)
 
-    await router.operate({"type": "http", "method": "POST", "path": path}, receive, send)
+    method = "GET" if body is None else "POST"
+    await router.operate({"type": "http", "method": method, "path": path}, receive, send)
+    assert sent[0]["status"] == 200
+    return json.loads(sent[1]["body"])
 
 
 def kv_batch(*events: Any, as_map: bool = False) -> bytes:

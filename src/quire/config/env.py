@@ -10,6 +10,7 @@
     TRITON_CACHE_DIR  folder of compiled Triton kernels (default: triton in QUIRE_CACHE_DIR)
     OTEL_BSP_MAX_QUEUE_SIZE, OTEL_BSP_MAX_EXPORT_BATCH_SIZE   spans that wait, and spans of one message; OpenTelemetry's
                       SDK reads its other OTEL_ variables itself, once it is loaded
+    QUIRE_BACKEND_API_KEY  key with which `quire route` asks its backends, unless --backend-api-key names one
     HF_TOKEN          token for gated repositories on the hub
     OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` send, unless QUIRE_API_KEY is set
 
@@ -32,6 +33,7 @@ from quire.contracts.text_table import read_rows
 CACHE_DIR = "QUIRE_CACHE_DIR"
 CPU_WITHOUT, SHARE_GPU = "QUIRE_CPU_WITHOUT", "QUIRE_TEST_RANKS_SHARE_GPU"
 CLUSTER_KEY, LEAST_KEY = "QUIRE_CLUSTER_KEY", 16
+BACKEND_KEY = "QUIRE_BACKEND_API_KEY"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
@@ -79,6 +81,11 @@ def client_key() -> str | None:
     return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
 
 
+def backend_key() -> str:
+    """Return the API key with which a router asks its backends, from QUIRE_BACKEND_API_KEY; "" without one."""
+    return os.environ.get(BACKEND_KEY, "")
+
+
 def child_variables() -> dict[str, str]:
     """Return the environment of a child process: search paths, Python's variables, locale and time zone.
 
@@ -116,7 +123,7 @@ def variables_to_pass(*, key: bool) -> dict[str, str]:
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Return each QUIRE_ variable that is set and unknown -> the known name nearest to it, or None."""
-    known = [CACHE_DIR, CPU_WITHOUT, SHARE_GPU, CLUSTER_KEY, *map(variable, options)]
+    known = [CACHE_DIR, CPU_WITHOUT, SHARE_GPU, CLUSTER_KEY, BACKEND_KEY, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
         if not name.startswith(PREFIX) or name in OTHER_NAMES:

@@ -38,7 +38,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     start = read_start(CoreStart, "quire.entry.core_process")
-    set_up_logging(start.log_format, "core", "quire core: %(message)s")
+    set_up_logging(start.log_format, "core", logging.Formatter("quire core: %(message)s"))
     logging.getLogger().setLevel(logging.ERROR)  # notes for users travel in `Ready`
     logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
     logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers

@@ -2,7 +2,7 @@
 
 {"time": "2026-11-30T03:04:05.678Z", "level": "info", "process": "http", "message": "...", ...}
 
-`process`: http, http 1, ..., core. Knows nothing of what is logged.
+`process`: http, http 1, ..., core, router. Knows nothing of what is logged.
 """
 
 import logging
@@ -42,8 +42,20 @@ class JsonFormatter(logging.Formatter):
         return json_line(record.getMessage(), record.levelname.lower(), self._process, **fields)
 
 
-def set_up_logging(log_format: str, process: str, text: str = "%(message)s") -> None:
-    """Send warnings of all loggers to standard error. text: format of their lines if they are text"""
+class NoticeFormatter(logging.Formatter):
+    """Formats the records of Python's loggers as notices for the user."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Override a method of `logging.Formatter`."""
+        level = record.levelname.lower()
+        return notice(super().format(record), "note" if level == "info" else level, "text")
+
+
+PLAIN = logging.Formatter()
+
+
+def set_up_logging(log_format: str, process: str, text: logging.Formatter = PLAIN) -> None:
+    """Send warnings of all loggers to standard error. text: formatter of their lines if they are text"""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(process) if log_format == JSON else logging.Formatter(text))
+    handler.setFormatter(JsonFormatter(process) if log_format == JSON else text)
     logging.basicConfig(handlers=[handler])

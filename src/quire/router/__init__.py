@@ -11,6 +11,7 @@
     discovery.py   files and DNS that name them     fleet.py       the backends, which come and go
     srv.py         SRV records                      state.py       what a restart must not forget
     metrics.py     /metrics                         gate.py        where limits of callers are asked
+    stored.py      backends of stored responses     spans.py       spans of requests
 
 The router keeps no state that may not be lost but the backends that are drained. It reads no tokenizer.
 """

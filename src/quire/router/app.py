@@ -9,7 +9,7 @@
     GET  /backends           the list, with health and requests in flight
     POST /backends/drain     {"backend": URL}: no new requests go there     POST /backends/resume   takes that back
 
-Stored responses are refused: they are state of one backend, and a router may forget which.
+Stored responses are state of one backend: `stored.py` finds it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from quire.config.serve import TracingConfig
 from quire.contracts.caller import CallerRefused
 from quire.contracts.errors import RequestError, shown
 from quire.observe.tracing import open_tracer
-from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, request_id_of
+from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, asked_for, refusal, state_of
 from quire.router.breaker import Circuit
 from quire.router.discovery import DnsSource, FileSource, Source, SourceWatch
 from quire.router.exchange import Forwarder
@@ -36,6 +36,7 @@ from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 from quire.router.spans import TracedRoutes
 from quire.router.state import RouterState
+from quire.router.stored import is_read, methods
 
 LOG = logging.getLogger("quire")
 Scope = MutableMapping[str, Any]
@@ -171,15 +172,16 @@ class RouterApp:
         """Answer a request of an operator."""
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/backends"):
+            await self._fleet.look()
             answer = _json({"backends": [backend.described() for backend in self.backends]})
         elif method == "POST" and path in (DRAIN, RESUME):
-            answer = self._set_draining(scope, await _read(receive), path == DRAIN)
+            answer = await self._set_draining(scope, await _read(receive), path == DRAIN)
         else:
             words = f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST {RESUME}."
             answer = _refusal(scope, 404, words, "unknown_path")
         await answer.send(send)
 
-    def _set_draining(self, scope: Scope, body: bytes, draining: bool) -> WholeAnswer:
+    async def _set_draining(self, scope: Scope, body: bytes, draining: bool) -> WholeAnswer:
         try:
             name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -187,6 +189,8 @@ class RouterApp:
         backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
         if backend is None:
             return _refusal(scope, 404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
+        if not draining:
+            await self._fleet.look(backend)
         forgotten = self._fleet.set_draining(backend, draining)
         return _json(backend.described() | ({"not_kept": forgotten} if forgotten else {}))
 
@@ -204,22 +208,17 @@ class RouterApp:
         if path == "/metrics" and method == "GET":
             text, kind = self.metrics.render()
             return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
-        if path.startswith(RESPONSES + "/"):
-            words = (
-                "stored responses are not reached through a router, which does not know the backend "
-                "that has them: send the whole conversation with every request."
-            )
-            return _refusal(scope, 404, words, "not_implemented")
         if is_live(path) and not self._web:
             words = "this router was started with --no-web: ask a backend itself."
             return _refusal(scope, 404, words, "web_off")
         named = is_live(path) or path.startswith(MODEL)
-        wanted = "GET" if named and "/.." not in path else ROUTES.get(path)
-        if wanted is None:
+        one = "GET" if named and "/.." not in path else ROUTES.get(path)
+        wanted = methods(path) if one is None else (one,)
+        if not wanted:
             words = f"this router passes on no path {shown(path)}: ask a backend itself."
             return _refusal(scope, 404, words, "unknown_path")
-        if method != wanted:
-            words = f"{shown(path)} does not accept the method {shown(method)}: use {wanted}."
+        if method not in wanted:
+            words = f"{shown(path)} does not accept the method {shown(method)}: use {' or '.join(wanted)}."
             return _refusal(scope, 405, words, "method_not_allowed")
         if self._draining:
             words = "this router ends and takes no new requests: try again in a moment."
@@ -229,7 +228,6 @@ class RouterApp:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = RoutedBody(await _read(receive))
-            _check_stateless(scope["path"], body)
         except RequestError as error:
             self.refused(400)
             return await _refusal(scope, 400, str(error), "invalid_value").send(send)
@@ -247,7 +245,8 @@ class RouterApp:
 
         watching = asyncio.create_task(leave_with_client())
         try:
-            with self.gate.hold(scope, model, tokens) as spent:
+            gate = OpenGate() if is_read(asked) else self.gate  # a cancellation names no model
+            with gate.hold(scope, model, tokens) as spent:
                 if spent is not None:
                     asked.direct, send = spent.direct(asked.direct), spent.sending(send)
                 await self._answer(asked, send)
@@ -272,22 +271,14 @@ class RouterApp:
 
 
 def _refusal(scope: Scope, status: int, message: str, code: str) -> WholeAnswer:
-    return refusal(status, message, code, scope["path"], request_id_of(scope.get("headers", ())))
+    state = state_of(scope)
+    state["facts"]["error"] = code
+    return refusal(status, message, code, scope["path"], state["request_id"])
 
 
 def _refused(asked: Asked, error: CallerRefused) -> WholeAnswer:
+    asked.failed(error.code)
     return refusal(error.status, str(error), error.code, asked.path, asked.request_id, error.retry_after)
-
-
-def _check_stateless(path: str, body: RoutedBody) -> None:
-    """Raise `RequestError` for a response that needs what one backend has stored."""
-    if path == RESPONSES and body.given("previous_response_id"):
-        raise RequestError(
-            "previous_response_id names a response that one backend has stored, and a router does not "
-            "know which: send the whole conversation as input."
-        )
-    if path == RESPONSES and body.text("background") == b"true":
-        raise RequestError("background is true, and its response could not be fetched through a router: leave it out.")
 
 
 async def _read(receive: Receive) -> bytes:

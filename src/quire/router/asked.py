@@ -1,14 +1,13 @@
 """A request as it goes to backends, and answers of the router itself. Knows nothing of backends."""
 
 import math
-import re
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.contracts.error_bodies import MESSAGES_PATHS, messages_body, openai_body
+from quire.contracts.request_ids import request_id_of
 from quire.observe.tracing import ServerSpan, own
 from quire.router.prompts import RoutedBody
 from quire.router.upstream import HOP_BY_HOP, LEFT_OUT, Header
@@ -16,7 +15,6 @@ from quire.router.upstream import HOP_BY_HOP, LEFT_OUT, Header
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DIRECT_BODY = "direct-body"  # ASGI extension of `entry/http/protocol.py`: a body that is written without waiting
 OWN_HEADERS = HOP_BY_HOP | {b"host", b"content-length"}
-SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 RESPONSES = "/v1/responses"
 KINDS = {429: "rate_limit_error", 403: "permission_error"}  # status -> type of an error in OpenAI's format
 
@@ -39,8 +37,12 @@ class WholeAnswer:
 
 @dataclass(kw_only=True)
 class Asked:
-    """A request as it goes to backends. `data`: the body to send; it and `body` are let go when an answer begins.
-    `span`: None without tracing."""
+    """A request as it goes to backends.
+
+    data    the body to send; it and `body` are let go when an answer begins
+    span    None without tracing
+    facts   facts for the line of the log, by name
+    """
 
     method: bytes
     path: str
@@ -51,11 +53,19 @@ class Asked:
     data: bytes
     direct: Any = None
     span: ServerSpan | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def note(self, **facts: str | int) -> None:
-        """Note facts for the span, if there is one."""
+        """Note facts for the log, and for the span, if there is one."""
+        self.facts |= facts
         if self.span is not None:
             self.span.notes |= own(**facts)
+
+    def failed(self, code: str) -> None:
+        """Note the code of the error with which the answer ends."""
+        self.facts["error"] = code
+        if self.span is not None:
+            self.span.error = code
 
     @contextmanager
     def calling(self, name: str) -> Iterator[list[Header]]:
@@ -96,20 +106,24 @@ def error_body(status: int, message: str, code: str, path: str, request_id: str)
     return openai_body(message, kind, code)
 
 
-def request_id_of(headers: Iterable[Header]) -> str:
-    """Return the X-Request-Id of a client as a text for headers; a new one if the client has sent none."""
-    given = next((value for name, value in headers if name == b"x-request-id"), b"")
-    return given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+def state_of(scope: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a request: its `request_id`, the same for all who ask, and `facts` for the log."""
+    state: dict[str, Any] = scope.setdefault("state", {})
+    if "request_id" not in state:
+        state["request_id"] = request_id_of(scope.get("headers", ()))
+    state.setdefault("facts", {})
+    return state
 
 
 def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
     """Return a request as backends get it. It keeps the client's headers, API keys too, and has a request id."""
     headers = [header for header in scope["headers"] if header[0] not in OWN_HEADERS]
-    request_id = request_id_of(headers)
+    state = state_of(scope)
+    request_id = state["request_id"]
     if not any(name == b"x-request-id" for name, _ in headers):
         headers.append((b"x-request-id", request_id.encode()))
     query = scope.get("query_string", b"")
-    span: ServerSpan | None = scope.get("state", {}).get("span")
+    span: ServerSpan | None = state.get("span")
     if span is not None:
         span.rename(f"POST {scope['path']}")
         span.notes |= {"http.route": scope["path"], "gen_ai.request.id": request_id}
@@ -123,4 +137,5 @@ def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
         target=scope["raw_path"] + (b"?" + query if query else b""),
         direct=scope.get("extensions", {}).get(DIRECT_BODY),
         span=span,
+        facts=state["facts"],
     )

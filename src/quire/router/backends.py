@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.env import BACKEND_KEY
 from quire.router.addresses import Member
 from quire.router.breaker import Breaker, Circuit
 from quire.router.events import KVIndex
@@ -71,6 +72,7 @@ class Backend:
     chosen      number of the choice that it had last
     turn        grows with every choice in turn, by less with a larger weight; the smallest is the next one
     resident    names of the adapters on its device, as far as it has told
+    tells       False: it has refused to tell, so that it is not asked until it comes up again
     """
 
     def __init__(self, number: int, member: Member, config: RouterConfig) -> None:
@@ -83,7 +85,7 @@ class Backend:
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.chosen = 0
         self.turn = 0.0
-        self.resident = frozenset[str]()
+        self.resident, self.tells = frozenset[str](), True
         self.doubted = asyncio.Event()
         self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
@@ -91,7 +93,12 @@ class Backend:
     @property
     def usable(self) -> bool:
         """True when new requests may go here."""
-        return self.up and not self.leaves and self.breaker.allows
+        return self.readable and not self.leaves
+
+    @property
+    def readable(self) -> bool:
+        """True when requests may go here for what it alone has stored: also while it is drained."""
+        return self.up and self.breaker.allows
 
     @property
     def leaves(self) -> bool:
@@ -106,9 +113,10 @@ class Backend:
             self._judge(str(error))
 
     def checked(self, fault: str) -> None:
-        """Record a health check; `fault` is "" for a good one."""
+        """Record a health check; `fault` is "" for a good one. One fault is enough while it gets no requests: an
+        operator waits for the end of a restart."""
         self._failures = self._failures + 1 if fault else 0
-        if not fault or self._failures >= FAILURES or not self.up:
+        if not fault or self._failures >= FAILURES or not self.up or self.leaves:
             self._judge(fault)
 
     def described(self) -> dict[str, Any]:
@@ -127,10 +135,12 @@ class Backend:
     def _judge(self, fault: str) -> None:
         before, self.up, self.reason = self.up, not fault, fault
         if self.up != before:
-            LOG.warning("backend %s is %s", self.name, "up" if self.up else f"down: {fault}")
             if self.up:
+                LOG.info("backend %s is up", self.name)
                 self.breaker.close()  # it may be a new process
+                self.tells = True
             else:
+                LOG.warning("backend %s is down: %s", self.name, fault)
                 self.fell(self)
                 self.pool.close()
 
@@ -139,8 +149,10 @@ class Backend:
         before = self.breaker.state
         self.breaker.end(trial, ok)
         if (now := self.breaker.state) is not before and now is not Circuit.HALF_OPEN:
-            words = f"is open: no requests for {self.breaker.wait:g} s" if now is Circuit.OPEN else "is closed"
-            LOG.warning("backend %s: the circuit %s", self.name, words)
+            words, level = "is closed", logging.INFO
+            if now is Circuit.OPEN:
+                words, level = f"is open: no requests for {self.breaker.wait:g} s", logging.WARNING
+            LOG.log(level, "backend %s: the circuit %s", self.name, words)
 
 
 async def watch(backend: Backend, config: RouterConfig) -> None:
@@ -151,7 +163,7 @@ async def watch(backend: Backend, config: RouterConfig) -> None:
                 await backend.doubted.wait()
         backend.doubted.clear()
         backend.checked(await check(backend, config))
-        if backend.up and config.choice.policy in COSTED:
+        if backend.up and backend.tells and config.choice.policy in COSTED:
             backend.resident = await residents(backend, config)
         await asyncio.sleep(min(LEAST_PAUSE, config.health.health_interval))
 
@@ -160,7 +172,9 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
     path = config.health.health_path
     try:
-        status, body = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.faults.connect_timeout)
+        status, body = await backend.pool.fetch(
+            b"GET", path.encode(), config.health.headers, b"", config.faults.connect_timeout
+        )
     except UpstreamError as error:
         return str(error)
     if status != 200:
@@ -168,16 +182,26 @@ async def check(backend: Backend, config: RouterConfig) -> str:
     ending = _told(body).status == "draining"
     if ending != backend.ending:
         backend.ending = ending
-        LOG.warning("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
+        LOG.info("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
     return ""
 
 
 async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:
     """Return the names of the adapters on a backend's device, from its metrics; none if it does not tell."""
+    headers, timeout = config.health.headers, config.faults.connect_timeout
     try:
-        status, body = await backend.pool.fetch(b"GET", b"/metrics", [], b"", config.faults.connect_timeout)
+        status, body = await backend.pool.fetch(b"GET", b"/metrics", headers, b"", timeout)
     except UpstreamError:
         return frozenset()
+    if status in (401, 403):
+        backend.tells = False
+        LOG.warning(
+            "backend %s answers /metrics with %d, and is not asked again: the router does not know which adapters it "
+            "has loaded. Give the router a key for its backends: %s, or --backend-api-key.",
+            backend.name,
+            status,
+            BACKEND_KEY,
+        )
     names = RESIDENT.findall(body.decode(errors="replace")) if status == 200 else ()
     return frozenset(re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names)
 

@@ -173,7 +173,7 @@ class SourceWatch:
             self._last = str(error)
             return default
         if self._last:
-            LOG.warning("%s can be used again.", self.source.name)
+            LOG.info("%s can be used again.", self.source.name)
         self._last = ""
         return seconds
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.contracts.error_bodies import MESSAGES_PATHS
-from quire.router.asked import Asked, Send, WholeAnswer, error_body, refusal
+from quire.router.asked import RESPONSES, Asked, Send, WholeAnswer, error_body, refusal
 from quire.router.attempt import COSTLY, UNTOUCHED, Attempt, Fault, race
 from quire.router.backends import Backend, Load
 from quire.router.budget import RetryBudget
@@ -23,6 +23,7 @@ from quire.router.policy import Chooser, Sight
 from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 from quire.router.split import SPLIT_PATHS, prefilled
+from quire.router.stored import StoredResponses, is_read
 from quire.router.upstream import LEFT_OUT, UpstreamError
 
 FAILED = "backend_failed"
@@ -44,15 +45,17 @@ class Forwarder:
         self._config, self._backends, self._prefills = config, backends, prefills
         self._faults, self._chooser, self._metrics = config.faults, chooser, metrics
         self.budget = RetryBudget(config.faults.retry_budget)
+        self._stored = StoredResponses(backends)
 
     async def forward(self, asked: Asked, send: Send) -> None:
         """Answer a request."""
         began = time.perf_counter()
         self.budget.earn()
-        tried: list[Backend] = []
+        holder = await self._stored.holder(asked, self._faults.connect_timeout)
+        tried = [] if holder is None else [backend for backend in self._backends if backend is not holder]
         fault: Fault | None = None
         answer: WholeAnswer | None = None  # of the last backend that refused
-        able, tries = self._able(tried), 0
+        able, tries = self._able(asked, tried), 0
         idlest = min(able, key=lambda backend: backend.in_flight, default=None)
         sight = await self._chooser.look(asked.body, asked.path, asked.headers, idlest)
         while able and (fault is None or self._may_retry(asked, fault, tries)):
@@ -74,13 +77,14 @@ class Forwarder:
                     return await self._pass_on(attempt, asked, send)
                 finally:
                     attempt.close()
-            answer, able = (fault.answer if fault else None) or answer, self._able(tried)
-        answer = answer or self._hopeless(fault, asked)
+            answer, able = (fault.answer if fault else None) or answer, self._able(asked, tried)
+        answer = answer or self._hopeless(fault, asked, holder)
         self._metrics.count("refusals", str(answer.status))
         await answer.send(send)
 
-    def _able(self, tried: Sequence[Backend]) -> list[Backend]:
-        return [backend for backend in self._backends if backend.usable and backend not in tried]
+    def _able(self, asked: Asked, tried: Sequence[Backend]) -> list[Backend]:
+        reads = is_read(asked)
+        return [one for one in self._backends if (one.readable if reads else one.usable) and one not in tried]
 
     def _may_retry(self, asked: Asked, fault: Fault, tries: int) -> bool:
         """Return True if a further backend may get the request after a fault of the last one."""
@@ -100,7 +104,7 @@ class Forwarder:
 
         def hedge() -> Attempt | None:
             nonlocal other
-            able = self._able(tried)
+            able = self._able(asked, tried)
             if able and self.budget.take():
                 tried.append(chosen := self._chooser.pick(sight, able))
                 other = self._attempt(asked, sight, chosen)
@@ -120,12 +124,16 @@ class Forwarder:
         load = Load(backend, sight.total, sight.of(backend) if computes else sight.total)
         return Attempt(backend, load, self._faults.first_byte_timeout)
 
-    def _hopeless(self, fault: Fault | None, asked: Asked) -> WholeAnswer:
+    def _hopeless(self, fault: Fault | None, asked: Asked, holder: Backend | None) -> WholeAnswer:
         if fault is None:
             words = f"no backend takes requests: {self._why()}. Try again in a moment."
+            if holder is not None:
+                words = "the backend that has stored the response takes no requests. Try again in a moment."
             waits = [backend.breaker.wait for backend in self._backends if backend.up and not backend.leaves]
             wait = min(waits, default=self._config.health.health_interval)
+            asked.failed("no_backend")
             return refusal(503, words, "no_backend", asked.path, asked.request_id, wait)
+        asked.failed(FAILED)
         words = f"no backend answered this request: {fault.message}. Send it again."
         if asked.stores and fault.reason not in UNTOUCHED:
             words = f"the backend of this request failed: {fault.message}. It may have stored an answer: send it again."
@@ -163,6 +171,8 @@ class Forwarder:
         """Pass an answer on, from its first byte. Nothing is held back: each piece is written when it comes."""
         connection, piece, backend = attempt.connection, attempt.first, attempt.backend
         assert connection is not None
+        if asked.path == RESPONSES:
+            self._stored.learn(piece, backend)
         asked.body, asked.data = EMPTY, b""
         self._metrics.count("requests", backend.name, str(connection.status))
         direct, observe, clock = asked.direct, self._metrics.piece.observe, time.perf_counter
@@ -189,8 +199,7 @@ class Forwarder:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamError as error:
             self._metrics.count("broken_answers", backend.name)
-            if asked.span is not None:
-                asked.span.error = FAILED
+            asked.failed(FAILED)
             attempt.failed(error)
             kinds = dict(connection.headers)
             events = b"event-stream" in kinds.get(b"content-type", b"") and b"content-encoding" not in kinds

@@ -59,12 +59,12 @@ class Fleet:
                 backend.weight = one.weight
             if backend.gone != (one is None):
                 backend.gone, changed = one is None, True
-                LOG.warning("backend %s is %s", url, "gone: it gets no new requests" if backend.gone else "named again")
+                LOG.info("backend %s is %s", url, "gone: it gets no new requests" if backend.gone else "named again")
                 if backend.gone:
                     self._sweep_later(backend)
         if changed and self._started:
             for backend in came:
-                LOG.warning("backend %s is new", backend.name)
+                LOG.info("backend %s is new", backend.name)
             self.changed()
 
     def set_draining(self, backend: Backend, draining: bool) -> str:
@@ -73,14 +73,21 @@ class Fleet:
         drained = {one.name for one in self.backends if one.draining}
         absent = self._state.draining - {one.name for one in self.backends}
         reason = self._state.keep(drained | absent)
+        LOG.info("backend %s %s", backend.name, "is drained by an operator" if draining else "is drained no more")
         self.changed()
         return reason
 
+    async def look(self, *some: Backend) -> list[str]:
+        """Check these backends now, or all of them. Return the reason why each is not healthy, or ""."""
+        looked = some or tuple(self.backends)
+        faults = await asyncio.gather(*(check(backend, self._config) for backend in looked))
+        for backend, fault in zip(looked, faults, strict=True):
+            backend.checked(fault)
+        return faults
+
     async def start(self) -> None:
         """Check every backend once, and from now on again and again; follow their KV events."""
-        faults = await asyncio.gather(*(check(backend, self._config) for backend in self.backends))
-        for backend, fault in zip(self.backends, faults, strict=True):
-            backend.checked(fault)
+        for backend, fault in zip(self.backends, await self.look(), strict=True):
             if fault:
                 LOG.warning("backend %s is down: %s", backend.name, fault)
         self._started = True
@@ -147,5 +154,5 @@ class Fleet:
                     task.cancel()
             self.fell(backend)
             backend.pool.close()
-            LOG.warning("backend %s is left out", backend.name)
+            LOG.info("backend %s is left out", backend.name)
             self.changed()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from quire.config.env import BACKEND_KEY, backend_key
 from quire.contracts.errors import ConfigError, shown
 from quire.router.addresses import Member, event_addresses, member, members
 
@@ -64,10 +65,16 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Checks of the health of backends."""
+    """Checks of the health of backends, and the API key that the router itself shows to them ("" for none)."""
 
     health_interval: float = 2.0
     health_path: str = "/health"
+    backend_api_key: str = ""
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the router's own requests to backends."""
+        return [(b"authorization", b"Bearer " + self.backend_api_key.encode())] if self.backend_api_key else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,9 @@ def router_config(given: Mapping[str, Any]) -> RouterConfig:
     values["session_header"] = header = values.get("session_header", BackendChoice.session_header).lower()
     if not HEADER.fullmatch(header):
         raise ConfigError(f"--session-header {shown(header)}: the name of a header has letters, digits and dashes.")
+    values["backend_api_key"] = key = values.get("backend_api_key") or backend_key()
+    if not re.fullmatch("[!-~]*", key):
+        raise ConfigError(f"--backend-api-key, or {BACKEND_KEY}: a key is printable ASCII without spaces.")
     values["prefill_backend"] = members("--prefill-backend", values.get("prefill_backend", ()))
     values["backend_dns"] = tuple(member("--backend-dns", text) for text in values.get("backend_dns", ()))
     named = members("--backend", values.get("backend", ()))

@@ -12,8 +12,11 @@ import pytest
 import yaml
 
 import rules
+from quire.config.env import CACHE_DIR, variable
+from quire.config.serve import server_names
 from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
 from quire.observe.metrics import FAMILIES
+from quire.router import metrics as router_metrics
 
 from ...support.documented import quire_commands, refusal
 
@@ -23,6 +26,10 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
 DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
 PROXIES = sorted((DEPLOY / "proxies").iterdir())
 UNIT = DEPLOY / "systemd" / "quire.service"
+FILES = DEPLOY / "systemd" / "files.conf"
+ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
+UPDATE = DEPLOY / "rolling_update.py"
+SERIES = {"counter": "_total", "gauge": "", "histogram": "_bucket"}  # kind of a metric -> end of its series in rules
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -142,24 +149,61 @@ def test_an_image(path: Path) -> None:
 
 
 def test_the_unit_of_systemd(tmp_path: Path) -> None:
-    """It starts again after faults alone, and gives running requests their time."""
+    """It starts again after faults alone, and gives running requests their time. Its variables are options."""
     text = UNIT.read_text()
     given = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
     (words,) = quire_commands(given["ExecStart"].replace("/opt/quire/bin/", ""))
     assert refusal(words) == "" and int(given["TimeoutStopSec"]) > int(words[words.index("--shutdown-timeout") + 1])
     assert given["Restart"] == "on-failure"
     assert {int(code) for code in given["RestartPreventExitStatus"].split()} == {MISUSED, REFUSED, NO_MEMORY}
+    options = {variable(name) for name in server_names()} | {CACHE_DIR}
+    assert {*re.findall(r"QUIRE_\w+(?==)", text.partition("[Service]")[2] + FILES.read_text())} - {
+        "QUIRE_MODEL"
+    } <= options
     if shutil.which("systemd-analyze"):
-        unit = tmp_path / UNIT.name
+        unit, files = tmp_path / UNIT.name, tmp_path / f"{UNIT.name}.d" / FILES.name
+        files.parent.mkdir()
+        files.write_text(FILES.read_text())
         unit.write_text(text.replace("/opt/quire/bin/quire", "/bin/true"))
         done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_alerts_are_those_of_the_page_about_metrics_that_there_are() -> None:
+    """Each rule asks for series and labels of the registries, and each metric of the tables has a rule."""
+    labels = {
+        f"{prefix}:{family.name}{SERIES[family.kind.split()[0]]}": {*family.kind.split()[1:], "le"}
+        for prefix, families in (("quire", FAMILIES), (router_metrics.PREFIX, router_metrics.FAMILIES))
+        for family in families
+    }
+    asked: set[str] = set()
+    for rule in (rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]):
+        found = re.findall(r"(quire\w*:\w+)(?:\{(\w+))?", rule["expr"])
+        assert found or rule["expr"].startswith("up{"), rule["alert"]
+        assert all(name in labels and (not label or label in labels[name]) for name, label in found), rule["alert"]
+        known = {"job", "instance"}.union(*(labels[name] for name, _ in found))
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert shown <= known and {"severity"} == rule["labels"].keys(), rule["alert"]
+        asked |= {name for name, _ in found}
+    page = (rules.ROOT / "docs" / "operating.md").read_text()
+    tabled = {
+        f"{prefix}:{name}"
+        for prefix, rows in re.findall(r"^\| metric \(`(\w+):\.\.\.`\).*\n\|---.*\n((?:\|.*\n)+)", page, re.M)
+        for cell in re.findall(r"^\| ([^|]+) \|", rows, re.M)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert len(tabled) > 12 and not [name for name in tabled if not any(one.startswith(name) for one in asked)]
+    if shutil.which("promtool"):
+        subprocess.run(["promtool", "check", "rules", ALERTS], check=True)
+
+
 def test_the_page_says_of_each_file_whether_it_ran() -> None:
     page = (rules.ROOT / "docs" / "deploying.md").read_text()
     said = dict(re.findall(r"^\| `deploy/([^`]+)` \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
-    files = {path.relative_to(DEPLOY).as_posix() for path in (*DOCKERFILES, UNIT, *SETS, *PROXIES, DEPLOY / "grafana")}
+    files = {
+        path.relative_to(DEPLOY).as_posix()
+        for path in (*DOCKERFILES, UNIT, FILES, *SETS, *PROXIES, DEPLOY / "grafana", ALERTS, UPDATE)
+    }
     assert said.keys() == files
     assert {path.relative_to(DEPLOY).parts[:2] for path in MANIFESTS} == {
         ("kubernetes", folder.name) for folder in SETS

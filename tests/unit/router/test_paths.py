@@ -12,7 +12,7 @@ from yarl import URL
 from quire.contracts.errors import ConfigError
 from quire.router.settings import router_config
 
-from ...support.mock_backends import mock_backends, routed
+from ...support.mock_backends import mock_backends, operate, routed
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -24,9 +24,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     [
         ("POST", "/v1/completions", b"{", 400, "not a JSON object"),
         ("POST", "/v1/completions", b"[1]", 400, "not a JSON object"),
-        ("POST", "/v1/responses", b'{"previous_response_id": "r"}', 400, "send the whole conversation as input"),
-        ("POST", "/v1/responses", b'{"background": true}', 400, "background is true"),
-        ("GET", "/v1/responses/r", b"", 404, "stored responses are not reached"),
+        ("GET", "/v1/responses/resp_1/../resp_2", b"", 404, "passes on no path"),
+        ("POST", "/v1/responses/resp_1", b"{}", 405, "use GET or DELETE"),
+        ("GET", "/v1/responses/resp_1/cancel", b"", 405, "use POST"),
         ("GET", "/debug/kernels", b"", 404, "passes on no path '/debug/kernels'"),
         ("GET", "/debug/requests/../../metrics", b"", 404, "passes on no path"),
         ("POST", "/debug/live", b"", 405, "use GET"),
@@ -112,6 +112,26 @@ def test_an_operator_drains_a_backend() -> None:
             for body, status in ((b"{", 400), (b'{"backend": 1}', 400), (b'{"backend": "http://other"}', 404)):
                 assert (await operate("POST", "/backends/drain", body))[0] == status
             assert (await operate("DELETE", "/backends"))[0] == 404
+
+    run(work())
+
+
+def test_an_operator_sees_the_health_of_now() -> None:
+    """A drained backend restarts between two checks: who waits for `up` does not resume it too early."""
+
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend], health_interval=600) as (router, _):
+
+            async def is_up(path: str = "/backends") -> bool:
+                told = await operate(router, path, None if path == "/backends" else {"backend": backend.url})
+                return bool(told.get("backends", [told])[0]["up"])
+
+            assert await is_up("/backends/drain")
+            backend.health = 503  # it loads
+            assert not await is_up() and not await is_up("/backends/resume")
+            assert await is_up("/backends/drain") is False
+            backend.health = 200
+            assert await is_up() and await is_up("/backends/resume")
 
     run(work())
 

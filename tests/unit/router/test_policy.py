@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from quire.router.affinity import PrefixTable
-from quire.router.backends import Backend, Load, residents
+from quire.router.backends import Backend, Load, residents, watch
 from quire.router.events import KVIndex, block_chain, follow
 from quire.router.policy import LOAD, Chooser, Sight
 from quire.router.prompts import CHUNK, RoutedBody
@@ -283,3 +283,32 @@ def test_backends_tell_of_their_adapters_in_their_metrics() -> None:
 
     backend.pool.fetch = fetch  # type: ignore[method-assign]
     assert asyncio.run(residents(backend, config("exact"))) == {"sql", 'a "b" \\c'}
+
+
+@pytest.mark.parametrize("key", ["", "sk-router"])
+def test_a_backend_that_wants_a_key_is_asked_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the router has a key. A backend that comes up again may know other keys, and is asked again."""
+    asked: list[tuple[bytes, dict[bytes, bytes]]] = []
+
+    async def fetch(method: bytes, path: bytes, headers: Any, body: bytes, timeout: float) -> tuple[int, bytes]:
+        asked.append((path, dict(headers)))
+        return 401 if path == b"/metrics" and not headers else 200, b""
+
+    async def work() -> None:
+        settings = {"backend": ["http://h"], "health_interval": 0.01, "backend_api_key": key}
+        routed = router_config(settings)
+        backend = Backend(0, routed.backend[0], routed)
+        backend.pool.fetch = fetch  # type: ignore[method-assign]
+        watching = asyncio.create_task(watch(backend, routed))
+        for beginning in (0, 8):
+            while len(asked) < beginning + 8:
+                await asyncio.sleep(0.001)
+            backend.up = False
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    sent = {b"authorization": b"Bearer sk-router"} if key else {}
+    assert all(headers == sent for _, headers in asked)
+    times = [path for path, _ in asked].count(b"/metrics")
+    refused = [record for record in caplog.records if "QUIRE_BACKEND_API_KEY" in record.getMessage()]
+    assert times >= 6 if key else (times, len(refused)) == (2, 2)

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from quire.config import flags
-from quire.config.serve import AccessConfig, HttpConfig, ServerConfig, TracingConfig
+from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServerConfig, TracingConfig
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
+from quire.observe.log_lines import NoticeFormatter, set_up_logging
 from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
@@ -23,7 +24,7 @@ KEYS = (
 )
 OWN = (
     "host port uds allowed_hosts ssl_keyfile ssl_certfile max_body_bytes max_header_bytes max_headers web api_key_file "
-    "otlp_traces_endpoint otlp_traces_sample_rate"
+    "access_log log_format log_level otlp_traces_endpoint otlp_traces_sample_rate"
 ).split()  # options of `quire serve` that a router has, too
 
 
@@ -33,7 +34,7 @@ def configure(parser: flags.FlagParser) -> None:
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
-    options = flags.options_of(HttpConfig, AccessConfig, TracingConfig)
+    options = flags.options_of(HttpConfig, AccessConfig, LogConfig, TracingConfig)
     flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
 
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
     server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
-    logging.basicConfig(format="quire: %(message)s")
+    set_up_logging(server.log.log_format, "router", NoticeFormatter())
+    LOG.setLevel(server.log.level)
     raise_on_interrupt()
     return run_loop(_route(config, server))
 
@@ -51,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
 async def _route(config: RouterConfig, server: ServerConfig) -> int:
     """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
     from quire.entry.http.access.front import guarded, operated
+    from quire.entry.http.access.routed_log import RoutedLog
     from quire.entry.http.listener import HttpListener
+    from quire.entry.http.observed.request_lines import AccessLog
     from quire.entry.http.server import FLUSH_GRACE, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
     from quire.entry.signals import OperatorSignals, StopRequests
@@ -62,6 +66,7 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
     admin = HttpConfig(port=config.admin_port or 0)
     app, reload = guarded(router, server)
     reload += [watch.now for watch in router.watches if watch.source.must]
+    app = RoutedLog(app, AccessLog(server.log, "router"))
     sides = [(app, server.http)]
     if config.admin_port is not None:
         sides.append((operated(router.operate, admin.host), admin))
@@ -71,18 +76,18 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
             stack.callback(release, socket := listen(address), address)
             listeners.append(HttpListener(app, address, socket, router.refused, files=2))
         reload += [listeners[0].reload_certificate] if server.http.ssl_certfile is not None else []
-        stack.enter_context(OperatorSignals(reload, lambda number: None, LOG.warning, logging.WARNING))
+        stack.enter_context(OperatorSignals(reload, lambda number: None, LOG.info, server.log.level))
         await router.start()
         settle_memory()
         collecting = asyncio.create_task(collect_garbage())
         purposes = (f"{config.choice.policy}, backends: {len(router.own)}", "operators")
         for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
-            LOG.warning("listening on %s (%s)", url_of(listener.socket, address), purpose)
+            LOG.info("listening on %s (%s)", url_of(listener.socket, address), purpose)
         first, second = (asyncio.create_task(event.wait()) for event in (stop.first, stop.second))
         await first_of(first, *(listener.serving for listener in listeners))
         router.drain()
-        LOG.warning(
+        LOG.info(
             "%s: no new requests; running ones (%d) have %g s to finish. A second signal ends at once.",
             stop.name,
             router.num_live,

@@ -4,8 +4,6 @@ Knows nothing of routes.
 """
 
 import logging
-import re
-import secrets
 import time
 from collections.abc import Collection
 
@@ -13,19 +11,19 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.serve import LogConfig
+from quire.contracts.request_ids import request_id_of
 from quire.entry.http.errors import error_answer
 from quire.entry.http.observed.request_lines import AccessLog, facts_of
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
-SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 CLIENT_GONE = 499  # status in log and metrics of a request whose client disconnected; never sent
 NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would have no limit
 
 
 class RequestScope:
-    """Outermost middleware: request ids, metrics, access log. An `X-Request-Id` that matches `SANE_ID` is used, else a
-    new id. Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
+    """Outermost middleware: request ids, metrics, access log. The id is that of `request_id_of`. Routes read it from
+    `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
         scope["path"] = self._below_root(scope["path"])
         status, complete, began = 0, False, time.monotonic()
@@ -87,8 +85,3 @@ class RequestScope:
     def _below_root(self, path: str) -> str:
         """Return the path without `root_path`. A proxy may have removed that already."""
         return path[len(self._root) :] if self._root and path.startswith(self._root + "/") else path
-
-
-def _request_id(scope: Scope) -> str:
-    given: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if SANE_ID.fullmatch(given) else secrets.token_hex(16)

@@ -35,13 +35,13 @@ def guarded(router: RoutedApp, server: ServerConfig) -> tuple[ASGIApp, list[Call
     if server.access.keyed:
         keyring, limits = Keyring(server.access, by_priority=True), KeyLimits(KeyTable, router.metrics)
         if words := left_to_engines(keyring):
-            LOG.warning("%s", words)
+            LOG.info("%s", words)
         router.gate = RouterGate(limits)
         app = Guard(RateLimits(app, limits), ApiKeys(keyring))
         reload.append(keyring.reload)
     elif http.uds is None and not is_loopback(http.host):
         LOG.warning(
-            "warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
+            "everyone who can reach %s:%d can use the backends, unless these check API keys: set "
             "--host 127.0.0.1, keys there, or --api-key-file here.",
             http.host,
             http.port,

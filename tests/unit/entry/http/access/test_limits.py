@@ -35,6 +35,9 @@ concurrency = 1
 [keys.other]
 key = "sk-other"
 models = ["elsewhere", "al*"]
+[keys.scrape]
+key = "sk-scrape"
+models = []
 """
 PATH = "/v1/completions"
 
@@ -143,6 +146,13 @@ def test_models_of_a_key(server: Server) -> None:
     assert [card["id"] for card in shown] == ["alias"]
     assert asyncio.run(server.client.call("GET", "/v1/models/tiny", b"", headers=headers)).status == 403
     assert server.count("key_refusals", key="other", limit="model") == 2
+
+
+def test_a_key_without_models_reads_metrics_and_generates_nothing(server: Server) -> None:
+    assert server.ask("scrape").status == server.ask("scrape", model="alias").status == 403
+    for path, status in (("/metrics", 200), ("/v1/models", 200), ("/v1/models/tiny", 403)):
+        answer = asyncio.run(server.client.call("GET", path, b"", headers={"x-api-key": "sk-scrape"}))
+        assert answer.status == status, path
 
 
 def test_the_engine_learns_the_tenant_and_the_time_limits_of_a_key(server: Server) -> None:
