@@ -24,7 +24,7 @@ KEYS = (
 )
 OWN = (
     "host port uds allowed_hosts ssl_keyfile ssl_certfile max_body_bytes max_header_bytes max_headers web api_key_file "
-    "access_log log_format log_level otlp_traces_endpoint otlp_traces_sample_rate"
+    "access_log disable_access_log_for_endpoints log_format log_level otlp_traces_endpoint otlp_traces_sample_rate"
 ).split()  # options of `quire serve` that a router has, too
 
 
