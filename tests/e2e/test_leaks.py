@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.config.serve import ServerConfig
-from quire.contracts.errors import QueueFull, RequestFailed
+from quire.contracts.errors import QueueFull, QueueTimeout, RequestFailed
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.http.engine import ServedEngine
 from quire.entry.prompts import Prompt
@@ -57,6 +57,8 @@ async def one_request(engine: ServedEngine, rng: random.Random, number: int, end
             if reads == leave_after:
                 end = "left"
                 return
+    except QueueTimeout:  # its time ended before its start
+        end = "deadline"
     except RequestFailed as error:
         end = error.code
     except asyncio.CancelledError:
