@@ -95,6 +95,7 @@ class StatsLine:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    num_cached_blocks: int = 0
     hit_rate: float | None = None
     prompt_tokens_per_s: float = 0.0
     generation_tokens_per_s: float = 0.0
@@ -125,7 +126,8 @@ class Metrics(Collector):
         self._size_lengths(DEFAULT_CONTEXT)
         self._finished = Tally(*((reason.value,) for reason in FinishReason), limit=8)
         self._aborts, self._rejections = Tally(limit=32), Tally(limit=16)
-        self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
+        self._http = Tally(limit=256)
+        self.dropped = Tally(("to_core",), ("from_core",), limit=2)  # bytes between processes that were not a message
         # By name of the API key; the server counts here. `key_refusals`: with the limit that was reached.
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
         self.trace_spans = Tally(limit=3)  # by what became of them
@@ -152,7 +154,7 @@ class Metrics(Collector):
         core_pid: int | None = None,
     ) -> None:
         """Record that the core is loaded, with these sizes, in process `core_pid` (None: this process)."""
-        self._stats = StepStats(num_waiting=self.num_held(), num_free_blocks=num_blocks)
+        self._stats = StepStats(num_waiting=self._num_held(), num_free_blocks=num_blocks)
         self._busy_since = time.monotonic() if self._stats.num_waiting else None
         self._held = None
         self._num_slots, self._num_blocks = num_slots, num_blocks
@@ -174,7 +176,7 @@ class Metrics(Collector):
         self._held = held
         self._stats, self._busy_since, self._num_blocks = StepStats(), None, 0
 
-    def num_held(self) -> int:
+    def _num_held(self) -> int:
         """Return how many requests of this process wait for the next core."""
         return 0 if self._held is None else self._held()
 
@@ -253,10 +255,6 @@ class Metrics(Collector):
         """Count a request that was refused; the reason is a short fixed word."""
         self._rejections.add(reason)
 
-    def dropped(self, direction: str) -> None:
-        """Count bytes between the server's processes that were not a message: "to_core" or "from_core"."""
-        self._dropped.add(direction)
-
     def http(self, route: str, status: int, method: str = "POST") -> None:
         """Count an answered HTTP request. `route` is the pattern that matched, never the path of the request."""
         self._http.add(route, method if method in METHODS else OTHER, str(status))  # a client may invent methods
@@ -264,11 +262,6 @@ class Metrics(Collector):
     def loop_lag(self, seconds: float) -> None:
         """Count a delay of the event loop; see `process.watch_event_loop`."""
         self._seen["event_loop_lag_seconds"].observe(seconds)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """KV blocks that no request holds and that the prefix cache can reuse."""
-        return self._stats.num_cached_blocks
 
     # --- output -------------------------------------------------------------------------------------------------
 
@@ -285,6 +278,7 @@ class Metrics(Collector):
             num_running=stats.num_running,
             num_waiting=self._num_waiting,
             kv_usage=self._kv_usage,
+            num_cached_blocks=stats.num_cached_blocks,
             hit_rate=hits / queries if queries else None,
             prompt_tokens_per_s=prompt / seconds,
             generation_tokens_per_s=generated / seconds,
@@ -313,7 +307,7 @@ class Metrics(Collector):
 
     @property
     def _num_waiting(self) -> int:
-        return self._stats.num_waiting + self.num_held()
+        return self._stats.num_waiting + self._num_held()
 
     @property
     def _load(self) -> float:
@@ -348,7 +342,7 @@ class Metrics(Collector):
             "num_requests_waiting_by_reason": {
                 "capacity": s.num_waiting - s.num_blocked,
                 "deferred": s.num_blocked,
-                "restart": self.num_held(),
+                "restart": self._num_held(),
             },
             "kv_cache_usage_perc": self._kv_usage,
             "kv_blocks": {
@@ -386,7 +380,7 @@ class Metrics(Collector):
             "http_requests": self._http.counts,
             "restarts": self.restarts.counts,
             "reloads": self.reloads.counts,
-            "internal_messages_dropped": self._dropped.counts,
+            "internal_messages_dropped": self.dropped.counts,
             "trace_spans": self.trace_spans.counts,
             "key_requests": self.key_requests.counts,
             "key_tokens": self.key_tokens.counts,

@@ -20,8 +20,8 @@ from quire.observe.series import Histogram, Tally
 LOG = logging.getLogger("quire")
 INTERVAL = 1.0  # seconds between two writes
 TALLIES = (
-    *("_finished", "_aborts", "_rejections", "_http", "_dropped"),
-    *("key_requests", "key_tokens", "key_refusals", "trace_spans", "restarts", "reloads"),
+    *("_finished", "_aborts", "_rejections", "_http"),
+    *("key_requests", "key_tokens", "key_refusals", "trace_spans", "restarts", "reloads", "dropped"),
 )
 NUMBERS = ("_num_steps", "_generated", "_delivered")
 
@@ -89,9 +89,9 @@ class SharedMetrics(Metrics):
                 )
             self._failed = True
 
-    def num_held(self) -> int:
+    def _num_held(self) -> int:
         """Return how many requests of all processes wait for the next core."""
-        own = super().num_held()
+        own = super()._num_held()
         if self._held is None:
             return own
         others = {counts.number: counts.held for counts in self._others()}  # the last process of each number
@@ -107,7 +107,7 @@ class SharedMetrics(Metrics):
         whole._stats, whole._adapters = self._stats, self._adapters
         whole._num_slots, whole._num_blocks, whole._cache_info = self._num_slots, self._num_blocks, self._cache_info
         whole._busy_since, whole.certificate_end = self._busy_since, self.certificate_end
-        whole._held = None if self._held is None else self.num_held
+        whole._held = None if self._held is None else self._num_held
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last
             whole._add(counts)
@@ -116,7 +116,7 @@ class SharedMetrics(Metrics):
     def _counts(self) -> Counts:
         return Counts(
             number=self._number,
-            held=super().num_held(),
+            held=super()._num_held(),
             numbers=[getattr(self, name) for name in NUMBERS],
             phases=self._phase_tokens,
             seen={name: (one.counts, one.total) for name, one in self._seen.items()},

@@ -68,9 +68,10 @@ class WarmUp:
         plan = msgspec.json.decode(str(await self._context.engine.control("plan")))
         runner = plan["runner"] if plan else {}  # of several ranks a list
         recorded = (runner[0] if isinstance(runner, list) else runner).get("recordings")
+        cached = self._context.metrics.snapshot().num_cached_blocks
         self._say(
             f"warm-up: {total} requests in {seconds:.1f} s, {counts['prompt_tokens']:,} prompt tokens, "
-            f"{counts['completion_tokens']:,} generated; {self._context.metrics.num_cached_blocks:,} KV blocks cached"
+            f"{counts['completion_tokens']:,} generated; {cached:,} KV blocks cached"
             + (f", {recorded} kinds of steps recorded" if recorded else "")
             + f".{self._note}"
         )

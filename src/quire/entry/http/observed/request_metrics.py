@@ -101,7 +101,7 @@ def count_refusal(metrics: Metrics, error: Exception) -> None:
 
 def count_dropped(metrics: Metrics, message: Dropped) -> None:
     """Count bytes that are no message, and log the first ones."""
-    metrics.dropped(message.direction)
+    metrics.dropped.add(message.direction)
     if message.num == 1:
         LOG.warning(
             "the internal socket %s got data that is no message: another process writes to it. Such "
