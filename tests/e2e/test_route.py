@@ -74,6 +74,9 @@ def test_two_routers_in_front_of_two_servers(tmp_path: Path) -> None:
                 assert shown.items() <= first_line.items() and first_line["time"] and limited["status"] == 429
                 second.signal(signal.SIGHUP)
                 wait_until(lambda: asked(second, "s0", "sk-few").status == 401, "the keys are read again")
+                scrape = {"authorization": "Bearer sk-all"}
+                counted = re.compile(rb'reloads_total{(?=.*"done")(?=.*"keys").*} 1.0')
+                wait_until(lambda: bool(counted.search(second.ask("/metrics", **scrape).body)), "the reload is counted")
 
                 made = second.ask(
                     "/v1/responses", {"input": "x", "background": True}, authorization="Bearer sk-all"

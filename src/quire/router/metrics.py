@@ -16,7 +16,7 @@ from quire.router.backends import Backend
 
 PREFIX = "quire_router"
 FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
-COUNTS = ("requests", "refusals", "retries", "broken_answers", "prefills", "hedges", "trace_spans")
+COUNTS = ("requests", "refusals", "retries", "broken_answers", "prefills", "hedges", "trace_spans", "reloads")
 OF_BACKENDS = ("requests", "broken_answers")  # counters whose first label is a backend
 MOST_SERIES = 8 * MOST_MEMBERS  # of a counter: a backend has a few statuses
 MOST_KEYS = 4_096  # series of a metric of API keys
@@ -27,13 +27,15 @@ class RouterMetrics(Collector):
 
     backends   all backends of now; the list changes
     more       returns counts that others keep, by name of the metric
+    reloads    of files, by file and result; `certificate_end`: seconds since the epoch, None without TLS
     key_...    by name of the API key; `entry/http/access/limits.py` counts here
     """
 
     def __init__(self, backends: Sequence[Backend], more: Callable[[], Mapping[str, Any]]) -> None:
         self._backends, self._more = backends, more
         self._counts = {name: Tally(limit=MOST_SERIES) for name in COUNTS}
-        self.trace_spans = self._counts["trace_spans"]
+        self.trace_spans, self.reloads = self._counts["trace_spans"], self._counts["reloads"]
+        self.certificate_end: Callable[[], float | None] = lambda: None
         self.key_requests, self.key_tokens, self.key_refusals = (Tally(limit=MOST_KEYS) for _ in range(3))
         self._seen = {f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES if f.bounds}
         self.choice, self.piece = self._seen["choice_seconds"], self._seen["piece_seconds"]
@@ -68,6 +70,7 @@ class RouterMetrics(Collector):
         indexes = {backend.name: backend.index for backend in backends if backend.index is not None}
         return {
             "disconnects": self.disconnects,
+            "certificate_end_time_seconds": {} if (end := self.certificate_end()) is None else end,
             "backends": len(backends),
             "backend_up": {backend.name: int(backend.up) for backend in backends},
             "backend_draining": {backend.name: int(backend.leaves) for backend in backends},

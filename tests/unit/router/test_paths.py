@@ -10,6 +10,7 @@ from aiohttp import ClientSession
 from yarl import URL
 
 from quire.contracts.errors import ConfigError
+from quire.router.metrics import RouterMetrics
 from quire.router.settings import router_config
 
 from ...support.mock_backends import mock_backends, operate, routed
@@ -65,6 +66,13 @@ def test_headers_pass_in_both_directions() -> None:
             assert len(backend.headers[1]["x-request-id"]) == 32
 
     run(work())
+
+
+def test_the_end_of_a_certificate_is_a_metric_where_there_is_one() -> None:
+    metrics = RouterMetrics([], lambda: {"retries_denied": 0, "overflows": 0, "discovery_failures": {}})
+    for end, sample in ((None, False), (5e9, True)):
+        metrics.certificate_end = lambda end=end: end
+        assert (b"\nquire_router:certificate_end_time_seconds 5e+09" in metrics.render()[0]) == sample
 
 
 def test_a_body_that_is_too_large() -> None:

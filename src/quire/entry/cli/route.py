@@ -55,6 +55,7 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
     from quire.entry.http.access.front import guarded, operated
     from quire.entry.http.access.routed_log import RoutedLog
     from quire.entry.http.listener import HttpListener
+    from quire.entry.http.observed.reloads import counted
     from quire.entry.http.observed.request_lines import AccessLog
     from quire.entry.http.server import FLUSH_GRACE, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
@@ -65,7 +66,6 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
     router = RouterApp(config, web=server.http.web, tracing=server.tracing)
     admin = HttpConfig(port=config.admin_port or 0)
     app, reload = guarded(router, server)
-    reload += [watch.now for watch in router.watches if watch.source.must]
     app = RoutedLog(app, AccessLog(server.log, "router"))
     sides = [(app, server.http)]
     if config.admin_port is not None:
@@ -75,8 +75,12 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
         for app, address in sides:
             stack.callback(release, socket := listen(address), address)
             listeners.append(HttpListener(app, address, socket, router.refused, files=2))
-        reload += [listeners[0].reload_certificate] if server.http.ssl_certfile is not None else []
-        stack.enter_context(OperatorSignals(reload, lambda number: None, LOG.info, server.log.level))
+        if server.http.ssl_certfile is not None:
+            reload["certificate"] = listeners[0].reload_certificate
+            router.metrics.certificate_end = lambda: listeners[0].certificate_end
+        found = [watch.now for watch in router.watches if watch.source.must]
+        again = [*counted(reload, router.metrics.reloads), *found]
+        stack.enter_context(OperatorSignals(again, lambda number: None, LOG.info, server.log.level))
         await router.start()
         settle_memory()
         collecting = asyncio.create_task(collect_garbage())

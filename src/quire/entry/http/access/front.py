@@ -28,9 +28,9 @@ class RoutedApp(Protocol):
         """Its counters."""
 
 
-def guarded(router: RoutedApp, server: ServerConfig) -> tuple[ASGIApp, list[Callable[[], str]]]:
-    """Return a router behind the checks of names and keys, and functions that read files of these again."""
-    http, reload = server.http, list[Callable[[], str]]()
+def guarded(router: RoutedApp, server: ServerConfig) -> tuple[ASGIApp, dict[str, Callable[[], str]]]:
+    """Return a router behind the checks of names and keys, and functions that read files of these again, by name."""
+    http, reload = server.http, dict[str, Callable[[], str]]()
     app: ASGIApp = router.traced
     if server.access.keyed:
         keyring, limits = Keyring(server.access, by_priority=True), KeyLimits(KeyTable, router.metrics)
@@ -38,7 +38,7 @@ def guarded(router: RoutedApp, server: ServerConfig) -> tuple[ASGIApp, list[Call
             LOG.info("%s", words)
         router.gate = RouterGate(limits)
         app = Guard(RateLimits(app, limits), ApiKeys(keyring))
-        reload.append(keyring.reload)
+        reload["keys"] = keyring.reload
     elif http.uds is None and not is_loopback(http.host):
         LOG.warning(
             "everyone who can reach %s:%d can use the backends, unless these check API keys: set "
