@@ -43,7 +43,7 @@ USED_WIDE = {
 NEW = ("-mavxvnni", *USED_WIDE.values())  # an older compiler may lack them: the kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
 ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
-COMPILE_SECONDS = 600  # limit of a compilation, which takes 15 of a core: a busy machine, or a part of a core, needs more
+COMPILE_SECONDS = 600  # limit of a compilation, which takes 15 of a core: a busy machine needs more
 END_SECONDS = 1  # for a compiler to end after a signal
 
 
