@@ -87,6 +87,7 @@ class OperatorSignals:
     def __enter__(self) -> None:
         for number in self._numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)  # a further HTTP process starts with them blocked
 
     def __exit__(self, *error: object) -> None:
         for number in self._numbers:

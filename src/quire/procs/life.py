@@ -132,7 +132,8 @@ class Life:
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Bring parts back: "weights", "kv_cache"; None: both. When all are back, requests go on.
 
-        After level 2 weights are read from the model's files if tags is None. With tags an update has to bring them.
+        After level 2 weights are read from the model's files if nothing sleeps any longer after this call. Weights that
+        wake before the KV cache are empty: an update has to bring them.
         """
         parts = self._freed & set(PARTS if tags is None else tags)
         if unknown := set(tags or ()) - set(PARTS):
@@ -140,13 +141,15 @@ class Life:
         if not self.level:
             return True
         empty = self.level == 2 and "weights" in parts
+        load = empty and parts == self._freed
         if empty:
             self._fault = (
-                "the weights were dropped by sleep level 2: send new ones (/start_weight_update, /update_weights, "
-                "/finish_weight_update), or restart the engine."
+                "the weights were dropped by sleep level 2, and woken before the KV cache: send new ones "
+                "(/start_weight_update, /update_weights, /finish_weight_update), or have those of the files read "
+                "(/sleep?level=2, then /wake_up)."
             )
-        self._ranks("wake", {"parts": sorted(parts), "load": empty and tags is None})
-        if empty and tags is None:
+        self._ranks("wake", {"parts": sorted(parts), "load": load})
+        if load:
             self._fault = ""
         self._freed -= parts
         self.level = self.level if self._freed else 0

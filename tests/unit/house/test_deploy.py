@@ -154,7 +154,7 @@ def test_the_unit_of_systemd(tmp_path: Path) -> None:
     given = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
     (words,) = quire_commands(given["ExecStart"].replace("/opt/quire/bin/", ""))
     assert refusal(words) == "" and int(given["TimeoutStopSec"]) > int(words[words.index("--shutdown-timeout") + 1])
-    assert given["Restart"] == "on-failure"
+    assert given["Restart"] == "on-failure" and given["RestartForceExitStatus"] == "SIGHUP"  # what a reload sends
     assert {int(code) for code in given["RestartPreventExitStatus"].split()} == {MISUSED, REFUSED, NO_MEMORY}
     options = {variable(name) for name in server_names()} | {CACHE_DIR}
     assert {*re.findall(r"QUIRE_\w+(?==)", text.partition("[Service]")[2] + FILES.read_text())} - {

@@ -1,5 +1,7 @@
 """Front ends of one core: each gets its part of the outputs, and the core's sockets know whom a message concerns."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,23 @@ import zmq
 from msgspec import structs
 
 from quire.config.engine import EngineConfig
+from quire.config.serve import ServerConfig
 from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import Miss, PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
-from quire.procs.front_ends import MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts, owner, parts
+from quire.procs.front_ends import (
+    MOST_RESTARTS,
+    OPERATOR,
+    RESTART_SECONDS,
+    FrontPlace,
+    Restarts,
+    owner,
+    parts,
+    start_front,
+)
 from quire.procs.messages import Add, Back, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
 from quire.procs.wire import FROM_CORE, encode
 
@@ -161,3 +173,17 @@ def test_a_front_end_is_started_again_later_each_time_and_not_for_ever() -> None
     assert restarts.due(now + 100) == []
     assert restarts.ended(PLACES[2], now) == waits[0], "places are counted together"
     assert restarts.ended(PLACES[1], now + RESTART_SECONDS) == waits[0], "old ends count"
+
+
+def test_a_signal_of_the_operator_does_not_end_a_front_end_that_only_starts() -> None:
+    """Here a module of Python stands for it, which reads its standard input to the end and has no handlers."""
+    reader, writer = os.pipe()
+    child = start_front("tokenize", ServerConfig.from_flat(device="mock"), reader, PLACES[1])
+    for number in OPERATOR:
+        child.send_signal(number)
+    child.release(0)  # standard input ends
+    child.release()
+    os.close(reader)
+    os.close(writer)
+    assert "exited" in str(child.ended())
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*OPERATOR}  # of this process

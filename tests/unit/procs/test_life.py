@@ -108,15 +108,17 @@ def test_a_sleep_that_fails_on_a_rank_wakes_the_others(engine: Engine) -> None:
 
 
 def test_level_2_serves_nothing_before_weights_have_come(engine: Engine) -> None:
-    engine.life.sleep(2)
-    engine.life.wake_up()
-    engine.life.check_running()
+    for calls in ([None], [["weights", "kv_cache"]], [["kv_cache"], ["weights"]]):  # the last one reads the files
+        engine.life.sleep(2)
+        for tags in calls:
+            engine.life.wake_up(tags)
+        engine.life.check_running()
     engine.life.sleep(2)
     with pytest.raises(UserError, match="wake them first"):
         engine.life.start_weights()
     engine.life.wake_up(["weights"])
     engine.life.wake_up(["kv_cache"])
-    with pytest.raises(EngineAsleep, match="were dropped by sleep level 2: send new ones"):
+    with pytest.raises(EngineAsleep, match="dropped by sleep level 2, and woken before the KV cache: send new ones"):
         engine.life.check()
     engine.update()
     engine.life.check_running()

@@ -43,7 +43,7 @@ USED_WIDE = {
 NEW = ("-mavxvnni", *USED_WIDE.values())  # an older compiler may lack them: the kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
 ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
-COMPILE_SECONDS = 120  # limit of a compilation, which takes one or two; a machine may be busy
+COMPILE_SECONDS = 600  # limit of a compilation, which takes 15 of a core: a busy machine needs more
 END_SECONDS = 1  # for a compiler to end after a signal
 
 
@@ -271,7 +271,12 @@ def _output(command: list[str]) -> bytes:
                         with contextlib.suppress(subprocess.TimeoutExpired):
                             running.wait(END_SECONDS)
                 raise
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise CompilerFails(
+            f"{command[0]} took longer than {COMPILE_SECONDS:g} s: try again when the machine is less busy, or install "
+            "another C compiler (cc, gcc or clang)"
+        ) from None
+    except OSError as error:
         raise CompilerFails(
             f"{command[0]} cannot be run ({type(error).__name__}): repair it, or install "
             "another C compiler (cc, gcc or clang)"

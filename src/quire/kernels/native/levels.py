@@ -46,7 +46,7 @@ def make(folder: Path) -> list[Path]:
         compile_for(units(LEVELS[level]), path)
         return path
 
-    with ThreadPoolExecutor() as threads:  # a compiler takes ten seconds, and uses one core
+    with ThreadPoolExecutor() as threads:  # a compiler takes 15 s, and uses one core
         return list(threads.map(compiled, LEVELS))
 
 
