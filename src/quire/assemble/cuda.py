@@ -44,7 +44,7 @@ from quire.worker.profile import controls_of
 from quire.worker.runner import StepRunner
 
 DEPTH = 2
-FEW_KEPT = 15  # moved tokens of a rehearsed step: so few rows of a prompt attend to latents that are not expanded
+FEW_KEPT = (7, 15)  # moved tokens of rehearsed steps: so few rows of a prompt attend to latents that are not expanded
 MIDDLE = 16  # slots of a rehearsed step: kernels choose their tiles by the number of rows
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 DEVICE = torch.device("cuda")  # the current device of the thread
@@ -232,7 +232,7 @@ def _rehearsed(plan: EnginePlan, limits: Limits, past: int, staged: bool) -> tup
         compiled.append(_drafting_step(_largest_step(limits, min(MIDDLE, limits.num_slots)), limits))
     if plan.config.cache.enable_cache_blend:
         plans.append(_blended_step(limits))
-        compiled.append(_blended_step(limits, FEW_KEPT))
+        compiled += [_blended_step(limits, most) for most in FEW_KEPT]
     return plans, compiled
 
 

@@ -109,8 +109,7 @@ def absorbed_kernel(
         positions = position + lane // GROUP
     else:
         positions = tl.load(row_positions + rows, mask=live, other=0).to(tl.int32)
-        last = tl.max(positions, 0) + 1
-        end = tl.minimum(end, last) if DECODES else last
+        end = tl.minimum(end, tl.max(positions, 0) + 1)
     sums, top, weight = attend_latents(
         q_latent,
         q_rope,

@@ -34,8 +34,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
     Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. One copy brings it
     to the device; the host does not wait for the copy. A workspace holds the expanded keys and values of a piece.
-    If rows have positions of their own, which only the device knows, each piece has the tiles of all its sequences'
-    rows, and word 2 means nothing.
+    If rows have positions of their own, which only the device knows, word 2 is an upper bound of the first one's.
 
     rows              rows of a tile
     tiles             [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row,
@@ -58,7 +57,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
             cuts[-1][0].extend(
                 [row, min(rows, last - row), past + row - first, place, start, end - start, *[0] * (TILE_WORDS - 6)]
                 for row in range(first, last, rows)
-                if meta.row_positions is not None or past + min(row + rows, last) - first > start
+                if past + min(row + rows, last) - first > start
             )
             cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
             place, start = place + end - start, end
