@@ -11,7 +11,6 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config.bundled import bundled_model
-from quire.contracts.errors import UnsupportedModel
 from quire.contracts.step import Tier
 
 from ..support.engines import tier_stats
@@ -45,11 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def engine(model: Path, **options: Any) -> LLM:
-    """Return an engine that moves KV; skips the test where its kernels do not exist yet."""
-    try:
-        return make(model, **BLENDS | options)
-    except UnsupportedModel as error:
-        pytest.skip(str(error))
+    """Return an engine that moves KV."""
+    return make(model, **BLENDS | options)
 
 
 def prompt_of(order: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
@@ -126,7 +122,7 @@ def test_tokens_are_the_cpu_s_for_every_ratio(
         assert max(changes) > 0.01, "the case tells nothing: reuse changes no number"
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_codes_of_an_8_bit_cache_are_moved(
     kind: str, folder: Callable[[str], Path], expected: Callable[..., list[Any]]
 ) -> None:

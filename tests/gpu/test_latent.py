@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, SharedBlocks, sequences
+from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs, sequences
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, triton
 from quire.kernels.latent.parts import packed_parts
@@ -211,6 +211,24 @@ def test_expanded(op: Expanded, name: str, workspace: int, heads: int, monkeypat
     expected, out = (torch.full((len(q), heads, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
     ref.expanded(q, up, cache, meta, SCALE, expected)
     close(op.expanded(q, up, cache, meta, SCALE, out), expected)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.15, 0.6])
+@pytest.mark.parametrize("name", ["prompts", "chunk", "mixed"])
+def test_chosen_rows(name: str, share: float, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not follow each other, absorbed, and expanded in several pieces, of which some rows see nothing."""
+    monkeypatch.setattr(triton, "WORKSPACE", 32 << 20)
+    q, cache, meta = build(STEPS[name], heads, 64)
+    chosen, rows = inputs.choose_rows(q, replace(meta, plans={}), share)
+    chosen, q = replace(chosen, prompts=sequences(chosen)), q[rows]
+    q_latent = torch.randn(len(q), heads, L, device=DEVICE).div_(8).to(torch.bfloat16)
+    found = triton.absorbed(q_latent, q[..., P:], cache, chosen, SCALE)
+    check(found, ref.absorbed(q_latent, q[..., P:], cache, chosen, SCALE))
+    up = torch.randn(heads, P + V, L, device=DEVICE).div_(L**0.5).to(torch.bfloat16)
+    expected, out = (torch.full((len(q), heads, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
+    ref.expanded(q, up, cache, chosen, SCALE, expected)
+    close(hopper.expanded(q, up, cache, chosen, SCALE, out), expected)
 
 
 def test_later_tokens_that_are_no_numbers_leave_earlier_ones_alone() -> None:

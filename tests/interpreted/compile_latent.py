@@ -52,13 +52,15 @@ def launch(
         lse = empty(tokens, heads, dtype=torch.float32)
         triton.absorbed(latents, q[..., 128:], cache, replace(meta, plans={}), 0.1, lse)
         triton.join(empty(8, tokens, heads // 8, 512 + TAIL // 2))
-    mixed = 1 < longest < tokens
+    mixed, some = 1 < longest < tokens, replace(meta, decode_len=0, row_positions=slots, plans={})
+    if mixed:
+        triton.absorbed(latents, q[..., 128:], cache, some, 0.1)
     for rows in (min(tokens, most) for most in (3, 16, *full_rows((1, triton_project.MOST))) if mixed or FULL):
         triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])
         triton.project(latents[:rows], up[:, 128:].transpose(1, 2), empty(rows, heads, 128))
     if prompts is not None:
-        for module in (triton, hopper):
-            module.expanded(q, empty(heads, 256, 512), cache, meta, 0.1, empty(tokens, heads, 128))
+        for module, given in ((triton, meta), (hopper, meta), (hopper, some)):
+            module.expanded(q, empty(heads, 256, 512), cache, given, 0.1, empty(tokens, heads, 128))
 
 
 STEPS = DECODES, _, MIXED, PROMPT = (64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)  # tokens, longest, few

@@ -809,7 +809,7 @@ def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepR
 
 @pytest.mark.parametrize(
     ("model", "drafts"),
-    [("dense", 2), *full_rows((("dense", 0), ("experts", 0)))],
+    [("dense", 2), ("latent", 0), *full_rows((("dense", 0), ("experts", 0), ("latent", 2)))],
 )
 def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner], model: str, drafts: int) -> None:
     """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.
@@ -834,8 +834,10 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     found: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}
     sizes = {"graph_sizes": (2,), "graph_tokens": (48,), "draft_lengths": (drafts,) * (drafts > 0)}
     for target, logits in found.items():
-        args = model_args(model, num_hidden_layers=3)
+        args = model_args(model, num_hidden_layers=3, first_k_dense_replace=3)
         made = make_model(args, target, more=("blend",))
+        for layer in made.layers if model == "latent" else ():
+            layer.attention.most_absorbed = 4  # the prompt is expanded beside the decode
         made.draft = make_model(with_layers(args, 1), target) if drafts else None
         runner = runner_of(made, replace(LIMITS, num_drafts=drafts, **(sizes if target == "cuda" else {})), target)
         if drafts:

@@ -266,6 +266,43 @@ def test_expanded(case: Case, workspace: int, monkeypatch: pytest.MonkeyPatch) -
     check(out.nan_to_num(), expected.nan_to_num())
 
 
+# Chosen rows: sequences with and without a context before the step; a decode with a long context.
+CHOSEN = steps(Case((70, 33, 90, 1, 9), (190, 33, 150, 700, 40), heads=(6, 1), block_size=16))[0]
+
+
+@pytest.mark.parametrize(("share", "back"), [(0.1, 0), (0.0, 4), *full_rows([(0.6, 0), (0.0, 0)])])
+def test_chosen_rows_absorbed(share: float, back: int) -> None:
+    """Rows that do not follow each other. With a share of 0 each sequence has one row, `back` before its last one; the
+    contexts of such rows are divided among programs, some of which have no token that the row sees."""
+    q_latent, q_rope, cache, meta = make(CHOSEN, R, torch.float32)
+    chosen, rows = inputs.choose_rows(q_latent, meta, share)
+    assert chosen.row_positions is not None
+    back = torch.tensor(CHOSEN.query_lens).sub(1).clamp(max=back) if share == 0 else 0
+    rows, chosen = rows - back, replace(chosen, row_positions=chosen.row_positions - back)
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)[rows]
+    given = on_device(chosen, 0)
+    check(triton.absorbed(q_latent[rows], q_rope[rows], cache, given, 0.2), expected)
+    (plan,) = given.plans[16].values()  # type: ignore[attr-defined]
+    assert max(record[5] for record in plan.items.tolist() if record[0] >= 0) > 4
+    assert bool(len(plan.tiles)) == (share > 0)
+
+
+@pytest.mark.parametrize(
+    ("share", "workspace", "tile"), [(0.1, 100_000, 128), (0.6, 1, 16), *full_rows([(0.1, 1, 128), (0.6, 40_000, 16)])]
+)
+def test_chosen_rows_expanded(share: float, workspace: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of which some rows of a tile, or all, see nothing. tile: rows of one"""
+    monkeypatch.setattr(triton, "WORKSPACE", workspace)
+    monkeypatch.setattr(triton, "MANY", ((tile, 64, 8, 2),))
+    q_latent, _, cache, meta = make(CHOSEN, R, torch.float32)
+    q, up = torch.randn(len(q_latent), 6, P + R), weights(6, P, V, q_latent.shape[2], torch.float32)
+    expected, out = torch.full((2, len(q), 6, V), float("nan"))
+    ref.expanded(q, up, cache, meta, 0.2, expected)
+    chosen, rows = inputs.choose_rows(q, meta, share)
+    given = replace(on_device(chosen, 0), prompts=sequences(chosen))
+    check(triton.expanded(q[rows], up, cache, given, 0.2, out[: len(rows)]), expected[rows])
+
+
 @pytest.mark.parametrize("width", [6, 8, 16])
 def test_tokens_of_pages_that_are_whole_rows_or_not(width: int) -> None:
     """Pages of 3 layers of 4 tokens and 24 numbers each: this side is the end of the last; then pages one shorter."""

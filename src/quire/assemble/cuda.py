@@ -44,6 +44,7 @@ from quire.worker.profile import controls_of
 from quire.worker.runner import StepRunner
 
 DEPTH = 2
+FEW_KEPT = (7, 15)  # moved tokens of rehearsed steps: so few rows of a prompt attend to latents that are not expanded
 MIDDLE = 16  # slots of a rehearsed step: kernels choose their tiles by the number of rows
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 DEVICE = torch.device("cuda")  # the current device of the thread
@@ -231,6 +232,7 @@ def _rehearsed(plan: EnginePlan, limits: Limits, past: int, staged: bool) -> tup
         compiled.append(_drafting_step(_largest_step(limits, min(MIDDLE, limits.num_slots)), limits))
     if plan.config.cache.enable_cache_blend:
         plans.append(_blended_step(limits))
+        compiled += [_blended_step(limits, most) for most in FEW_KEPT]
     return plans, compiled
 
 
@@ -257,8 +259,8 @@ def _exchange_bytes(worker: StepRunner) -> int:
     return torch.cuda.max_memory_allocated(DEVICE) - before
 
 
-def _blended_step(limits: Limits) -> StepPlan:
-    """Return the largest step of one sequence, all of whose tokens but the last reuse KV, and half are kept."""
+def _blended_step(limits: Limits, most: int = 1 << 30) -> StepPlan:
+    """Return the largest step of one sequence, all of whose tokens but the last reuse KV. Half are kept, `most` at most."""
     step = _largest_step(limits, 1)
     tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
     chunk = BlendedChunk(
@@ -266,7 +268,7 @@ def _blended_step(limits: Limits) -> StepPlan:
         tokens=tokens,
         sources=np.stack([size + tokens for size in limits.block_sizes]),
         shifts=tokens // 2,
-        num_kept=len(tokens) // 2,
+        num_kept=min(most, len(tokens) // 2),
     )
     return msgspec.structs.replace(step, features=PlanFeatures(blended=(chunk,)))
 

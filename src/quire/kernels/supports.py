@@ -121,8 +121,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
-        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {FEATURE, "chosen"}),
-        "triton": replace(TRITON, features=frozenset({"chosen"}), extra=_ROWS),
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {FEATURE, "rows", "chosen"}),
+        "triton": replace(TRITON, features=frozenset({"rows", "chosen"}), extra=_ROWS),
         "native": replace(PLAIN, features=_CACHES | {FEATURE, "rows", "chosen"},
                           needs=("native", "flash attention")),
         "cpu": replace(PLAIN, features=_CACHES | {FEATURE, "rows", "chosen"}, needs=("flash attention",)),

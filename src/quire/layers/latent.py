@@ -43,13 +43,15 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
     naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
     if not naive:
         return meta, ()
-    count = naive[0][2]
+    count, longest = naive[0][2], meta.max_query_len
+    if meta.row_positions is None:  # else no number is known of the rows of decodes alone
+        longest = max([meta.decode_len, *(last - first for first, last, *_ in known[: -len(naive)])])
     few = replace(
         meta,
         query_start=meta.query_start[: count + 1],
         seq_lens=meta.seq_lens[:count],
         table_rows=None if meta.table_rows is None else meta.table_rows[:count],
-        max_query_len=max([meta.decode_len, *(last - first for first, last, *_ in known[: -len(naive)])]),
+        max_query_len=longest,
     )
     return few, naive
 

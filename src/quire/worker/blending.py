@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.args.check_layer import check_layer
 from quire.contracts.step import FIRST_TOKENS, I32, StepPlan
 from quire.distributed.mesh import ALONE, RankGroups
-from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention import AttentionMeta, KVView, Prompt
 from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
 from quire.kernels.host_copies import sent_array
@@ -185,8 +185,15 @@ def _places(attention: Mixer, rows: StepRows, targets: list[Tensor], turns: Turn
 
 def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
     """Return the context of the rows `kept`. counts: [S] rows of each sequence."""
-    starts = sent_array(np.concatenate(([0], np.cumsum(counts))).astype(np.int32), kept.device)
+    ends = np.cumsum(counts)
+    starts = sent_array(np.concatenate(([0], ends)).astype(np.int32), kept.device)
     positions = ctx.positions[kept]
+
+    def placed(prompts: tuple[Prompt, ...]) -> Iterator[Prompt]:
+        for first, last, sequence, past in prompts:
+            if count := int(counts[sequence]):
+                end = int(ends[sequence])
+                yield end - count, end, sequence, past + last - first - count
 
     def chosen(meta: AttentionMeta) -> AttentionMeta:
         return replace(
@@ -197,7 +204,7 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
             decode_len=0,
             max_query_len=int(counts.max()),
             shared=None,
-            prompts=None,
+            prompts=None if meta.prompts is None else tuple(placed(meta.prompts)),
             plans={},
         )
 

@@ -169,6 +169,13 @@ def test_prompts_behind_fewer_tokens_have_kernels_of_their_own(tokens: int) -> N
     assert cuda._rehearsed(plan, limits, 0, staged=False)[1] == []
 
 
+def test_moved_tokens_have_kernels_for_many_and_for_few_kept_rows() -> None:
+    plan: Any = SimpleNamespace(widened_tokens=(0,), config=SimpleNamespace(cache=CacheConfig(enable_cache_blend=True)))
+    limits = Limits(num_slots=4, max_tokens=512, max_model_len=50_000, block_sizes=(64,))
+    (*_, many), few = cuda._rehearsed(plan, limits, 0, staged=False)
+    assert [step.features.blended[0].num_kept for step in (many, *few)] == [255, 7, 15]
+
+
 @pytest.mark.parametrize(
     ("model", "served", "gib", "tokens"),
     [

@@ -127,6 +127,16 @@ def test_wider_heads_than_an_implementation_can() -> None:
     assert SUPPORTS["attention"]["native"].max_head_dim == native.MAX_DIM
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cache", "names"), [("bfloat16", "", ["hopper", "triton"]), ("float32", "e4m3 cache", ["triton"] * 2)]
+)
+def test_chosen_rows_of_latents_on_a_gpu(dtype: str, cache: str, names: list[str]) -> None:
+    """Not on the reference, which waits for the device."""
+    given = {"attention_features": frozenset({"rows"}), "cache_features": frozenset({cache} - {""})}
+    found = choose_kernels("cuda", dtype, ops=("latent", "blend"), probe=everything, **given)
+    assert [choice.name for choice in found] == names
+
+
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(DENSE)

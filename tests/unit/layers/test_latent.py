@@ -238,5 +238,7 @@ def test_a_step_is_split_at_the_first_long_prompt() -> None:
     assert split(meta, 40) == (meta, ())
     told = replace(meta, decode_len=10, prompts=naive)
     assert split(told, 20)[0].max_query_len == 10 and split(told, 40) == (told, ())
+    some = replace(told, decode_len=0, row_positions=torch.arange(53))  # nobody has told the rows of decodes
+    assert split(some, 20)[0].max_query_len == 40
     none, everything = split(meta, 0)
     assert len(everything) == 5 and none.seq_lens.tolist() == []  # type: ignore[union-attr]

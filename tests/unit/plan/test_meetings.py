@@ -127,7 +127,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
         {("CacheBlend", "no prefix cache")},
     ),
     ({"enable_cache_blend": True}, {"layers": 2}, {("CacheBlend", "few layers")}),
-    ({"enable_cache_blend": True}, {"latent": True}, {("CacheBlend", "latent attention on a GPU")}),
     ({"kv_cache_dtype": "fp8_ds_mla"}, {}, {("rows of latents", "other attention")}),
     (
         EAGLE | {"decode_context_parallel_size": 2, "tensor_parallel_size": 3, "enable_cache_blend": True},

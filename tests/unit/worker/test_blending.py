@@ -231,6 +231,14 @@ def test_later_layers_tell_an_exchange_of_experts_how_many_rows_they_have() -> N
     assert (found.replicas.rows, found.replicas.bound) == ((5, 7), 8)
 
 
+def test_the_host_knows_the_prompts_of_the_last_layers() -> None:
+    """Behind a decode, 3 of 8 rows of a prompt are kept, and none of another. Contexts are as long as before."""
+    prompts = (1, 9, 1, 32), (9, 12, 2, 9)
+    meta = AttentionMeta([0, 1, 9, 12], [30, 40, 12], torch.ones(3, 1), torch.arange(12), prompts=prompts)
+    kept, counts = torch.tensor([0, 2, 5, 8]), np.array([1, 3, 0], np.int32)
+    assert _context(StepContext(torch.arange(12), (meta,), []), kept, counts).attention[0].prompts == ((1, 4, 1, 37),)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_other_requests_of_the_step_are_as_ever(depth: int) -> None:
     """A decode and a prompt beside it, whose rows are all kept."""

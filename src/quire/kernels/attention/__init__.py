@@ -101,7 +101,8 @@ class AttentionMeta:
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
     prompts        (first row, end of rows, sequence, tokens of context before) of each sequence after the decodes, for
-                   implementations whose host needs it; () in a CUDA graph; None: taken from the lengths above
+                   implementations whose host needs it; () in a CUDA graph; None: taken from the lengths above. With
+                   `row_positions`, the fourth number is the context's length without as many tokens as it has rows
     row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
                    are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
                    last tokens

@@ -93,17 +93,17 @@ def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> 
     """
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
-    kept = torch.rand(len(q), generator=generator) < share
+    kept = torch.rand(len(q), generator=generator).to(q.device) < share
     kept[meta.query_start[1:].long() - 1] = True
     rows, counts = kept.nonzero()[:, 0], meta.query_start.diff()
     ends = meta.seq_lens.repeat_interleave(counts) - meta.query_start[1:].repeat_interleave(counts)
-    before = torch.cat((torch.zeros(1, dtype=torch.int64), kept.cumsum(0)))
+    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
     return replace(
         meta,
         query_start=before[meta.query_start.long()].int(),
         kv_slots=meta.kv_slots[rows],
         decode_len=0,
-        row_positions=(ends + torch.arange(len(q)))[rows],
+        row_positions=(ends + torch.arange(len(q), device=q.device))[rows],
     ), rows
 
 

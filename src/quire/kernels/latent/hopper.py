@@ -37,7 +37,8 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     """
     heads, width, _ = kv_up.shape
     sizes = width - out.shape[2], cache.rope.shape[3], out.shape[2]
-    if q.dtype != torch.bfloat16 or sizes != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2] or q.stride(0) % 8:
+    strange = q.dtype != torch.bfloat16 or q.stride(1) != q.shape[2] or q.stride(0) % 8
+    if strange or sizes != (PLAIN, TURNED, VALUE) or meta.row_positions is not None:
         return triton.expanded(q, kv_up, cache, meta, scale, out)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     queries = q.as_strided((len(q), heads * q.shape[2]), (q.stride(0), 1))

@@ -222,6 +222,8 @@ def absorbed(
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
+    if meta.row_positions is not None:
+        meta = replace(meta, decode_len=1)  # a single row, wherever it is, has its context divided among programs
     out = torch.empty_like(q_latent)
     group, few, many = configure(q_latent, cache, meta)
     prefix = (many[0], many[4], PREFIX_PARTS)
@@ -294,6 +296,7 @@ def absorbed(
                 plan.sums,
                 plan.stats,
                 lse,
+                meta.row_positions,
                 *numbers,
                 DECODES=cut is few,
                 TILE=keys,
@@ -457,6 +460,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
             out,
             lse,
             tiles,
+            meta.row_positions,
             q.stride(0),
             q.stride(1),
             out.stride(0),

@@ -35,6 +35,7 @@ def absorbed_kernel(
     sums_at,
     stats_at,
     lse,
+    row_positions,
     stride_latent,
     stride_rope,
     stride_rope_head,
@@ -77,6 +78,7 @@ def absorbed_kernel(
     records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; number of words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
     lse                        [T, H] float32, output for sequences with one part; None: nobody needs it
+    row_positions              [T] int64 position of each row; None: the rows of a record are at consecutive positions
     scale, EXACT               softmax scale * log2(e); precision of float32 products
     v_scale                    scale of all codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; tokens of a tile of keys
@@ -103,13 +105,18 @@ def absorbed_kernel(
     table += index.to(tl.int64) * stride_table
     lane = tl.arange(0, M)
     rows, heads, live = row + lane // GROUP, head * GROUP + lane % GROUP, lane < num_rows * GROUP
+    if row_positions is None:
+        positions = position + lane // GROUP
+    else:
+        positions = tl.load(row_positions + rows, mask=live, other=0).to(tl.int32)
+        end = tl.minimum(end, tl.max(positions, 0) + 1)
     sums, top, weight = attend_latents(
         q_latent,
         q_rope,
         rows,
         heads,
         live,
-        position + lane // GROUP,
+        positions,
         latent,
         rope,
         scales,

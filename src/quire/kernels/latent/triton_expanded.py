@@ -34,6 +34,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
     Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. One copy brings it
     to the device; the host does not wait for the copy. A workspace holds the expanded keys and values of a piece.
+    If rows have positions of their own, which only the device knows, word 2 is an upper bound of the first one's.
 
     rows              rows of a tile
     tiles             [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row,
@@ -116,6 +117,7 @@ def expanded_kernel(
     out,
     lse,
     tiles,
+    row_positions,
     stride_q,
     stride_head,
     stride_out,
@@ -139,6 +141,7 @@ def expanded_kernel(
     made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]
     out, lse            [T, HEADS, V] and [T, HEADS] float32 (base 2): state after earlier pieces, and output
     tiles               [m, WORDS] int32, see `cut_prompts`
+    row_positions       [T] int64 position of each row; None: the rows of a tile are at consecutive positions
     scale, EXACT        softmax scale * log2(e); precision of float32 products
     P, R, V, PP, RP, VP widths, see `quire.kernels.latent`; padded to powers of two
     M, TILE             rows of a tile; keys of an iteration
@@ -156,12 +159,19 @@ def expanded_kernel(
     top = tl.load(to_lse, mask=begun, other=LOWEST)
     weight = begun.to(tl.float32)
     sums = tl.load(to_out, mask=inside & (start > 0), other=0.0).to(tl.float32)
-    first = position - start  # of the rows, counted from the sequence's first token in the workspace
+    # Positions are counted from the sequence's first token in the workspace.
+    if row_positions is None:
+        first = position - start
+        positions, last = first + lane, first + num_rows
+    else:
+        own = tl.load(row_positions + rows, mask=live, other=0).to(tl.int32) - start
+        first = tl.load(row_positions + row).to(tl.int32) - start
+        positions, last = tl.where(live, own, first), tl.max(own, 0) + 1
     whole = tl.minimum(tl.maximum(first + 1, 0), count) // TILE * TILE
     made += head * (P + V)
     WIDE: tl.constexpr = HEADS * (P + V)
     for masked in tl.static_range(2):
-        stop = tl.minimum(count, first + num_rows) if masked else whole
+        stop = tl.minimum(count, last) if masked else whole
         for at in tl.range(whole if masked else 0, stop, TILE):
             keys = load_tile(made, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, P, PP)
             short = load_tile(ropes, place, at, stop, R, R, False, 1 << 30, TILE, R, RP)
@@ -170,7 +180,7 @@ def expanded_kernel(
                 values = finite(values)  # the last may be another sequence's: a weight of 0 must make nothing of them
             scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
             scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
-            scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)
+            scores, rest = rescore(scores, positions, at, scale, 0.0, masked == 1, 0, False, TILE)
             sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
     tl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=inside)
     tl.store(to_lse, top + tl.log2(weight), mask=live)

@@ -283,9 +283,6 @@ CACHE: Mapping[str, Feature] = {
     "no matrices": Feature(
         of_model(lambda i, m: not _keeping(DeltaArgs, MambaArgs)(i)), "a model whose layers keep no matrices"
     ),
-    "latent attention on a GPU": Feature(
-        of_model(lambda i, m: i.device == "cuda" and "latent" in operations(m)), "latent attention on a GPU"
-    ),
     "chosen tokens": Feature(
         lambda i: any(one is not None and _choosing(one) for one in (i.args, i.draft)), "sparse latent attention (DSA)"
     ),

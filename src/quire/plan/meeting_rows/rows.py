@@ -132,7 +132,6 @@ BLEND: tuple[Row, ...] = (
     Row("CacheBlend", "rows of latents", MISSING, "its kernels move latents of one scale alone",
         "use --kv-cache-dtype fp8 or auto"),
     Row("CacheBlend", "chosen tokens", MISSING, "its layers share a choice of tokens, which is made for all rows", OFF),
-    Row("CacheBlend", "latent attention on a GPU", MISSING, "its kernels take only the last rows of a sequence", OFF),
 )  # fmt: skip
 NO_EMBEDS = "leave out --enable-prompt-embeds"
 EMBEDS: tuple[Row, ...] = (
