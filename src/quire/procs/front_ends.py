@@ -5,6 +5,7 @@ tells the front end that made it.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -119,6 +120,12 @@ def start_front(module: str, config: ServerConfig, listener: int, place: FrontPl
     """Start the process of a front end, the Python module `module`. See `FrontStart`."""
     start = FrontStart(config=config, place=place, listener=listener)
     return ChildProcess(module, start_line(start), descriptors=(listener,))
+
+
+def remove_sockets(*addresses: str) -> None:
+    """Remove the files of sockets on which nobody listens any more, if they are there."""
+    for address in addresses:
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def owner(number: int, count: int) -> int:
